@@ -1,4 +1,4 @@
-"""Memory that control groups leave a process, as Linux shows it, and its claim on the processor."""
+"""What control groups leave a process, its claim on the processor, and its open files."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from threading import get_native_id
 
 import pytest
 
-from twolane.common.resources import free_memory, yield_processor
+from twolane.common.resources import free_memory, open_files, yield_processor
 
 GIB = 2**30
 
@@ -81,3 +81,10 @@ def test_a_thread_alone_yields_the_processor():
     with ThreadPoolExecutor(1, initializer=yield_processor, initargs=(3,)) as thread:
         other = thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, get_native_id())).result()
     assert other == min(19, os.getpriority(os.PRIO_PROCESS, get_native_id()) + 3)
+
+
+def test_open_files_are_counted_where_the_system_shows_them(tmp_path):
+    before = open_files()
+    with (tmp_path / "one").open("w"):
+        assert open_files() == before + 1
+    assert open_files(tmp_path / "no such folder") == 0

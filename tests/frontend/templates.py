@@ -22,6 +22,8 @@ class Form:
     """Null is right as the content beside calls; otherwise it is empty text."""
     developer: bool = False
     """It has a role "developer"; otherwise it is written as "system"."""
+    first_part: bool = False
+    """It shows the first part of the system's message alone; several are written as text."""
 
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -129,6 +131,12 @@ MISTRAL_TOOLS = """{%- if messages[0].role == 'system' %}{%- set system = messag
 {{- ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
 {%- else %}{{- raise_exception('Only user and assistant roles are supported') }}{%- endif %}
 {%- endfor %}"""
+MISTRAL_SMALL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}
+{{- '[SYSTEM_PROMPT]' ~ (m.content if m.content is string else m.content[0].text) }}
+{{- '[/SYSTEM_PROMPT]' }}{% elif m.role == 'user' %}{{ '[INST]' }}{% if m.content is string %}
+{{- m.content }}{% else %}{{ m.content | map(attribute='text') | join('\\n') }}{% endif %}
+{{- '[/INST]' }}{% else %}{{ m.content if m.content is string else m.content[0].text }}
+{{- eos_token }}{% endif %}{% endfor %}"""
 GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
 {{ raise_exception('System role not supported') }}{% endif %}{% for m in messages %}
 {% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
@@ -255,8 +263,9 @@ TEMPLATES: dict[str, Form] = {
     "llama3.1": Form(LLAMA31, calls=True),
     "mistral": Form(MISTRAL),
     "mistral-tools": Form(MISTRAL_TOOLS, calls=True),
+    "mistral-small": Form(MISTRAL_SMALL, first_part=True),
     "gemma": Form(GEMMA),
-    "gemma3": Form(GEMMA3),
+    "gemma3": Form(GEMMA3, first_part=True),
     "phi3": Form(PHI3),
     "zephyr": Form(ZEPHYR),
     "deepseek": Form(DEEPSEEK, arguments="text", calls=True),

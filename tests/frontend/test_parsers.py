@@ -1,14 +1,18 @@
 import json
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twolane.frontend.forms import Asked, Forms
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import typed
 from twolane.frontend.parsers.reasoning import ReasoningParser
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
+from twolane.frontend.structured.tools import Tool
+from twolane.server.options import ToolForm
 
 TYPES = {
     "weather": {"city": frozenset(("string",)), "days": frozenset(("integer",))},
@@ -43,6 +47,11 @@ LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "f", "par
 MISTRAL = (
     '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
     '{"name": "f", "arguments": {}}]'
+)
+GRANITE = "<|tool_call|>"
+GRANITE_CALLS = (
+    f'{GRANITE}{{"name": "weather", "arguments": {{"city": "Rome"}}}}<|/tool_call|>'
+    f'{GRANITE}{{"name": "f", "arguments": {{}}}}<|/tool_call|>'
 )
 MISTRAL_NEW = 'Ok.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]f{"a": "}"}'
 DEEPSEEK = (
@@ -89,6 +98,12 @@ WRITTEN = {
     "llama": (("llama3_json", LLAMA), "", ROME),
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
     "mistral": (("mistral", MISTRAL), "", ROME),
+    "granite": (("granite", "Ok." + MISTRAL.replace("[TOOL_CALLS]", GRANITE)), "Ok.", ROME),
+    "granite, each call between marks": (("granite", GRANITE_CALLS), "", ROME),
+    "phi4_mini_json": (
+        ("phi4_mini_json", MISTRAL.replace("[TOOL_CALLS]", "functools")),
+        *("", ROME),
+    ),
     "mistral, new": (
         ("mistral", MISTRAL_NEW),
         "Ok.",
@@ -277,14 +292,38 @@ def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
     assert read(ReasoningParser(thinking=True), ["<thi"]) == ("<thi", "", [])
 
 
+@pytest.mark.parametrize(
+    ("continued", "read"),
+    [
+        (None, ("So</think>No", "")),
+        ("<think>\nWell", ("No", "So")),
+        ("<think>\nWell</think>And", ("So</think>No", "")),
+        ("Well", ("So</think>No", "")),
+    ],
+)
+def test_an_answer_goes_on_with_the_thinking_that_it_is_given(continued, read):
+    asked = Asked(tools=[Tool("f", None)])
+    form = Forms("{{ tools }}<tool_call></think>").of(asked, "a" + (continued or ""), continued)
+    reader = form.reader()
+    reader.read("So</think>No", ended=True)
+    assert (reader.content, reader.thinking) == read
+    assert (form.thinking == "begun") == bool(read[1])
+
+
 def test_text_without_thinking_is_as_it_is():
     assert read(ReasoningParser(), [" Paris"]) == ("", " Paris", [])
     assert read(ReasoningParser(thinking=True), ["not yet"]) == ("not yet", "", [])
     assert read(ReasoningParser(), ["  <thi"]) == ("", "  <thi", [])
 
 
+def test_every_format_can_be_named():
+    assert get_args(ToolForm) == tuple(FORMATS)
+
+
 def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
+    assert format_of("{% if tools %}<|tool_call|>{% endif %}") == "granite"
+    assert format_of("{% if tools %}functools[{% endif %}") == "phi4_mini_json"
     assert format_of("{{ messages }}<tool_call>") is None
     assert format_of(None) is None

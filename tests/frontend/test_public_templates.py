@@ -5,6 +5,7 @@ for; where it refuses, or drops what was said, the request has to be refused.
 """
 
 import json
+from functools import cache
 
 import pytest
 from pydantic import TypeAdapter
@@ -74,6 +75,11 @@ CONVERSATIONS = {
 }
 
 
+def joins(form, role):
+    """Whether a template needs parts to be written as one text."""
+    return (form.first_part and role == "system") or not form.source.count("is iterable -")
+
+
 def for_transformers(form, message):
     """Write a message as somebody would who has read the template."""
     made = dict(message)
@@ -82,7 +88,7 @@ def for_transformers(form, message):
     content = made["content"]
     if isinstance(content, str) and form.parts:
         made["content"] = texts(content)
-    elif isinstance(content, list) and not form.parts and not form.source.count("is iterable -"):
+    elif isinstance(content, list) and not form.parts and joins(form, made["role"]):
         made["content"] = "\n".join(piece["text"] for piece in content)
     elif content is None and "tool_calls" not in made:
         made["content"] = [] if form.parts else ""
@@ -92,6 +98,17 @@ def for_transformers(form, message):
         function = {**CALL, "arguments": ARGUMENTS}
         made["tool_calls"] = [{**TOOL_CALL, "function": function}]
     return made
+
+
+@cache
+def shows_tools(form):
+    """Whether a template shows tools at all; some do only where the user has spoken last."""
+    turns = [for_transformers(form, message) for message in CONVERSATIONS["user"]]
+    shown = {"tools": TOOLS, "add_generation_prompt": True}
+    return (
+        "Now"
+        in render_jinja_template([turns], chat_template=form.source, **shown, **SPECIALS)[0][0]
+    )
 
 
 def theirs(form, conversation, tools):
@@ -111,6 +128,7 @@ def theirs(form, conversation, tools):
     said = json.dumps([m for m in conversation if m["role"] != "assistant"])
     words = [f"{w}{n}" for w in ("Question", "System", "Result") for n in range(1, 8)]
     missing = [word for word in words if word in said and word not in text]
+    missing += ["tools"] if tools and not shows_tools(form) else []
     return None if missing or (calls and not form.calls) else text
 
 
@@ -151,6 +169,42 @@ def test_what_a_template_always_says_tells_nothing_of_its_form(name):
     source = TEMPLATES[name].source
     talking = ChatTemplate(f"{{{{ {said!r} }}}}{source}", SPECIALS).form
     assert talking == ChatTemplate(source, SPECIALS).form
+
+
+def test_a_template_for_tools_alone_shows_calls():
+    """Hermes 2 and 3: their template for tools walks over these, and refuses if there are none."""
+    source = TEMPLATES["qwen2.5"].source.replace("{%- if tools %}", "{%- if tools | length %}")
+    form = ChatTemplate(source, SPECIALS).form
+    assert form.shows_tools
+    assert form == ChatTemplate(TEMPLATES["qwen2.5"].source, SPECIALS).form
+
+
+def test_a_model_that_is_only_told_to_list_its_calls_sees_them_in_the_content():
+    """Granite 3.3: its template shows tools, and of messages only the content."""
+    told = "{% if tools %}Call by <|tool_call|> and a list of {{ tools | tojson }}\n{% endif %}"
+    source = told + "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    codec = TextCodec(ModelTokenizer(BACKEND, source, SPECIALS))
+    for content in (None, "Well.", texts("Well.")):
+        turns = turns_of(TypeAdapter(Messages).validate_python(called(content)))
+        shown = codec.decode(codec.chat(turns, tools=TOOLS), skip_special_tokens=False)
+        listed = json.dumps([{"name": "get_weather", "arguments": ARGUMENTS}], ensure_ascii=False)
+        said = "Well." if content else ""
+        assert f"assistant: {said}<|tool_call|>{listed}\ntool: Result5" in shown
+    with pytest.raises(TextError, match="does not show tool calls"):
+        silent = TextCodec(ModelTokenizer(BACKEND, source.replace("<|tool_call|>", ""), SPECIALS))
+        silent.chat(turns, tools=TOOLS)
+
+
+def test_tools_are_shown_under_the_name_that_the_template_has_for_them():
+    """SmolLM3: its template takes functions as `xml_tools`."""
+    source = "{% for t in xml_tools or [] %}{{ t | string }}{% endfor %}{{ messages[0].content }}"
+    codec = TextCodec(ModelTokenizer(BACKEND, source, SPECIALS))
+    turns = turns_of(TypeAdapter(Messages).validate_python([user("Hi")]))
+    shown = codec.decode(codec.chat(turns, tools=TOOLS), skip_special_tokens=False)
+    assert shown == f"{TOOLS[0]['function']}Hi"
+    given = {"variables": {"xml_tools": [{"name": "other"}]}, "tools": TOOLS}
+    shown = codec.decode(codec.chat(turns, **given), skip_special_tokens=False)
+    assert shown == "{'name': 'other'}Hi"
 
 
 def test_there_are_twenty_templates():

@@ -1,4 +1,5 @@
 import json
+import random
 import re
 import time
 
@@ -131,12 +132,71 @@ def test_what_generators_of_schemas_write_is_understood(takes, schema, yes, no):
         ('root ::= . "\t" .', "a\t\n", "a\t"),
         ('\ufeffstart-1 ::= "x"\nroot ::= start-1', "x", "y"),
         ('?start: "a" | start "b"', "ab", "b"),
+        ('root ::= word "x"\nword ::= [a-z]+', "abx", "ab"),
+        ('root ::= word "1" | "abc" "2"\nword ::= [a-z]+', "ab1", "ab2"),
+        ('root ::= [a-z]+ | "abc" [0-9]', "ab", "ab5"),
+        ('root ::= (("ba")* "c"?){2,3}', "bacbac", "ab"),
+        ('root ::= item ("," item)*\nitem ::= [^,]+', "a,b", "a,,b"),
     ],
 )
 def test_grammars_in_llama_cpps_form_mean_what_they_say(takes, gbnf, yes, no):
     grammar = context_free_grammar(gbnf)
     assert takes(grammar, yes)
     assert not takes(grammar, no)
+
+
+MANY = range(300)
+EMPTY_TREE = [f"t{i} ::= t{i + 1} t{i + 1}" for i in MANY]
+TERMINAL_CHAIN = [f'r{i} ::= r{i + 1} "x" | "a"' for i in MANY]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "gbnf",
+    [
+        'root ::= w ("1" w)*\nw ::= (' + " | ".join(["[a-z]"] * 300) + ")*",
+        'root ::= w ("1" w)*\nw ::= ' + " ".join(["[a-z]?"] * 300),
+        "\n".join(["root ::= t0 [a-z]*", *EMPTY_TREE, 't300 ::= ""']),
+        "\n".join(["root ::= r0", *TERMINAL_CHAIN, 'r300 ::= "b"']),
+    ],
+    ids=["pairs", "optional", "doubling", "chain"],
+)
+def test_a_grammar_whose_lexemes_are_many_is_read_in_bounded_time(gbnf):
+    """Without bounds, these take hours, or more frames than Python has."""
+    assert "TERMINAL" not in context_free_grammar(gbnf)
+
+
+def random_rule(draw, depth, names=()):
+    """A rule of GBNF, and the same as a regular expression."""
+    match draw.randrange(3, 7) if depth else draw.randrange(3):
+        case 0 | 1:
+            text = "".join(draw.choice("abc") for _ in range(draw.randint(1, 3)))
+            return f'"{text}"', text
+        case 2 if names:
+            return draw.choice(names)
+        case 2:
+            return (draw.choice(["[ab]", "[^a]", "[a-c]"]),) * 2
+        case 3:
+            gbnf, regex = random_rule(draw, depth - 1, names)
+            sign = draw.choice(["*", "+", "?", "{1,2}", "{2}"])
+            return f"({gbnf}){sign}", f"(?:{regex}){sign}"
+        case 4:
+            one, other = (random_rule(draw, depth - 1, names) for _ in range(2))
+            return f"({one[0]} | {other[0]})", f"(?:{one[1]}|{other[1]})"
+    one, other = (random_rule(draw, depth - 1, names) for _ in range(2))
+    return f"{one[0]} {other[0]}", f"(?:{one[1]})(?:{other[1]})"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_grammars_in_llama_cpps_form_take_what_regular_expressions_take(takes, seed):
+    draw = random.Random(seed)
+    for _ in range(25):
+        word, regex = random_rule(draw, 2)
+        root, whole = random_rule(draw, 3, [("word", f"(?:{regex})")])
+        grammar = context_free_grammar(f"root ::= {root}\nword ::= {word}")
+        for length in range(8):
+            text = "".join(draw.choice("abcd") for _ in range(length))
+            assert takes(grammar, text) == bool(re.fullmatch(whole, text)), (root, word, text)
 
 
 def test_keywords_are_looked_for_where_schemas_are():
@@ -303,6 +363,8 @@ CALLS = {
     "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
     "llama3_json": LLAMA,
     "mistral": MISTRAL,
+    "granite": MISTRAL.replace("[TOOL_CALLS]", "<|tool_call|>"),
+    "phi4_mini_json": MISTRAL.replace("[TOOL_CALLS]", "functools"),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
 }

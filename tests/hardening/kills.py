@@ -85,7 +85,10 @@ class Client(threading.Thread):
 def of_server(served: Served) -> dict[str, int]:
     """The processes of a server by role."""
     (engine,) = [pid for pid in children(served.process.pid) if "engine" in command(pid)]
-    followers = sorted(pid for pid in children(engine) if "follower" in command(pid))
+    modules = ("cuda.follower", "cuda.prompts", "cpu.follower", "cpu.prompts")
+    followers = sorted(
+        pid for pid in children(engine) if any(module in command(pid) for module in modules)
+    )
     found = {"server": served.process.pid, "engine": engine}
     return found | {f"rank {i}": pid for i, pid in enumerate(followers, start=1)}
 

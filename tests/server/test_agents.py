@@ -122,6 +122,45 @@ def test_one_call_is_shown_where_several_are_not_wanted(parrot):
     assert (call["arguments"], finish) == ('{"city": "Oslo"}', "tool_calls")
 
 
+def test_a_call_that_is_cut_is_no_reason_to_run_it(parrot):
+    """Clients run the calls of an answer that has ended with `tool_calls`."""
+    for fields, reason in (({"stop": "ome"}, "stop"), ({"max_tokens": 2}, "length")):
+        answer = chat(parrot, ASK, tools=[WEATHER], **fields).choices[0]
+        [call] = answer.message.tool_calls
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call.function.arguments)
+        assert answer.finish_reason == reason
+        assert streamed(parrot, ASK, tools=[WEATHER], **fields)[3] == reason
+
+
+def test_the_model_is_told_of_allowed_tools_alone(parrot):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    allowed = {"mode": "required", "tools": [clock]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    fields = {"tools": [WEATHER, CLOCK], "max_tokens": 60}
+    answer = chat(parrot, "Hello", tool_choice=choice, **fields)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["clock"]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    only = chat(parrot, "Hello", tools=[CLOCK], max_tokens=1).usage.prompt_tokens
+    assert answer.usage.prompt_tokens == only
+    clock["function"]["name"] = "other"
+    with pytest.raises(openai.BadRequestError, match="names no tool"):
+        chat(parrot, "Hello", tool_choice=choice, **fields)
+
+
+def test_what_proxies_write_into_a_history_is_no_error(parrot):
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    call |= {"provider_specific_fields": {}, "extra_content": {"google": {}}, "cache_control": {}}
+    blocks = [{"type": "thinking", "thinking": "So"}]
+    answer = {"role": "assistant", "content": "x", "id": "1", "tool_calls": [call], "images": []}
+    answer |= {"provider_specific_fields": {}, "reasoning_content": "So", "thinking_blocks": blocks}
+    answer |= {"reasoning_details": [{"type": "reasoning.text", "text": "So"}]}
+    history = [{"role": "user", "content": "Hello"}, answer]
+    history.append({"role": "tool", "tool_call_id": "a", "content": "21 degrees"})
+    said = chat(parrot, history, tools=[CLOCK]).choices[0].message.content
+    assert said == "It is 21 degrees in Rome."
+
+
 def test_tokens_of_a_conversation_are_those_of_its_prompt(client):
     fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": [CLOCK]}
     counted = client.post("../tokenize", body=fields, cast_to=object)["count"]
@@ -168,8 +207,21 @@ def test_thinking_is_told_apart(parrot):
     answer = chat(parrot, ask).choices[0].message
     assert (answer.content, answer.reasoning_content) == ("Paris.", "Easy.")
     assert streamed(parrot, ask)[:2] == ("Paris.", "Easy.")
+    usage = chat(parrot, ask).usage
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
     again = [{"role": "user", "content": ask}, answer.model_dump(exclude_none=True)]
     assert chat(parrot, [*again, {"role": "user", "content": ASK}], max_tokens=5).choices
+
+
+def test_stop_strings_count_in_the_answer_alone(parrot):
+    """As at hosted APIs: harnesses send them with every question, and thinking repeats those."""
+    answer = chat(parrot, FRANCE, stop=["Easy", "ri"]).choices[0]
+    assert (answer.message.reasoning_content, answer.message.content) == ("Easy.", "Pa")
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", "ri")
+    assert streamed(parrot, FRANCE, stop=["Easy", "ri"])[:2] == ("Pa", "Easy.")
+    whole = chat(parrot, FRANCE, stop="Easy").choices[0]
+    assert (whole.message.content, whole.stop_reason) == ("Paris.", None)
+    assert chat(parrot, ASK, stop="name").choices[0].message.content == '<tool_call>\n{"'
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -238,6 +238,25 @@ def test_each_window_has_what_happened_in_it():
     assert windows["minute"]["totals"]["prompt_tokens"] == 30
 
 
+def test_the_last_seconds_begin_with_the_reading_of_that_moment():
+    clock = Clock()
+    clock.stats = Stats(seconds=[("decode", 1, 5.0)])
+    clock.pass_(14)
+    clock.serve(0.1)
+    clock.pass_(6)
+    windows = clock.history.windows()
+    assert [windows[name]["totals"]["received"] for name in ("now", "minute")] == [0, 1]
+    assert windows["now"]["lanes"] == []  # nothing has worked meanwhile
+
+
+def test_readings_that_come_a_little_early_are_kept():
+    clock = Clock()
+    for _ in range(3):
+        clock.now += 0.9
+        clock.history.tick()
+    assert len(clock.history.points("minute")["at"]) == 3
+
+
 def test_it_shows_what_happened_since_the_last_reading():
     clock = Clock()
     clock.pass_(10)

@@ -29,6 +29,10 @@ WEATHER = {
 KEY = "secret"
 
 
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     shown = TEMPLATE.replace(
@@ -154,11 +158,21 @@ def test_answers_follow_a_schema(client):
     assert text.text == '{"a": 12, "b": "x"}'
 
 
+def test_the_former_name_of_a_schema_is_known(client):
+    form = {"output_format": {"type": "json_schema", "schema": SCHEMA}}
+    asked = fields_of("Make an ab")
+    asked["extra_body"] |= form
+    [text] = client.messages.create(**asked).content
+    assert text.text == '{"a": 12, "b": "x"}'
+
+
 def test_what_ends_an_answer(client):
     stopped = whole(client, "And Spain?", stop_sequences=["rid"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rid")
     assert stopped.content[0].text == "Mad"
     assert whole(client, "And Spain?", max_tokens=1).stop_reason == "max_tokens"
+    cut = whole(client, ASK, tools=[WEATHER], stop_sequences=["ome"])
+    assert (cut.content[-1].type, cut.stop_reason) == ("tool_use", "stop_sequence")
 
 
 def test_tokens_are_counted(client):
@@ -192,6 +206,10 @@ def test_tokens_are_counted(client):
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [RESULT]}]},
+            "messages[0].content[0].content[0].type",
         ),
     ],
 )

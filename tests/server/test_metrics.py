@@ -10,6 +10,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,14 @@ from twolane.engine.messages import Refused, Stats
 from twolane.frontend.liveness import Liveness
 from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
-from twolane.server.ops.metrics import ServerMetrics
+from twolane.server.ops.dashboard.history import value_of
+from twolane.server.ops.metrics import (
+    MESSAGE_LONGEST,
+    MOST_ADAPTERS,
+    OTHER_ADAPTERS,
+    RequestMetrics,
+    ServerMetrics,
+)
 from twolane.server.service import RequestAccounting
 from twolane.slo import Slo
 
@@ -369,6 +377,68 @@ def test_the_page_defines_what_there_is(tiny):
     shown = set(re.findall(r"# TYPE (\S+) (\w+)", tiny.request("/metrics")[2]))
     defined = set(re.findall(r"^\| `(\S+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
     assert shown == defined
+
+
+@pytest.fixture
+def metrics():
+    """Of a server whose requests have a TTFT bound that grows with the prompt, and a TBT bound."""
+    slo = Slo(ttft=1.0, ttft_per_token=0.01, tbt=0.1)
+    return ServerMetrics(Stats, Liveness(), "model", slo, 16)
+
+
+def judged(metrics):
+    """How many requests met and missed each bound."""
+    ends = product(("ttft", "tbt"), ("met", "missed"))
+    return {end: int(count) for end in ends if (count := value_of(metrics.slo_requests(*end)))}
+
+
+@pytest.mark.parametrize(
+    ("cached", "now", "ends"),
+    [
+        (0, 1.05, {("ttft", "met"): 1, ("tbt", "met"): 1}),
+        (8, 1.05, {("ttft", "missed"): 1, ("tbt", "met"): 1}),  # 1.02 s for two tokens
+        (0, 1.15, {("ttft", "missed"): 1, ("tbt", "met"): 1}),
+    ],
+)
+def test_a_first_token_is_judged_by_what_the_cache_lacked(metrics, cached, now, ends):
+    request = RequestMetrics(metrics, 0.0, 10, metrics.slo)
+    request.tokens(2, now, cached)
+    request.finish("length", 9.0, None)
+    assert judged(metrics) == ends
+
+
+@pytest.mark.parametrize(
+    ("first", "left", "ends"),
+    [
+        (None, 0.5, {}),
+        (None, 1.2, {("ttft", "missed"): 1}),
+        (0.5, 0.55, {("ttft", "met"): 1}),
+        (0.5, 0.7, {("ttft", "met"): 1, ("tbt", "missed"): 1}),  # 0.2 s without a token
+    ],
+)
+def test_what_was_late_when_the_client_left_is_missed(metrics, first, left, ends):
+    request = RequestMetrics(metrics, 0.0, 10, metrics.slo)
+    if first is not None:
+        request.tokens(1, first, 0)
+    request.give_up("disconnect", left)
+    assert judged(metrics) == ends
+
+
+def test_only_a_good_request_that_is_refused_misses_its_bounds(metrics):
+    for overload in (False, True):
+        request = RequestMetrics(metrics, 0.0, 10, metrics.slo)
+        request.refuse("code", "why " * 100, overload=overload)
+    assert judged(metrics) == {("ttft", "missed"): 1, ("tbt", "missed"): 1}
+    [group] = metrics.refusals
+    assert (group.count, len(group.message)) == (2, MESSAGE_LONGEST)
+
+
+def test_adapters_beyond_the_first_share_a_label(metrics):
+    names = [str(i) for i in range(MOST_ADAPTERS + 2)]
+    for name in (*names, names[0]):
+        metrics.count_adapter(name, 1)
+    counts = [value_of(metrics.adapter(name)) for name in (names[0], names[1], OTHER_ADAPTERS)]
+    assert counts == [2, 1, 2]
 
 
 def test_series_that_are_known_begin_at_zero():

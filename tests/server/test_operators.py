@@ -1,16 +1,18 @@
 """What operators choose: unknown fields, the prefix cache's end, load, and what is not served."""
 
 import asyncio
+import errno
 import json
 import subprocess
 import sys
 from codecs import BOM_UTF8
+from io import BytesIO, FileIO
 
 import pytest
 
 from twolane.engine.config import EngineConfig
 from twolane.model.load.hub import PullError
-from twolane.server.batch import run_batch
+from twolane.server.batch import answer_all, run_batch
 from twolane.server.openai.refused import REFUSED
 from twolane.server.options import ServerOptions
 
@@ -138,6 +140,32 @@ def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
         with pytest.raises((ValueError, PullError), match=problem):
             asyncio.run(run_batch(config, options, source, out, 1))
     assert (source.read_text(), target.read_text()) == ("asked", "answered before")
+
+
+class Bounded(FileIO):
+    """A file on a disk that takes this many bytes, and parts of lines."""
+
+    room = 1000
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(data[: min(self.room, 700)])
+        self.room -= written
+        return written
+
+
+def test_a_batch_whose_disk_is_full_keeps_whole_lines(tmp_path):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'"%b"' % (b"x" * 700)})
+
+    line = json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {}}).encode() + b"\n"
+    with Bounded(tmp_path / "out", "ab") as out, pytest.raises(OSError, match="out") as failed:
+        asyncio.run(answer_all(app, BytesIO(line * 3), out, 2))
+    assert failed.value.errno == errno.ENOSPC
+    [answer] = (tmp_path / "out").read_bytes().splitlines()
+    assert json.loads(answer)["custom_id"] == "a"
 
 
 RESPONSE = {"input": SPAIN[0]["content"], "temperature": 0}

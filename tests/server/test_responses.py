@@ -40,7 +40,7 @@ SPACE = {"type": "namespace", "name": "agents", "description": "Others", "tools"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     made = str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT))
-    arguments = ("--kv-tokens", "20000", "--stored-response-bytes", "6000")
+    arguments = ("--kv-tokens", "20000", "--stored-response-bytes", "8000")
     with serving(made, "--served-model-name", "parrot", *arguments) as server:
         yield server
 
@@ -155,6 +155,39 @@ def test_a_tool_that_takes_free_text(client):
     assert ask(client, history, tools=[CUSTOM]).output_text == "It is 21 degrees in Rome."
 
 
+def test_items_are_found_by_their_ids(client):
+    """As Vercel's AI SDK sends what an earlier response has said, unless `store` is false."""
+    said = ask(client, ASK, tools=[WEATHER])
+    known = [{"type": "item_reference", "id": item.id} for item in said.output]
+    result = {"type": "function_call_output", "call_id": said.output[-1].call_id}
+    history = [{"role": "user", "content": ASK}, *known, {**result, "output": "21 degrees"}]
+    answer = ask(client, history, tools=[WEATHER])
+    assert answer.output_text == "It is 21 degrees in Rome."
+    whole = [history[0], *(item.to_dict() for item in said.output), history[-1]]
+    assert ask(client, whole, tools=[WEATHER]).usage.input_tokens == answer.usage.input_tokens
+    client.responses.delete(said.id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, history, tools=[WEATHER])
+    assert refused.value.param == "input[1].id"
+
+
+def test_tools_may_be_among_the_items(client):
+    """As Codex sends them, with messages of its agents to each other."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+    offered = {"type": "additional_tools", "role": "developer"}
+    offered["tools"] = [{**SPACE, "tools": [PLAIN, {**CUSTOM, "format": grammar}]}]
+    parts = [
+        {"type": "input_text", "text": "Task: "},
+        {"type": "encrypted_content", "encrypted_content": "Close it"},
+    ]
+    message = {"type": "agent_message", "author": "/root", "recipient": "/a", "content": parts}
+    response = ask(client, [offered, message])
+    [call] = response.output
+    assert (call.type, call.name, call.namespace) == ("function_call", "close", "agents")
+    told = ask(client, [{**offered, "tools": [SPACE]}, message])
+    assert response.usage.input_tokens > told.usage.input_tokens + len(grammar["definition"])
+
+
 def test_tools_of_a_namespace_and_tools_that_openai_runs(client):
     tools = [SPACE, {"type": "web_search", "external_web_access": False}]
     response = ask(client, "Close it", tools=tools)
@@ -221,7 +254,7 @@ def test_responses_are_kept_within_a_bound(client):
     [
         ({"background": True}, "background"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"extra_body": {"nope": 1}}, "nope"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"tool_choice": {"type": "function", "name": "none"}}, "tool_choice"),
@@ -243,7 +276,8 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
 @pytest.mark.parametrize(
     ("item", "param"),
     [
-        ({"type": "item_reference", "id": "x"}, "input[0].type"),
+        ({"type": "item_reference", "id": "x"}, "input[0].id"),
+        ({"type": "compaction", "encrypted_content": "x"}, "input[0].type"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0]"),
         ({"role": "nobody", "content": "x"}, "input[0].role"),
     ],

@@ -32,9 +32,12 @@ def test_the_second_server_on_a_port_ends_before_it_loads_anything(tiny, tiny_mo
     assert tiny.request("/health")[0] == 200
 
 
-def test_a_standard_output_that_takes_nothing_stops_no_server(tiny_model):
+def test_a_full_standard_output_and_a_deleted_working_folder_stop_no_server(tiny_model, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
     with Path("/dev/full").open("w") as full:
-        server = serve(str(tiny_model), *TINY, "--port", "0", stdout=full)
+        server = serve(str(tiny_model), *TINY, "--port", "0", stdout=full, cwd=folder)
+    folder.rmdir()
     try:
         told = next(line for line in server.stderr if " | http" in line)
         base = next(part for part in told.split(" | ") if part.startswith("http"))

@@ -175,10 +175,19 @@ def ranks() -> str:
 
 def disaggregated() -> str:
     """Return which devices prefill and decode can have for themselves (--disaggregated)."""
+    import torch
+
     from twolane.lanes.cpu.disaggregated import halves
 
     prefill, decode = (", ".join(map(str, cores)) for cores in halves(usable_cores()))
-    return f"prefill on cores {prefill}, decode on cores {decode}; not on GPUs yet"
+    cores = f"prefill on cores {prefill}, decode on cores {decode}"
+    if not torch.cuda.is_available():
+        return cores
+    from twolane.lanes.cuda.disaggregated import lacks
+
+    if lacking := lacks():
+        return f"{cores}; on GPUs it {lacking}"
+    return f"prefill on GPU 1, decode on GPU 0; without GPUs {cores}"
 
 
 def fp8_support() -> str:

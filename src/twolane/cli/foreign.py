@@ -2,70 +2,124 @@
 
 from typing import Any
 
-UNSERVED = {
-    "--pipeline-parallel-size": "the model runs on one GPU; larger ones need a larger GPU",
-    "--data-parallel-size": "run a server for each GPU, behind a load balancer",
-    "--enable-auto-tool-choice": "tools are served without it",
-    "--guided-decoding-backend": "llguidance is the only one",
-    "--enable-chunked-prefill": "every system divides prefill itself; --system chunked mixes "
-    "chunks with decode",
-    "--max-num-batched-tokens": "use --system chunked --option token_budget=TOKENS",
-    "--max-num-seqs": "use --max-running",
-    "--scheduling-policy": "use --system; requests may carry a `priority`",
-    "--num-scheduler-steps": "use --option look_ahead=STEPS",
-    "--enable-prefix-caching": "use --prefix-cache, which is the default",
-    "--no-enable-prefix-caching": "use --no-prefix-cache",
-    "--block-size": "use --page-size",
-    "--swap-space": "requests that lose their KV pages are computed again; nothing is swapped",
-    "--cpu-offload-gb": "weights and KV cache stay on the device; --gpu-memory-utilization and "
-    "--kv-tokens set its share",
-    "--enforce-eager": "CUDA graphs are always used on a GPU",
-    "--trust-remote-code": "code of a checkpoint never runs; families that are built in do not "
-    "need it",
-    "--tokenizer": "the tokenizer is the one beside the weights",
-    "--tokenizer-mode": "the tokenizer is the one beside the weights",
-    "--chat-template": "the template is the one beside the weights",
-    "--model": "the model is the first argument: twolane serve MODEL",
-    "--download-dir": "set HF_HOME for Hugging Face's cache and TWOLANE_CACHE for aliases",
-    "--revision": "pull the revision with Hugging Face's tools and serve its folder",
-    "--kv-events-config": "use --kv-events-endpoint, --kv-events-replay-endpoint and "
-    "--kv-events-topic",
-    "--speculative-config": "every token is computed by the model itself",
-    "--enable-lora": "use --lora NAME=PATH, and --lora-endpoints to load others while serving",
-    "--lora-modules": "use --lora NAME=PATH",
-    "--disable-log-requests": "requests are logged only with --log-level debug",
-    "--uvicorn-log-level": "use --log-level",
-    **dict.fromkeys(
-        ("--ssl-keyfile", "--ssl-certfile"), "put a proxy that ends TLS in front of the server"
+_ROWS = (
+    ("--model --model-path --model-id", "the model is the first argument: twolane serve MODEL"),
+    ("--context-length --ctx-size --max-input-length", "use --max-model-len"),
+    ("--max-total-tokens", "use --max-model-len for a request, --kv-tokens for the KV pool"),
+    ("--max-num-seqs --max-running-requests --parallel", "use --max-running"),
+    (
+        "--max-num-batched-tokens --max-batch-prefill-tokens --chunked-prefill-size "
+        "--max-prefill-tokens",
+        "no budget is needed: give --slo-tbt-ms, or --system chunked --option token_budget=TOKENS",
     ),
-    "--uds": "the server listens on TCP: see --host and --port",
-    "--allowed-origins": "use --cors-origins",
-    "--generation-config": "use --sampling-defaults",
-    "--override-generation-config": "edit generation_config.json, or use --sampling-defaults",
-    "--max-logprobs": "requests may ask for 20",
-    "--hf-token": "set HF_TOKEN",
-    "--attention-backend": "the fastest that is installed is used",
-    "--disable-log-stats": "figures are at /metrics, not in the log",
-    "--root-path": "put a proxy that rewrites the path in front of the server",
-    "--context-length": "use --max-model-len",
-    "--mem-fraction-static": "use --gpu-memory-utilization",
-    **dict.fromkeys(("--tp", "--tp-size", "--num-shard"), "use --tensor-parallel-size"),
-    **dict.fromkeys(
-        ("--model-path", "--model-id"), "the model is the first argument: twolane serve MODEL"
+    (
+        "--enable-chunked-prefill --no-enable-chunked-prefill",
+        "every system divides prefill itself; --system chunked mixes chunks with decode",
     ),
-    "--disable-radix-cache": "use --no-prefix-cache",
-    "--schedule-policy": "use --system",
-    "--max-total-tokens": "use --max-model-len",
-    "--max-input-length": "use --max-model-len",
-    "--max-batch-prefill-tokens": "use --system chunked --option token_budget=TOKENS",
-    "--chunked-prefill-size": "use --system chunked --option token_budget=TOKENS",
-    "--ctx-size": "use --max-model-len",
-    "--threads": "use --cores",
-    "--parallel": "use --max-running",
-    "--alias": "use --served-model-name",
-    "--n-gpu-layers": "all layers run on one device: see --device",
-}
-"""Options of vLLM, SGLang, TGI and llama.cpp that have another name or no counterpart here."""
+    ("--scheduling-policy --schedule-policy", "use --system, or --allow-priority"),
+    ("--num-scheduler-steps", "use --option look_ahead=STEPS"),
+    ("--enable-prefix-caching", "use --prefix-cache, which is the default"),
+    ("--no-enable-prefix-caching --disable-radix-cache", "use --no-prefix-cache"),
+    ("--block-size", "use --page-size"),
+    ("--mem-fraction-static", "use --gpu-memory-utilization"),
+    ("--num-gpu-blocks-override --max-batch-total-tokens", "use --kv-tokens"),
+    (
+        "--swap-space --kv-offloading-size --enable-hierarchical-cache",
+        "requests that lose their KV pages are computed again; nothing is swapped",
+    ),
+    (
+        "--cpu-offload-gb",
+        "weights and KV cache stay on the device; --gpu-memory-utilization and --kv-tokens set "
+        "its share",
+    ),
+    (
+        "--enforce-eager --disable-cuda-graph --cuda-graph-sizes --cuda-graph-max-bs "
+        "--compilation-config --enable-torch-compile",
+        "CUDA graphs are always used on a GPU",
+    ),
+    ("--attention-backend", "the fastest that is installed is used"),
+    ("-t", "write --tp for vLLM's -tp"),
+    ("--tp-size --num-shard", "use --tensor-parallel-size"),
+    ("--pipeline-parallel-size", "use --tensor-parallel-size: ranks share every layer"),
+    ("--data-parallel-size --dp-size --dp", "use twolane fleet MODEL --replicas SERVERS"),
+    (
+        "--enable-expert-parallel --ep-size",
+        "use --tensor-parallel-size: each rank has a part of every expert",
+    ),
+    (
+        "--distributed-executor-backend --nnodes --dist-init-addr",
+        "all ranks are processes of one host",
+    ),
+    ("--disable-custom-all-reduce", "use --all-reduce nccl"),
+    ("--kv-transfer-config --disaggregation-mode", "use --disaggregated"),
+    ("--threads", "use --cores"),
+    ("--n-gpu-layers", "all layers run on one device: see --device"),
+    (
+        "--tokenizer --tokenizer-path --tokenizer-mode",
+        "the tokenizer is the one beside the weights",
+    ),
+    ("--chat-template", "the template is the one beside the weights"),
+    (
+        "--trust-remote-code",
+        "code of a checkpoint never runs; families that are built in do not need it",
+    ),
+    (
+        "--hf-overrides --json-model-override-args",
+        "edit config.json; --max-positions replaces its positions",
+    ),
+    ("--task --runner --is-embedding", "a checkpoint that is made for embeddings serves them"),
+    ("--limit-mm-per-prompt", "prompts are text"),
+    ("--revision", "pull the revision with Hugging Face's tools and serve its folder"),
+    ("--download-dir", "set HF_HOME for Hugging Face's cache and TWOLANE_CACHE for aliases"),
+    ("--hf-token", "set HF_TOKEN"),
+    ("--random-seed", "use --seed"),
+    ("--generation-config", "use --sampling-defaults"),
+    (
+        "--override-generation-config --preferred-sampling-params",
+        "edit generation_config.json, or use --sampling-defaults",
+    ),
+    ("--enable-auto-tool-choice", "tools are served without it"),
+    (
+        "--guided-decoding-backend --structured-outputs-config --grammar-backend",
+        "llguidance is the only one",
+    ),
+    ("--speculative-config --speculative-algorithm", "every token is computed by the model itself"),
+    ("--max-logprobs", "requests may ask for 20"),
+    ("--return-tokens-as-token-ids", "requests may ask for it by a field of this name"),
+    ("--enable-prompt-tokens-details", "answers always have them"),
+    ("--stream-interval", "a stream has an event whenever the engine delivers tokens"),
+    ("--enable-lora", "use --lora NAME=PATH, and --lora-endpoints to load others while serving"),
+    ("--lora-modules --lora-paths", "use --lora NAME=PATH"),
+    ("--max-loras-per-batch --max-cpu-loras", "use --max-loras"),
+    ("--alias", "use --served-model-name"),
+    ("--api-server-count", "one API process serves an engine: see twolane fleet"),
+    ("--max-concurrent-requests", "use --max-queue"),
+    ("--allowed-origins", "use --cors-origins"),
+    ("--root-path", "put a proxy that rewrites the path in front of the server"),
+    (
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs",
+        "put a proxy that ends TLS in front of the server",
+    ),
+    ("--uds", "the server listens on TCP: see --host and --port"),
+    ("--watchdog-timeout", "use --watchdog and --hang-seconds"),
+    ("--uvicorn-log-level", "use --log-level"),
+    (
+        "--disable-log-requests --enable-log-requests --log-requests",
+        "requests are logged only with --log-level debug",
+    ),
+    ("--disable-log-stats", "figures are at /metrics, not in the log"),
+    ("--enable-metrics", "metrics are always at /metrics"),
+    ("--enable-server-load-tracking", "GET /load always answers"),
+    ("--otlp-traces-endpoint", "use --otlp-endpoint"),
+    (
+        "--kv-events-config",
+        "use --kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
+    ),
+)
+
+UNSERVED = {option: hint for options, hint in _ROWS for option in options.split()}
+"""What to use instead of each option of vLLM, SGLang, TGI and llama.cpp that has another name or no
+counterpart here."""
 
 
 def unserved(error: Any) -> str | None:

@@ -18,8 +18,17 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it does not; the message names the file.
     """
+    return json_object(path, path.read_bytes())
+
+
+def json_object(path: Path, content: bytes) -> dict[str, Any]:
+    """Read the content of a JSON file that holds an object, as `read_json` does.
+
+    Raises:
+        ValueError: see `read_json`.
+    """
     try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8-sig")), dict[str, Any])
+        return msgspec.convert(json.loads(content.decode("utf-8-sig")), dict[str, Any])
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or msgspec's
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 import zmq
 
+from twolane.common.errors import FieldError
 from twolane.common.prefix_digest import PrefixBook
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
@@ -72,6 +73,13 @@ class EngineGone(msgspec.Struct, frozen=True):
 
 Event = Output | Refused | EngineGone
 Sink = Callable[[Event], None]
+
+
+def start_error(fatal: Fatal) -> Exception:
+    """Return the error with which an engine did not start; it names the setting at fault."""
+    if fatal.field is None:
+        return EngineError(fatal.message)
+    return FieldError(fatal.field, fatal.message.removeprefix(f"{fatal.field} "))
 
 
 def ignore_progress(_: Progress) -> None:
@@ -154,6 +162,7 @@ class EngineClient:
             watchdog: whether a hung engine is killed; None: if it has several ranks.
 
         Raises:
+            FieldError: a setting does not go with the device or the model.
             EngineError: it could not start.
         """
         if watchdog is None:
@@ -264,6 +273,7 @@ class EngineClient:
             stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
             process_group=0,
             env={name: value for name, value in os.environ.items() if name not in SECRETS},
+            cwd=None if has_folder() else "/",
         )
         assert self.process.stdin is not None
         start = EngineStart(config, to_engine, from_engine, log_level)
@@ -297,7 +307,7 @@ class EngineClient:
             case Fatal():
                 self._last_words = message.message
                 if not self._started.done():
-                    self._started.set_exception(EngineError(message.message))
+                    self._started.set_exception(start_error(message))
 
     async def _watch(self) -> None:
         """Wait until the engine has exited and all that it said is read."""
@@ -377,6 +387,16 @@ class EngineClient:
     def _exit(self) -> str:
         code = self.process.returncode
         return f"on signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+
+
+def has_folder() -> bool:
+    """Whether this process's working folder is there: libraries of PyTorch are not found from one
+    that was deleted."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def private_folder() -> Path:

@@ -8,6 +8,7 @@ from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import (
     END_THINK,
     ReasoningParser,
+    Thinking,
     ends_in_thinking,
     thinking_of,
 )
@@ -29,6 +30,8 @@ class AnswerForm(NamedTuple):
     """Whether special tokens are marks that the reader needs."""
     forced_call: bool = False
     """Whether the request names the tool that is called."""
+    thinking: Thinking | None = None
+    """How the answers begin; None: without thinking."""
 
 
 FREE = AnswerForm()
@@ -74,12 +77,13 @@ class Forms:
         """How the model writes calls, a name of `FORMATS`; None: it is told of no tools."""
         self.thinks = thinking_of(template) if thinks is None else thinks
 
-    def of(self, asked: Asked, prompt: str) -> AnswerForm:
+    def of(self, asked: Asked, prompt: str, continued: str | None = None) -> AnswerForm:
         """Return the form of the answers to a conversation.
 
         Args:
             asked: of the request.
             prompt: the end of the rendered prompt.
+            continued: the text of the message that the answer goes on with; None: it is a new one.
 
         Raises:
             FieldError: a field asks for what the model cannot do.
@@ -88,14 +92,15 @@ class Forms:
             raise FieldError("tool_choice", f"cannot be combined with {asked.wanted[0]}")
         if not (self.thinks or asked.tools or asked.wanted):
             return FREE
-        opened = self.thinks and ends_in_thinking(prompt)
-        closed = self.thinks and prompt.rstrip().endswith(END_THINK)
-        thinks = self.thinks and not closed
+        opened = self.thinks and ends_in_thinking(prompt, continued)
+        closed = continued is not None or prompt.rstrip().endswith(END_THINK)
+        thinks = self.thinks and (opened or not closed)
         return AnswerForm(
             wanted=self._wanted(asked, thinks=thinks, opened=opened),
             reader=self._reader(asked, thinks=thinks, opened=opened),
             shows_special=bool(asked.tools),
             forced_call=asked.named,
+            thinking=("begun" if opened else "possible") if thinks else None,
         )
 
     def _wanted(self, asked: Asked, *, thinks: bool, opened: bool) -> GrammarJob | None:

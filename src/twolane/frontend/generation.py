@@ -17,6 +17,7 @@ from twolane.engine.messages import (
     TokenLogprobs,
 )
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
+from twolane.frontend.parsers.reasoning import AnswerGate, Thinking
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.stops import StopStrings
 from twolane.sampling import SamplingParams
@@ -34,6 +35,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     """Show what stopped the answer, string or token."""
     skip_special_tokens: bool = True
+    thinking: Thinking | None = None
+    """Whether thinking comes first, in which stop strings do not count; None: all text counts."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -144,6 +147,8 @@ class OutputReader:
             prompt, skip_special_tokens=options.skip_special_tokens
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
+        gated = options.stop and options.thinking
+        self._gate = AnswerGate(gated) if gated else None
         self._length = 0
 
     def read(self, output: Output) -> Delta:
@@ -165,7 +170,7 @@ class OutputReader:
                 self.stopped, stop = True, stop_string
                 break
         if output.finish is not None and not self.stopped:
-            text, stop_string = self._show(self._detokenizer.flush())
+            text, stop_string = self._show(self._detokenizer.flush(), last=True)
             self.stopped, stop = stop_string is not None, stop_string or stop
             texts += [text, self._stops.flush()]
         kept = len(offsets)
@@ -182,13 +187,17 @@ class OutputReader:
             output.embedding,
         )
 
-    def _show(self, piece: str) -> tuple[str, str | None]:
+    def _show(self, piece: str, *, last: bool = False) -> tuple[str, str | None]:
         """The text that may be shown now, and the stop string that ended it."""
         self._length += len(piece)
-        if self.count < self._params.min_tokens:
-            return piece, None
+        thought, early = "", self.count < self._params.min_tokens
+        if self._gate is not None:
+            thought, piece = self._gate.feed(piece)
+            piece += self._gate.release() if early or last else ""
+        if early:
+            return thought + piece, None
         found = self._stops.feed(piece)
-        return found.text, found.stop
+        return thought + found.text, found.stop
 
 
 class Generation:

@@ -71,7 +71,7 @@ def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 class FunctionCall(Body):
     """The function that a tool call names, and its arguments."""
 
-    inert = frozenset({"parsed_arguments"})
+    inert = frozenset({"parsed_arguments", "provider_specific_fields"})
     """OpenAI's client adds it to answers."""
     null_says_nothing = True
 
@@ -82,7 +82,8 @@ class FunctionCall(Body):
 class MessageToolCall(Body):
     """A call of a tool that the assistant made."""
 
-    inert = frozenset({"index"})
+    inert = frozenset({"index", "cache_control", "provider_specific_fields", "extra_content"})
+    """What clients and their proxies write into a history."""
     null_says_nothing = True
 
     id: str | None = None
@@ -101,8 +102,18 @@ class MessageToolCall(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
-    inert = frozenset({"annotations", "cache_control", "parsed"})
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "audio": (),
+        "function_call": (),
+        "images": ([],),
+    }
+    inert = frozenset(
+        {
+            *("annotations", "cache_control", "parsed", "id"),
+            *("provider_specific_fields", "extra_content", "reasoning_details", "thinking_blocks"),
+        }
+    )
+    """What clients and their proxies write into a history; the last two repeat the reasoning."""
     null_says_nothing = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -13,6 +13,13 @@ from twolane.engine.messages import Progress
 
 log = logging.getLogger("twolane.server")
 
+STAGES = {
+    "weights": "loading the weights",
+    "kernels": "compiling and timing kernels",
+    "graphs": "recording CUDA graphs",
+}
+"""What a user reads for each stage of the engine's start."""
+
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[Progress], None]]:
@@ -40,7 +47,7 @@ class ProgressLines:
         """Show one."""
         if progress.stage not in self._stages:
             self._stages.add(progress.stage)
-            log.info("%s ...", progress.stage)
+            log.info("%s", STAGES[progress.stage])
 
 
 class ProgressBars:
@@ -53,7 +60,7 @@ class ProgressBars:
     def __call__(self, progress: Progress) -> None:
         """Show one."""
         if progress.stage not in self._stages:
-            self._stages[progress.stage] = self._bar.add_task(progress.stage, total=1.0)
+            self._stages[progress.stage] = self._bar.add_task(STAGES[progress.stage], total=1.0)
         self._bar.update(self._stages[progress.stage], completed=progress.fraction)
 
 

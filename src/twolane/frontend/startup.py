@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Progress
-from twolane.engine.settings import check_settings
+from twolane.engine.settings import check_settings, context_length
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.liveness import HANG_SECONDS
 from twolane.frontend.pooling import Embedding, read_embedding
@@ -52,6 +52,8 @@ async def start_engine(
     """
     check_settings(config)
     source = await fetch(config)
+    if config.max_model_len is not None:
+        context_length(config, await asyncio.to_thread(source.spec))
     defaults = source.sampling_defaults()
     embedding = read_embedding(source.path if source.kind == "dir" else None)
     texts = asyncio.create_task(Texts.load(source))

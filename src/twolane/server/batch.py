@@ -11,6 +11,7 @@ import stat
 import uuid
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -108,11 +109,27 @@ async def answer_all(
                 continue
             answer = await answer_line(app, line, number)
             counts[answer["error"] is None and answer["response"]["status_code"] == 200] += 1
-            out.write(msgspec.json.encode(answer) + b"\n")
+            append(out, msgspec.json.encode(answer) + b"\n")
 
     shared = enumerate(lines, 1)
     await asyncio.gather(*[work(shared) for _ in range(concurrency)])
     return BatchCounts(counts[True], counts[False])
+
+
+def append(out: IO[bytes], line: bytes) -> None:
+    """Write a line to a file as a whole, or nothing of it.
+
+    Raises:
+        OSError: it takes no more; the message names the file.
+    """
+    begin, rest = os.fstat(out.fileno()).st_size, memoryview(line)
+    try:
+        while rest:
+            rest = rest[out.write(rest) :]
+    except OSError as error:
+        with suppress(OSError):  # what is not a file is not cut off
+            out.truncate(begin)
+        raise OSError(error.errno, error.strerror, str(out.name)) from error
 
 
 async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:

@@ -8,7 +8,16 @@ from twolane.common.options import Option
 from twolane.frontend.liveness import HANG_SECONDS
 
 PANEL = "Server"
-ToolForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"]
+ToolForm = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "granite",
+    "phi4_mini_json",
+    "deepseek_v3",
+    "deepseek_v31",
+]
 """The names of `frontend.parsers.tool_calls.FORMATS`."""
 MetricsPrefix = Literal["twolane", "vllm", "both"]
 
@@ -73,6 +82,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"
     """auto: the thinking of a model whose chat template has <think> marks comes apart from its
     answer; none: it is part of the answer."""
+    reasoning_field: Annotated[Literal["reasoning_content", "reasoning"], Option(PANEL)] = (
+        "reasoning_content"
+    )
+    """Field of chat answers that has the thinking: SGLang's and llama.cpp's name, or vLLM's since
+    0.16."""
     otlp_endpoint: Annotated[str | None, Option(PANEL, "URL")] = None
     """OpenTelemetry collector that gets a trace of every request over HTTP, such as
     http://localhost:4318. Needs twolane[otel]."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Awaitable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp
 
 from twolane.common import garbage
 from twolane.common.errors import FieldError
-from twolane.common.resources import raise_file_limit
+from twolane.common.resources import open_files, raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.forms import Forms
@@ -249,7 +248,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, files_each: int = 1)
         options: the bounds on connections.
         files_each: open files that a connection takes.
     """
-    most = raise_file_limit() - len(list(Path("/dev/fd").iterdir())) - FILES_BESIDE
+    most = raise_file_limit() - open_files() - FILES_BESIDE
     most = max(1, (most - CROWD - ACCEPTED_AT_ONCE) // files_each)
     wanted = options.max_connections or MOST_CONNECTIONS
     if options.max_connections is not None and wanted > most:
@@ -381,7 +380,7 @@ def bind(host: str, port: int) -> socket.socket:
     except UnicodeError as error:
         raise OSError(f"cannot listen on --host {host!r}: not a host name") from error
     except OSError as error:
-        raise OSError(error.errno, f"cannot listen on --host {host}: {error.strerror}") from error
+        raise OSError(f"cannot listen on --host {host}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -389,7 +388,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
 
 

@@ -108,6 +108,8 @@ class Service:
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
         self._allow_priority = options.allow_priority
+        self.reasoning_field = options.reasoning_field
+        """The field of chat answers that has the thinking."""
         self.admission = Admission(
             options.max_queue,
             options.max_queued_per_key,
@@ -237,7 +239,10 @@ class Service:
             if not self.codec.has_tokenizer:
                 raise FieldError((asked.wanted or ("tools",))[0], "needs a model with a tokenizer")
             end = self.codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
-            form = self.forms.of(asked, end) if chat else grammar_alone(asked)
+            if isinstance(body, ChatRequest):
+                form = self.forms.of(asked, end, body.continued)
+            else:
+                form = grammar_alone(asked)
             return await self._with_grammar(form)
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
@@ -354,7 +359,7 @@ class Service:
         if lora is not None:
             self.metrics.count_adapter(lora, len(answers))
         books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
-        text = body.text_options
+        text = replace(body.text_options, thinking=form.thinking)
         if form.shows_special:
             text = replace(text, skip_special_tokens=False)
         try:

@@ -1,5 +1,6 @@
 """What an answer consists of: thinking first, then text and tool calls."""
 
+import json
 import uuid
 from dataclasses import dataclass, field
 
@@ -60,6 +61,14 @@ class AnswerReader:
     def only_thinks(self) -> bool:
         """Whether the model has thought, and written nothing else so far."""
         return any(self._thinking) and not any(self._content) and not self.calls
+
+    @property
+    def calls_are_whole(self) -> bool:
+        """Whether there are calls, of which none was cut: the arguments of the last are JSON."""
+        try:
+            return bool(self.calls) and isinstance(json.loads(self.calls[-1].arguments), dict)
+        except (ValueError, RecursionError):
+            return False
 
     def read(self, text: str, *, ended: bool) -> list[Piece]:
         """Take some more text; return the pieces that are certain now.

@@ -1,8 +1,12 @@
 """The thinking of reasoning models, told apart from the answer."""
 
+from typing import Literal
+
 from twolane.frontend.parsers.pieces import Content, Piece, Reasoning, held_back
 
 THINK, END_THINK = "<think>", "</think>"
+Thinking = Literal["possible", "begun"]
+"""How an answer begins: it may begin with thinking, or the prompt has opened the thinking."""
 
 
 class ReasoningParser:
@@ -77,11 +81,62 @@ class ReasoningParser:
             self._text = ""
 
 
+class AnswerGate:
+    """Tells the text of the answer, in which stop strings count, from the thinking before it.
+
+    Args:
+        thinking: how the answer begins.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._state = "start" if thinking == "possible" else "thinking"
+        self._seen = ""
+        """The text that decides what follows."""
+        self._held = 0
+        """Number of characters at its end that may turn out to be of the answer."""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Take some more text; return what is thinking, and what is of the answer."""
+        if self._state == "answer":
+            return "", text
+        self._seen += text
+        if self._state == "start":
+            begun = self._seen.lstrip()
+            self._held += len(text)
+            if not begun.startswith(THINK):
+                return ("", "") if THINK.startswith(begun) else ("", self._answer())
+            text, self._state = self.release(), "thinking"
+        thought, mark, _ = self._seen.partition(END_THINK)
+        if not mark:
+            self._seen = self._seen[1 - len(END_THINK) :]
+            return text, ""
+        behind = len(self._seen) - len(thought) - len(mark)
+        self._state = "answer"
+        return text[: len(text) - behind], text[len(text) - behind :]
+
+    def release(self) -> str:
+        """Return what is held back."""
+        text = self._seen[len(self._seen) - self._held :]
+        self._held = 0
+        return text
+
+    def _answer(self) -> str:
+        self._state = "answer"
+        return self.release()
+
+
 def thinking_of(template: str | None) -> bool:
     """Return whether a chat template is one of a model that thinks between `<think>` marks."""
     return template is not None and END_THINK in template
 
 
-def ends_in_thinking(prompt: str) -> bool:
-    """Return whether a rendered prompt has opened the thinking and not closed it."""
+def ends_in_thinking(prompt: str, continued: str | None = None) -> bool:
+    """Return whether a prompt has opened the thinking and not closed it.
+
+    Args:
+        prompt: the end of it.
+        continued: the text of the message that the answer goes on with.
+    """
+    if continued is not None and continued.rfind(THINK) > continued.rfind(END_THINK):
+        return True
     return prompt.rstrip().endswith(THINK)

@@ -53,6 +53,16 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "mistral": CallFormat(
             lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
         ),
+        "granite": CallFormat(
+            lambda _: ListedCall(),
+            ("<|tool_call|>",),
+            ("<|/tool_call|>",),
+            separators=",]} \t\r\n",
+            again="{",
+        ),
+        "phi4_mini_json": CallFormat(
+            lambda _: ListedCall(), ("functools",), separators=",]} \t\r\n", again="{"
+        ),
         "deepseek_v3": CallFormat(
             lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n(```json)?\s*"),
             ("<｜tool▁call▁begin｜>",),
@@ -76,6 +86,8 @@ def format_of(template: str | None) -> str | None:
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
+        ("<|tool_call|>", "granite"),
+        ("functools[", "phi4_mini_json"),
         ("```json", "deepseek_v3"),
         ("<｜tool▁sep｜>", "deepseek_v31"),
         ('"parameters": dictionary of argument name', "llama3_json"),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from twolane.common.errors import FieldError
 from twolane.common.grammars import (
@@ -18,6 +17,7 @@ from twolane.common.grammars import (
 )
 from twolane.frontend.parsers.reasoning import END_THINK, THINK
 from twolane.frontend.structured.gbnf import is_lark, plain_gbnf
+from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
 from twolane.frontend.structured.schema import plain_schema
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
@@ -62,7 +62,7 @@ def context_free_grammar(text: str) -> str:
     Raises:
         ValueError: it is in neither, is too complex to compile, or has parts in other forms.
     """
-    lark = text if is_lark(text) else gbnf_to_lark(plain_gbnf(text))
+    lark = text if is_lark(text) else lark_of_gbnf(plain_gbnf(text))
     if "%json" in lark:
         raise ValueError("%json is not supported in a grammar: give the schema alone")
     rules = len(RULE.findall(lark))

@@ -218,6 +218,8 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "qwen3_coder": _xml_call,
     "llama3_json": _json_call("parameters", "", ""),
     "mistral": _json_call("arguments", "", ""),
+    "granite": _json_call("arguments", "", ""),
+    "phi4_mini_json": _json_call("arguments", "", ""),
     "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
     "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
 }
@@ -227,6 +229,8 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "qwen3_coder": ((), ("\n",), ()),
     "llama3_json": ((), ("; ",), ()),
     "mistral": (("[TOOL_CALLS]", "["), (", ",), ("]",)),
+    "granite": (("<|tool_call|>", "["), (", ",), ("]",)),
+    "phi4_mini_json": (("functools", "["), (", ",), ("]",)),
     "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
 }
@@ -236,6 +240,8 @@ OPENINGS: Mapping[str, str] = {
     "qwen3_coder": "<tool_call>",
     "llama3_json": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
+    "granite": "<|tool_call|>",
+    "phi4_mini_json": "functools",
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
 }

@@ -311,6 +311,9 @@ class TextCodec:
             raise TextError(self._no_chat)
         check_variables(template, variables or {})
         check_calls(template, messages)
+        if tools and not template.form.shows_tools:
+            said = "tools is not supported: the model's chat template shows none"
+            raise TextError(said, param="tools")
         try:
             text = template.render(
                 messages,
@@ -435,7 +438,7 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
     for place, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):
             param = f"messages[{place}].tool_calls"
-            if template.form.arguments is None:
+            if template.form.arguments is None and not template.form.calls_as_text:
                 raise TextError("the model's chat template does not show tool calls", param=param)
             arguments = as_object(call["function"]["arguments"])
             if template.form.arguments == "object" and isinstance(arguments, str):

@@ -22,6 +22,10 @@ Message = Mapping[str, Any]
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
 LONGEST_TURN_END = 100
 """A turn's end is looked for in at most this many characters behind an answer."""
+OTHER_TOOLS = "xml_tools"
+"""The variable in which SmolLM3's template takes functions, as they are in OpenAI's `tools`."""
+CALL_MARKS = ("<|tool_call|>", "functools")
+"""Marks before a JSON list of calls, by which Granite 3 and Phi-4-mini are told to write calls."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 """Variables that are set by fields of their own."""
 
@@ -136,10 +140,16 @@ class TemplateForm(msgspec.Struct, frozen=True):
     """The template has a role "developer", which is sent as "system" to all others."""
     turn_end: str = ""
     """The text that follows an answer, with which the model ends its turn."""
+    calls_as_text: str = ""
+    """The mark of a list of calls that stands in the content, where no calls are shown."""
+    shows_tools: bool = True
+    """The template shows the tools that the model may call."""
 
     def adapted(self, turn: Message) -> dict[str, Any]:
         """Return a message as the template reads it."""
         made = dict(turn)
+        if self.calls_as_text and "tool_calls" in made:
+            made["content"] = self._calls_as_text(made["content"], made.pop("tool_calls"))
         if made["role"] == "developer" and not self.developer:
             made["role"] = "system"
         made["content"] = self._content(made["role"], made.get("content"), "tool_calls" in made)
@@ -159,6 +169,13 @@ class TemplateForm(msgspec.Struct, frozen=True):
             return [part(content)] if wants_parts else content
         texts = [piece if isinstance(piece, str) else piece["text"] for piece in content]
         return [part(text) for text in texts] if role in self.part_roles else "\n".join(texts)
+
+    def _calls_as_text(self, content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
+        """The content with the calls behind it, as the model has written them."""
+        functions = [call["function"] for call in calls]
+        listed = [{**each, "arguments": as_object(each["arguments"])} for each in functions]
+        texts = [content] if isinstance(content, str) else content or []
+        return "\n".join(texts) + self.calls_as_text + to_json(listed)
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -198,6 +215,19 @@ RESULT: Message = {
     "name": "call_it",
     "tool_call_id": "abcDEF123",
 }
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "do_it",
+        "description": "It is done",
+        "parameters": {
+            "type": "object",
+            "properties": {"how": {"type": "string", "description": "How it is done"}},
+            "required": ["how"],
+        },
+    },
+}
+"""A tool for templates that need one."""
 
 
 class ChatTemplate:
@@ -236,10 +266,30 @@ class ChatTemplate:
     @cached_property
     def usual(self) -> str:
         """What the template makes of a short message; nothing if it refuses that."""
+        return self.tried([HELLO]) or ""
+
+    @cached_property
+    def _needed(self) -> Sequence[Mapping[str, Any]] | None:
+        """The tools without which the template renders nothing, as one for tools alone may."""
         try:
-            return self.raw([HELLO])
+            self.raw([HELLO])
         except Exception:  # templates are programs that come with the model
-            return ""
+            return [TOOL]
+        return None
+
+    def tried(
+        self,
+        turns: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str | None:
+        """Return what the template makes of messages as they are; None: it refuses them."""
+        tools = tools or self._needed
+        try:
+            return self.raw(turns, add_generation_prompt=add_generation_prompt, tools=tools)
+        except Exception:  # templates are programs that come with the model
+            return None
 
     def render(
         self,
@@ -282,8 +332,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return what the template makes of messages as they are."""
+        more = dict(variables or {})
+        if tools and OTHER_TOOLS in self.variables:  # it may take `tools` for other things
+            more.setdefault(OTHER_TOOLS, [tool["function"] for tool in tools])
         return self._template.render(
-            **{**self._special_tokens, **(variables or {})},
+            **{**self._special_tokens, **more},
             messages=list(turns),
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
@@ -307,7 +360,12 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         "assistant": (HELLO,),
     }
     text_roles = [role for role in roles if shows(template, role_probe(role, SEEN))]
-    part_roles = [role for role in roles if shows(template, role_probe(role, [part(SEEN)]))]
+    part_roles = [
+        role
+        for role in roles
+        if shows(template, role_probe(role, [part("Hello"), part(SEEN)]))
+        or (role not in text_roles and shows(template, role_probe(role, [part(SEEN)])))
+    ]  # some show the first part only
     arguments, contents = find_call_form(template)
     if arguments is not None:
         called = call_probe(arguments, contents[0])
@@ -327,6 +385,11 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         developer=template.names_developer
         and shows(template, [{"role": "developer", "content": SEEN}, HELLO]),
         turn_end=find_turn_end(template, "assistant" in text_roles),
+        calls_as_text=find_call_mark(template) if arguments is None else "",
+        shows_tools=any(
+            TOOL["function"]["name"] in (template.tried(turns, tools=[TOOL]) or "")
+            for turns in ([HELLO], role_probe("system", SEEN))
+        ),
     )
 
 
@@ -368,14 +431,19 @@ def find_call_form(
     return None, ()
 
 
+def find_call_mark(template: ChatTemplate) -> str:
+    """Return the mark behind which the model is told to list its calls, or nothing."""
+    told = template.tried([HELLO], tools=[TOOL]) or ""
+    return next((mark for mark in CALL_MARKS if mark in told), "")
+
+
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
     """Whether the template shows `SEEN` and `words`, and shows them as text, not as Python does.
 
     What it always says may look like Python.
     """
-    try:
-        text = template.raw(turns)
-    except Exception:  # templates are programs that come with the model
+    text = template.tried(turns)
+    if text is None:
         return False
     pythonic = ("None", "{'", '"{\\"', "'type'", '"type": "text"')
     return (
@@ -388,12 +456,8 @@ def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: 
 def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
     """Return the text that the template puts behind an answer, or nothing."""
     content = SEEN if as_text else [part(SEEN)]
-    try:
-        text = template.raw(
-            [HELLO, {"role": "assistant", "content": content}], add_generation_prompt=False
-        )
-    except Exception:  # templates are programs that come with the model
-        return ""
+    answered = [HELLO, {"role": "assistant", "content": content}]
+    text = template.tried(answered, add_generation_prompt=False) or ""
     return text.rpartition(SEEN)[2].strip()[:LONGEST_TURN_END]
 
 

@@ -110,7 +110,7 @@ class MessageAnswer:
     def _reason(self) -> str:
         if self._counts.finish == "length":
             return "max_tokens"
-        if self._reader.calls:
+        if self._reader.calls_are_whole:
             return "tool_use"
         return "end_turn" if self._stop is None else "stop_sequence"
 

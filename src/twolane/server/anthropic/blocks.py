@@ -44,13 +44,22 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-_TEXTS = TypeAdapter(Annotated[list[TextBlock], Field(fail_fast=True)])
+def _text_block(value: Any) -> TextBlock:
+    """Read a block of text; another one is refused by its type rather than by its fields."""
+    if isinstance(value, dict) and value.get("type") not in (None, "text"):
+        raise wrong("type", "must be text here", "unsupported_field")
+    return TextBlock.model_validate(value)
+
+
+_TEXTS: TypeAdapter[list[TextBlock]] = TypeAdapter(
+    Annotated[list[Annotated[TextBlock, PlainValidator(_text_block)]], Field(fail_fast=True)]
+)
 
 
 def _text(value: Any) -> str:
     """Read a text, or a list of blocks of text that are joined by new lines."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or value is None:
+        return value or ""
     if not isinstance(value, list):
         raise wrong("text", "must be a string or a list of blocks of text")
     return "\n".join(block.text for block in _TEXTS.validate_python(value))

@@ -146,6 +146,8 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The former name of `output_config.format`."""
     context_management: ContextManagement | None = None
 
     @property
@@ -183,8 +185,9 @@ class CountTokensRequest(Body):
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
             "reasoning_effort": config.effort,
         }
-        if config.format is not None:
-            schema = {"name": "answer", "schema": config.format.schema_}
+        form = config.format or self.output_format
+        if form is not None:
+            schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"

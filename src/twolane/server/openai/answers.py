@@ -38,6 +38,8 @@ class Choice:
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     cached: int = 0
+    thinking: int = 0
+    """Number of tokens that were made before the answer itself began."""
 
     @property
     def text(self) -> str:
@@ -87,6 +89,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Makes what finds thinking and tool calls in an answer; None: all of it is text."""
     forced_call: bool = False
     """Whether the request named the tool to call: then calling it is no reason to finish."""
+    reasoning_field: str = "reasoning_content"
+    """The field that has the thinking."""
 
 
 def shown_call(call: ParsedCall) -> Json:
@@ -174,7 +178,11 @@ class Answer:
     def _read(self, delta: Delta) -> list[Piece]:
         if self._readers is None:
             return [Content(delta.text)]
-        return self._readers[delta.index].read(delta.text, ended=delta.finish is not None)
+        reader, choice = self._readers[delta.index], self.choices[delta.index]
+        pieces = reader.read(delta.text, ended=delta.finish is not None)
+        if reader.only_thinks:
+            choice.thinking = len(choice.tokens)
+        return pieces
 
     def usage_chunk(self) -> Json:
         """Return the chunk with which a stream ends that was asked for its usage."""
@@ -186,12 +194,16 @@ class Answer:
         prompt = sum(len(choice.prompt) for choice in leaders)
         output = 0 if self._echo_only else sum(len(choice.tokens) for choice in self.choices)
         cached = sum(choice.cached for choice in leaders)
-        return {
+        counts = {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        if self._readers is not None:
+            thought = sum(choice.thinking for choice in self.choices)
+            counts["completion_tokens_details"] = {"reasoning_tokens": thought}
+        return counts
 
     @property
     def _echo_only(self) -> bool:
@@ -236,7 +248,7 @@ class Answer:
         read = self._readers[index]
         message["content"] = read.content if read.content or not read.calls else None
         if read.thinking:
-            message["reasoning_content"] = read.thinking
+            message[self._options.reasoning_field] = read.thinking
         if read.calls:
             message["tool_calls"] = [shown_call(call) for call in read.calls]
         return message
@@ -246,10 +258,9 @@ class Answer:
     ) -> Json:
         if self._echo_only and finish is not None:
             finish, stop_reason = "length", None
-        called = self._readers is not None and self._readers[index].calls
-        shown = "tool_calls" if called and finish == "stop" else finish
-        if self._options.forced_call:
-            shown = finish
+        shown: str | None = finish
+        if finish == "stop" and self._readers is not None and not self._options.forced_call:
+            shown = "tool_calls" if self._readers[index].calls_are_whole else finish
         return {"index": index, "finish_reason": shown, "stop_reason": stop_reason}
 
     def _completion_chunk(self, delta: Delta, first: bool) -> Json:
@@ -287,10 +298,11 @@ class Answer:
     def _said(self, index: int, pieces: Sequence[Piece]) -> Json:
         """What pieces of an answer add to its message."""
         said: Json = {}
+        thought = self._options.reasoning_field
         for piece in pieces:
             match piece:
                 case Reasoning(text):
-                    said["reasoning_content"] = said.get("reasoning_content", "") + text
+                    said[thought] = said.get(thought, "") + text
                 case Content(text):
                     said["content"] = said.get("content", "") + text
                 case CallStart():

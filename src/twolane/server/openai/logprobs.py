@@ -114,9 +114,14 @@ class LogprobWriter:
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The alternatives by name, and the token itself, as vLLM has it."""
-        pairs = [*entry.top[: self._count], (entry.token, entry.logprob)]
-        return {self.name(token): finite(logprob) for token, logprob in pairs}
+        """The alternatives by name, and the token itself, as vLLM has it.
+
+        Of tokens with one name, the likeliest counts.
+        """
+        named: dict[str, float] = {}
+        for token, logprob in (*entry.top[: self._count], (entry.token, entry.logprob)):
+            named.setdefault(self.name(token), finite(logprob))
+        return named
 
     def _chat_token(self, token: int, logprob: float) -> Json:
         data = self._codec.token_bytes(token)

@@ -30,7 +30,15 @@ from twolane.frontend.messages import Messages
 from twolane.frontend.structured.jobs import Wanted
 from twolane.sampling import MOST_LOGPROBS, SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
-from twolane.server.openai.tools import NamedChoice, ToolChoice, Tools, enforced, shown
+from twolane.server.openai.tools import (
+    NamedChoice,
+    ToolChoice,
+    Tools,
+    chosen_names,
+    enforced,
+    offered,
+    shown,
+)
 
 INERT = frozenset(
     {
@@ -275,14 +283,19 @@ class ChatRequest(GenerationBody, Rendering):
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools as the chat template shows them; None: it shows none."""
-        return None if self.tool_choice == "none" else shown(self.tools)
+        return shown(offered(self.tools or (), self.tool_choice))
+
+    @property
+    def continued(self) -> str | None:
+        """The text of the message that the answer goes on with; None: it is a new one."""
+        return self.messages[-1].text if self.continue_final_message else None
 
     @property
     def asked(self) -> Asked:
         """See `GenerationBody.asked`."""
-        if self.shown_tools is None:
+        tools = offered(self.tools or (), self.tool_choice)
+        if not tools:
             return Asked(wanted=self._wanted)
-        tools = self.tools or []
         return Asked(
             tools=[tool.tool() for tool in tools],
             enforced=enforced(tools, self.tool_choice),
@@ -314,10 +327,9 @@ class ChatRequest(GenerationBody, Rendering):
             raise wrong("top_logprobs", "needs logprobs = true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise wrong("tool_choice", "needs tools")
-        if isinstance(self.tool_choice, NamedChoice):
-            names = [tool.function.name for tool in self.tools or ()]
-            if self.tool_choice.function.name not in names:
-                raise wrong("tool_choice", f"names no tool; there are: {', '.join(names)[:200]}")
+        names = [tool.function.name for tool in self.tools or ()]
+        if not set(chosen_names(self.tool_choice) or ()).issubset(names):
+            raise wrong("tool_choice", f"names no tool; there are: {', '.join(names)[:200]}")
         return self
 
 

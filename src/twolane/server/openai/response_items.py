@@ -7,7 +7,7 @@ import msgspec
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
 from twolane.frontend.body import Body, wrong
-from twolane.server.openai.response_tools import CUSTOM_INPUT, qualified
+from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
 """A message in the form of /v1/chat/completions."""
@@ -37,6 +37,23 @@ class TextPart(Body):
     def shown(self) -> str:
         """What the part says."""
         return self.text or self.refusal or ""
+
+
+class AgentPart(Body):
+    """A piece of what an agent wrote to another one."""
+
+    inert = frozenset({"annotations", "prompt_cache_breakpoint"})
+    null_says_nothing = True
+
+    type: Literal["input_text", "encrypted_content"]
+    text: str | None = None
+    encrypted_content: str | None = None
+    """Text: Codex puts here what the model has written, which only OpenAI's models encrypt."""
+
+    @property
+    def shown(self) -> str:
+        """What the part says."""
+        return self.text or self.encrypted_content or ""
 
 
 Parts = Annotated[list[TextPart], Field(fail_fast=True)]
@@ -140,7 +157,47 @@ class OutputItem(Body):
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
-Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem
+class AgentMessageItem(Body):
+    """What another agent of the client wrote to this one (Codex)."""
+
+    inert = ITEM_INERT
+    null_says_nothing = True
+
+    type: Literal["agent_message"]
+    author: str | None = None
+    recipient: str | None = None
+    content: str | Annotated[list[AgentPart], Field(fail_fast=True)] | None = None
+
+    def turn(self) -> Turn:
+        """Return the message that the item is: the user's, who says whose it is."""
+        parts = self.content or ""
+        said = parts if isinstance(parts, str) else "\n".join(part.shown for part in parts)
+        whose = f"Message from {self.author} to {self.recipient}:\n" if self.author else ""
+        return {"role": "user", "content": whose + said}
+
+
+class ToolsItem(Body):
+    """Tools that are given among the items instead of in `tools` (Codex)."""
+
+    inert = ITEM_INERT | {"role"}
+    null_says_nothing = True
+
+    type: Literal["additional_tools"]
+    tools: ResponseTools
+
+
+class ReferenceItem(Body):
+    """An item of a response that is still in memory."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: str
+
+
+Said = (
+    MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem | AgentMessageItem
+)
+"""The items that are, or are part of, messages."""
+Item = Said | ToolsItem | ReferenceItem
 ITEMS: Mapping[str, Callable[[Any], Item]] = {
     "message": MessageItem.model_validate,
     "reasoning": ReasoningItem.model_validate,
@@ -148,11 +205,17 @@ ITEMS: Mapping[str, Callable[[Any], Item]] = {
     "custom_tool_call": CustomCallItem.model_validate,
     "function_call_output": OutputItem.model_validate,
     "custom_tool_call_output": OutputItem.model_validate,
+    "agent_message": AgentMessageItem.model_validate,
+    "additional_tools": ToolsItem.model_validate,
+    "item_reference": ReferenceItem.model_validate,
 }
 
 
-def _item(value: Any) -> Item:
-    kind = value.get("type", "message") if isinstance(value, dict) else "message"
+def read_item(value: Any) -> Item:
+    """Read an item; an error names its field."""
+    kind = "message"
+    if isinstance(value, dict):
+        kind = value.get("type") or ("item_reference" if value.keys() == {"id"} else "message")
     read = ITEMS.get(kind) if isinstance(kind, str) else None
     if read is None:
         raise wrong("type", f"must be one of {', '.join(ITEMS)}", "unsupported_field")
@@ -160,7 +223,7 @@ def _item(value: Any) -> Item:
 
 
 Items = Annotated[
-    list[Annotated[Item, PlainValidator(_item), WithJsonSchema({"type": "object"})]],
+    list[Annotated[Item, PlainValidator(read_item), WithJsonSchema({"type": "object"})]],
     Field(min_length=1, fail_fast=True),
 ]
 

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and as which chat request it is served."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -18,10 +18,20 @@ from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import INT32_MAX, Priority, TopP, Whole
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai.protocol import INERT, ChatRequest, Penalty
-from twolane.server.openai.response_items import Items, Turn, joined
+from twolane.server.openai.response_items import (
+    Item,
+    Items,
+    ReferenceItem,
+    Said,
+    ToolsItem,
+    Turn,
+    joined,
+    read_item,
+)
 from twolane.server.openai.response_tools import (
     AllowedTools,
     NamedTool,
+    ResponseTool,
     ResponseToolChoice,
     ResponseTools,
     chat_tools,
@@ -109,6 +119,17 @@ class ResponseStreamOptions(Body):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
 
+Included = Literal[
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+    "file_search_call.results",
+]
+
+
 class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
@@ -144,8 +165,8 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Without effect: the thinking comes as text."""
+    include: list[Included] | None = None
+    """Without effect: the thinking comes as text, and none of the rest is there."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
@@ -160,7 +181,7 @@ class ResponsesRequest(Body):
         chosen = [choice] if isinstance(choice, NamedTool) else []
         if isinstance(choice, AllowedTools):
             chosen = choice.tools
-        shown = {one["function"]["name"] for tool in self.tools or () for one in tool.shown()}
+        shown = {one["function"]["name"] for tool in self.all_tools for one in tool.shown()}
         for one in chosen:
             if qualified(one.namespace, one.name) not in shown:
                 names = ", ".join(sorted(shown))[:200]
@@ -170,11 +191,42 @@ class ResponsesRequest(Body):
         return self
 
     @property
+    def all_tools(self) -> list[ResponseTool]:
+        """The tools that are offered, those among the items too."""
+        items = () if isinstance(self.input, str) else self.input
+        added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+        return [*(self.tools or ()), *added]
+
+    def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> "ResponsesRequest":
+        """Return the request with the items to which it refers.
+
+        Args:
+            find: returns an item by its id; None: it is not in memory.
+
+        Raises:
+            ApiError: 400, an item is not in memory.
+        """
+        if isinstance(self.input, str):
+            return self
+        items, known = list(self.input), dict[str, Item]()
+        for place, item in enumerate(self.input):
+            if isinstance(item, ReferenceItem) and item.id in known:
+                items[place] = known[item.id]
+            elif isinstance(item, ReferenceItem):
+                found = find(item.id)
+                if found is None:
+                    param = f"input[{place}].id"
+                    message = f"{param}: there is no item {item.id[:100]!r} in memory"
+                    raise ApiError(400, message, code="item_not_found", param=param)
+                items[place] = known[item.id] = read_item(found)
+        return self.model_copy(update={"input": items})
+
+    @property
     def turns(self) -> list[Turn]:
         """The new messages, as /v1/chat/completions has them."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [item.turn() for item in self.input]
+        return [item.turn() for item in self.input if isinstance(item, Said)]
 
     def as_chat(self, history: Sequence[Turn]) -> ChatRequest:
         """Return the request as one of /v1/chat/completions.
@@ -186,7 +238,7 @@ class ResponsesRequest(Body):
             ApiError: 400, it cannot be served; the field is named as it is here.
         """
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools, choice = chat_tools(self.tools or (), self.tool_choice)
+        tools, choice = chat_tools(self.all_tools, self.tool_choice)
         form = None if self.text is None else self.text.format
         body = {name: getattr(self, name) for name in SAME} | {
             "model": self.model,

@@ -43,6 +43,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         """Answer a conversation of items."""
         model = service.check_model(body.model)
         history = earlier(store, body.previous_response_id)
+        body = body.resolved(store.finder())
         chat = body.as_chat(history)
         try:
             tokens, form, generation = await begin_chat(request, service, chat, call)
@@ -53,7 +54,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
             len(tokens),
             body.repeated,
             form.reader and form.reader(),
-            called_tools(body.tools or ()),
+            called_tools(body.all_tools),
             partial(keep, store, [*history, *body.turns] if body.store is not False else None),
         )
         return await respond(request, generation, answer, streams=bool(body.stream))

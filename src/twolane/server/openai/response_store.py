@@ -1,12 +1,14 @@
 """Responses in memory, for requests that go on with an earlier one."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 Json = dict[str, Any]
+ITEM_BYTES = 300
+"""Bytes that the store takes to find an item by its id."""
 
 
 class StoredResponse(NamedTuple):
@@ -14,11 +16,13 @@ class StoredResponse(NamedTuple):
 
     response: bytes
     turns: bytes
+    items: tuple[str, ...]
+    """Ids of the items of its output."""
 
     @property
     def size(self) -> int:
         """What it takes of the store, in bytes."""
-        return len(self.response) + len(self.turns)
+        return len(self.response) + len(self.turns) + ITEM_BYTES * len(self.items)
 
 
 class ResponseStore:
@@ -33,14 +37,18 @@ class ResponseStore:
         self.bytes = 0
         """Number of bytes that are taken."""
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._holders: dict[str, str] = {}
+        """The id of the response of which each item is, by the item's id."""
 
     def add(self, response: Json, turns: Sequence[Json]) -> None:
         """Store a response, in place of the oldest ones; one that does not fit is not stored."""
         encode = msgspec.json.encode
-        one = StoredResponse(encode(response), encode(turns))
+        items = tuple(item["id"] for item in response["output"])
+        one = StoredResponse(encode(response), encode(turns), items)
         if one.size > self.max_bytes:
             return
         self._stored[response["id"]] = one
+        self._holders |= dict.fromkeys(items, response["id"])
         self.bytes += one.size
         while self.bytes > self.max_bytes:
             self.remove(next(iter(self._stored)))
@@ -49,6 +57,25 @@ class ResponseStore:
         """Return a stored response; None: there is none of this id."""
         one = self._stored.get(id)
         return None if one is None else one.response
+
+    def finder(self) -> Callable[[str], Json | None]:
+        """Return what finds items of stored responses by their ids, for one request.
+
+        It reads each response once: a request may refer to very many items.
+        """
+        read: dict[str, dict[str, Json]] = {}
+
+        def find(id: str) -> Json | None:
+            holder = self._holders.get(id)
+            if holder is None:
+                return None
+            if holder not in read:
+                self._stored.move_to_end(holder)
+                output = msgspec.json.decode(self._stored[holder].response)["output"]
+                read[holder] = {item["id"]: item for item in output}
+            return read[holder][id]
+
+        return find
 
     def turns(self, id: str) -> list[Json] | None:
         """Return the messages up to a response's end; None: there is none of this id."""
@@ -61,5 +88,9 @@ class ResponseStore:
     def remove(self, id: str) -> bool:
         """Forget a response; return whether there was one of this id."""
         one = self._stored.pop(id, None)
-        self.bytes -= 0 if one is None else one.size
-        return one is not None
+        if one is None:
+            return False
+        for item in one.items:
+            del self._holders[item]
+        self.bytes -= one.size
+        return True

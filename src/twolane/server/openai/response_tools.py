@@ -10,7 +10,7 @@ from twolane.server.openai.tools import MOST_TOOLS
 
 CUSTOM_INPUT = "input"
 """The one argument of the function as which a tool that takes free text is shown."""
-HOSTED = ("web_search", "web_search_preview")
+HOSTED = ("web_search", "web_search_preview", "image_generation", "tool_search")
 """Tools that OpenAI runs and that clients offer by default; the model is not told of them."""
 Json = dict[str, Any]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
@@ -56,7 +56,18 @@ class FunctionTool(Body):
 class CustomToolFormat(Body):
     """The form of a custom tool's input."""
 
-    type: Literal["text"]
+    null_says_nothing = True
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @property
+    def told(self) -> str | None:
+        """What the model is told of the form, which is not enforced; None: any text will do."""
+        if self.definition is None:
+            return None
+        return f"The input follows this grammar ({self.syntax}):\n{self.definition}"
 
 
 class CustomTool(Body):
@@ -79,7 +90,9 @@ class CustomTool(Body):
         """See `FunctionTool.shown`."""
         properties = {CUSTOM_INPUT: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [CUSTOM_INPUT]}
-        return [_function(qualified(namespace, self.name), self.description, parameters)]
+        told = [self.description, None if self.format is None else self.format.told]
+        description = "\n\n".join(filter(None, told)) or None
+        return [_function(qualified(namespace, self.name), description, parameters)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
         """See `FunctionTool.called`."""

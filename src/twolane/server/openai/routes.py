@@ -35,7 +35,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         prompts = await unless_gone(request, service.completion_prompts(body))
         tokens = [prompt.tokens for prompt in prompts]
         form = await unless_gone(request, service.answer_form(body, tokens[0]))
-        options = answer_options(body, form, service.echo(body, prompts))
+        options = answer_options(body, service, form, service.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)
@@ -51,14 +51,14 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         model = service.check_model(body.model)
         tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
         form = await unless_gone(request, service.answer_form(body, tokens[0]))
-        options, writer = answer_options(body, form), logprob_writer(body, service)
+        options, writer = answer_options(body, service, form), logprob_writer(body, service)
         answer = Answer("chat", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
 
 def answer_options(
-    body: GenerationBody, form: AnswerForm, echo: Echo | None = None
+    body: GenerationBody, service: Service, form: AnswerForm, echo: Echo | None = None
 ) -> AnswerOptions:
     """Return what a request wants to see."""
     return AnswerOptions(
@@ -71,6 +71,7 @@ def answer_options(
         include_usage=body.include_usage,
         parsed=form.reader,
         forced_call=form.forced_call,
+        reasoning_field=service.reasoning_field,
     )
 
 

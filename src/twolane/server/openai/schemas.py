@@ -34,6 +34,12 @@ class PromptTokensDetails(Shown):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Shown):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(Shown):
     """Token counts."""
 
@@ -41,6 +47,7 @@ class Usage(Shown):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(Shown):
@@ -155,6 +162,8 @@ class AssistantMessage(Shown):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The former by vLLM's name, with `--reasoning-field reasoning`."""
     tool_calls: list[ToolCall] | None = None
 
 

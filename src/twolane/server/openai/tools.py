@@ -57,11 +57,26 @@ class NamedChoice(Body):
     function: NamedFunction
 
 
+class AllowedFunctions(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(Body):
+    """The choice of some tools: the model is told of these alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 Tools = Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedChoice,
+    Literal["none", "auto", "required"] | NamedChoice | AllowedChoice,
     one_message(
-        'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}'
+        'must be "none", "auto", "required", {"type": "function", "function": {"name": …}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
     ),
 ]
 
@@ -71,15 +86,31 @@ def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None
     return [tool.for_template() for tool in tools] if tools else None
 
 
-def enforced(tools: Sequence[ToolDefinition], choice: "ToolChoice | None") -> list[Tool]:
-    """Return the tools of which one must be called; none: the model is free.
+def chosen_names(choice: "ToolChoice | None") -> list[str] | None:
+    """Return the names of the tools that a choice allows; None: it allows all."""
+    match choice:
+        case NamedChoice():
+            return [choice.function.name]
+        case AllowedChoice():
+            return [each.function.name for each in choice.allowed_tools.tools]
+    return None
 
-    Raises:
-        KeyError: the chosen tool is none of them.
-    """
-    if choice == "required":
-        return [each.tool() for each in tools]
-    if not isinstance(choice, NamedChoice):
-        return []
-    named = {each.function.name: each for each in tools}
-    return [named[choice.function.name].tool()]
+
+def offered(
+    tools: Sequence[ToolDefinition], choice: "ToolChoice | None"
+) -> Sequence[ToolDefinition]:
+    """Return the tools of which the model is told."""
+    if choice == "none":
+        return ()
+    if not isinstance(choice, AllowedChoice):
+        return tools
+    names = chosen_names(choice) or ()
+    return [each for each in tools if each.function.name in names]
+
+
+def enforced(tools: Sequence[ToolDefinition], choice: "ToolChoice | None") -> list[Tool]:
+    """Return the tools of which one must be called; none: the model is free."""
+    if isinstance(choice, NamedChoice):
+        return [each.tool() for each in tools if each.function.name == choice.function.name]
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    return [each.tool() for each in offered(tools, choice)] if mode == "required" else []
