@@ -33,7 +33,7 @@ POSITIONS = 1024
 LAYERS = 4
 """Of a model that says nothing else."""
 
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -59,7 +59,7 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN_ROPE = {
+YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 4.0,
@@ -89,7 +89,7 @@ def load_decoder(source: ModelSource, **options: Any) -> Decoder:
 def _configs(
     layers: int = LAYERS, sizes: Mapping[str, int] | None = None
 ) -> dict[str, PreTrainedConfig]:
-    tiny = {**_TINY, "num_hidden_layers": layers, **(sizes or {})}
+    tiny = {**TINY, "num_hidden_layers": layers, **(sizes or {})}
     mha = {**tiny, "num_key_value_heads": 4}
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
     pairs = tiny["hidden_size"] // tiny["num_attention_heads"] * 3 // 8
@@ -107,7 +107,7 @@ def _configs(
             **tiny, use_sliding_window=True, sliding_window=20, max_window_layers=2
         ),
         "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
-        "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=_YARN_ROPE),
+        "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=YARN_ROPE),
         "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
         "phi3": Phi3Config(**tiny, pad_token_id=0),
         "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),

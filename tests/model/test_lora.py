@@ -1,5 +1,7 @@
 """Adapters: what is read, what is refused, and that the decoder computes what PEFT computes."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
 from twolane.model.attention import Batch, Segment
+from twolane.model.load import peft
+from twolane.model.load.adapter_files import digest_of
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import AdapterError, read_adapter
 from twolane.model.lora import AdapterPool
@@ -221,7 +225,9 @@ DAMAGE = {
     ),
     "target_modules has q_proj": lambda t: [t.pop(n) for n in list(t) if "q_proj" in n],
     "no tensors": lambda t: t.clear(),
-    "is I32": lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 64, dtype=torch.int32)}),
+    "is torch.int32": lambda t: t.update(
+        {f"{Q}.lora_A.weight": torch.ones(8, 64, dtype=torch.int32)}
+    ),
 }
 
 
@@ -304,6 +310,50 @@ def test_folders_that_are_no_adapters_are_refused(decoder, base, tmp_path):
         load(path, decoder)
     tensors.rename(path / "adapter_model.bin")
     with pytest.raises(AdapterError, match=r"no adapter_model\.safetensors"):
+        load(path, decoder)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_ends_nothing(decoder, base, tmp_path, monkeypatch):
+    """One that is mapped would end the process by SIGBUS: a trainer that saves cuts files off."""
+    path = make_adapter(base, tmp_path / "adapter")
+    found = peft._found
+
+    def cut_off(*args):
+        (path / "adapter_model.safetensors").write_bytes(b"")
+        return found(*args)
+
+    whole = load(path, decoder)
+    monkeypatch.setattr(peft, "_found", cut_off)
+    assert load(path, decoder).nbytes == whole.nbytes
+    with pytest.raises(AdapterError, match="not a whole safetensors file"):
+        load(path, decoder)
+
+
+def test_only_files_of_the_digest_that_was_asked_for_are_read(decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    digest = digest_of(path)
+    assert load(path, decoder, digest=digest).rank
+    rewritten(path, lambda tensors: tensors[f"{Q}.lora_A.weight"].fill_(0.5))
+    with pytest.raises(AdapterError, match="have changed"):
+        load(path, decoder, digest=digest)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_not_waited_for(name, decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    for make in (os.mkfifo, lambda file: file.symlink_to("/dev/zero")):
+        (path / name).unlink()
+        make(path / name)
+        assert digest_of(path) is None
+        with pytest.raises(AdapterError, match=f"has no {name}"):
+            load(path, decoder)
+
+
+def test_a_file_that_is_larger_than_any_adapter_is_not_read(decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    with (path / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(AdapterError, match="has more than"):
         load(path, decoder)
 
 

@@ -113,7 +113,11 @@ def test_eight_bits_are_what_they_mean(folders, form):
 
 @pytest.mark.parametrize(
     ("form", "family"),
-    [*((form, "qwen3-moe") for form in (*EIGHT_BITS, "awq")), ("gptq", "mixtral")],
+    [
+        *((form, "qwen3-moe") for form in (*EIGHT_BITS, "awq")),
+        ("gptq", "mixtral"),
+        ("fp8", "mixtral"),
+    ],
 )
 def test_experts_are_what_they_mean(form, family, tmp_path):
     """Each expert's matrices are stored by themselves, and end within blocks."""

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
+from twolane.model.load import weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import INDEX
 from twolane.model.load.weights import WeightsError
@@ -47,6 +48,20 @@ def test_long_lists_are_cut(checkpoint):
     edit(checkpoint, lambda t: [t.pop(n) for n in list(t) if "mlp" in n])
     with pytest.raises(WeightsError, match=r"and 7 more$"):
         load_decoder(resolve(str(checkpoint)))
+
+
+def test_weights_that_the_free_memory_does_not_hold_are_refused_before_they_are_read(
+    checkpoint, monkeypatch
+):
+    source = resolve(str(checkpoint))
+    size = 4 * source.spec().parameters
+    monkeypatch.setattr(weights, "free_memory", lambda: size)
+    load_decoder(source)
+    monkeypatch.setattr(weights, "free_memory", lambda: size - 1)
+    with pytest.raises(MemoryError, match=r"not enough memory: the weights of .* GiB are free"):
+        load_decoder(source)
+    monkeypatch.setattr(weights, "free_memory", lambda: size // 2)
+    weights.load_weights(source, dtype="float32", rank=1, ranks=2)  # another rank has read its part
 
 
 def test_tied_embeddings_may_be_stored_twice(checkpoint):

@@ -15,8 +15,18 @@ def digest_of(path: Path) -> bytes | None:
     whole = hashlib.sha256()
     try:
         for name in (CONFIG, TENSORS):
+            if not (path / name).is_file():  # a pipe or a device may never end
+                return None
             with (path / name).open("rb") as file:
                 whole.update(hashlib.file_digest(file, "sha256").digest())
     except OSError:
         return None
+    return whole.digest()
+
+
+def digest_of_contents(*contents: bytes) -> bytes:
+    """Return the same of files that have been read, in the order of `CONFIG`, `TENSORS`."""
+    whole = hashlib.sha256()
+    for content in contents:
+        whole.update(hashlib.sha256(content).digest())
     return whole.digest()

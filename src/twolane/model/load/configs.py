@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, Family] = {
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
     "MinistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "mistral",
 }
 """The architectures that work, as `config.json` names them."""
 
@@ -49,8 +50,12 @@ _BASES = {
     if name.endswith("ForCausalLM")
 }
 """The architectures of checkpoints that were saved without a classifier."""
-_MODEL_TYPES = {"ministral": "mistral"}
+_MODEL_TYPES = {"ministral": "mistral", "ministral3": "mistral"}
 """Other names of families, as `model_type`."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ministral3": {"sliding_window": None, "head_dim": 128, "vocab_size": 131_072}
+}
+"""Defaults of these model types that differ from those of their families."""
 
 _LACKING = {
     "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
@@ -131,6 +136,7 @@ class _RopeNumbers(msgspec.Struct):
     attention_factor: float | None = None
     attn_factor: float | None = None
     partial_rotary_factor: float | None = None
+    llama_4_scaling_beta: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
 
@@ -507,6 +513,7 @@ def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
     """
     form = _CONFIGS[family]
     switches = [field.name for field in msgspec.structs.fields(form) if field.type is bool]
+    raw = {**_DEFAULTS.get(str(raw.get("model_type")), {}), **raw}
     given = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
     return converted(given, form, lax=True)
 
@@ -516,6 +523,8 @@ def _positions(config: HFConfig, rope: RopeSpec) -> int:
     positions, chunks = config.max_position_embeddings, config.dual_chunk_attention_config
     if rope.type == "yarn":  # those of the config may be the ones before stretching
         positions = round(rope.original_positions * rope.factor)
+    if _given_rope(config).get("llama_4_scaling_beta"):  # beyond them it scales queries
+        positions = min(positions, _original_positions(_given_rope(config), config))
     if chunks is not None:  # shorter ones are within one chunk
         positions = min(positions, chunks.chunk_size - chunks.local_size)
     return positions

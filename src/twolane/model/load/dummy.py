@@ -35,7 +35,7 @@ class Dummy:
         self._deviations = deviations or {}
         self._device = device
         self._routers = frozenset(routers)
-        self._scales = _scales(shares).to(device) if shares else None
+        self._scales = router_scales(shares).to(device) if shares else None
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def names(self) -> list[str]:
@@ -61,7 +61,7 @@ class Dummy:
         return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
-def _scales(shares: Sequence[float]) -> torch.Tensor:
+def router_scales(shares: Sequence[float]) -> torch.Tensor:
     """Factors of a router's rows with which tokens go to the experts with these probabilities.
 
     The logits of a row times s are normal with a deviation of s. Where there are many experts, the

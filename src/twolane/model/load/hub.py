@@ -38,7 +38,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _POLL_SECONDS = 0.1
 """Seconds between two looks at how far a download is."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     "tekken.json",  # which is refused by name where it is the only one

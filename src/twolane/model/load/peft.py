@@ -8,7 +8,6 @@ unless it is empty.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from twolane.common.checked_json import converted, read_json
+from twolane.common.checked_json import converted, json_object
 from twolane.common.files import is_folder
-from twolane.model.load.adapter_files import CONFIG, TENSORS
+from twolane.model.load.adapter_files import CONFIG, TENSORS, digest_of_contents
 from twolane.model.load.configs import JOINED
-from twolane.model.load.safetensors import Safetensors
+from twolane.model.load.safetensors import loaded_tensors
 from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
@@ -29,8 +28,10 @@ from twolane.model.spec import ModelSpec
 
 T = TypeVar("T")
 
-_TYPES = ("F32", "F16", "BF16")
-"""Types of numbers, as safetensors names them, that are read."""
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Types of numbers that are read."""
+_HEADER_BYTES = 16 << 20
+"""Bytes that a file of tensors may have beside their numbers."""
 _PREFIX = "base_model.model."
 _WITHOUT_EFFECT = frozenset(
     {
@@ -105,55 +106,75 @@ class _Part:
 
 
 def read_adapter(
-    path: str | Path, shard: Shard, dtype: torch.dtype, most_rank: int = MOST_RANK
+    path: str | Path,
+    shard: Shard,
+    dtype: torch.dtype,
+    most_rank: int = MOST_RANK,
+    digest: bytes | None = None,
 ) -> Adapter:
     """Read a rank's part of an adapter, on the CPU.
+
+    Each file is read once, and not mapped: others may write it meanwhile, or cut it off.
 
     Args:
         path: directory of a PEFT checkpoint.
         shard: the rank's part of the base model.
         dtype: of the adapter's matrices.
         most_rank: the largest rank of a module that is taken.
+        digest: of its files, as `digest_of` says; None: whatever they are.
 
     Raises:
-        AdapterError: it is damaged, made for another model, or asks for what is not served.
+        AdapterError: it is damaged, made for another model, or asks for what is not served; or its
+            files are others.
     """
     try:
-        return _read(Path(path), shard, dtype, most_rank)
+        return _read(Path(path), shard, dtype, most_rank, digest)
     except AdapterError:
         raise
     except (ValueError, OSError) as error:
         raise AdapterError(str(error)) from error
 
 
-def _read(path: Path, shard: Shard, dtype: torch.dtype, most_rank: int) -> Adapter:
+def _read(
+    path: Path, shard: Shard, dtype: torch.dtype, most_rank: int, digest: bytes | None
+) -> Adapter:
     if shard.spec.moe is not None:
         raise AdapterError("adapters are served with dense models, and this one has experts")
-    config = _config(path)
-    with ExitStack() as stack:
-        file = path / TENSORS
-        if not file.is_file():
-            raise AdapterError(f"{path} has no {TENSORS}; other formats are not read")
-        tensors = Safetensors([file], stack)
-        modules = _modules(shard.spec)
-        found = _found(tensors, shard.spec, modules)
-        _check_targets(config, found, [*_ENDS, *_names(shard.spec, modules)])
-        _check_ranks(config, found, most_rank)
-        layers = [
-            _layer(i, found, tensors, config, shard, modules, dtype)
-            for i in range(shard.spec.layers)
-        ]
+    if not is_folder(path):
+        raise AdapterError(f"{path} is no directory")
+    modules = _modules(shard.spec)
+    for name, why in ((CONFIG, ""), (TENSORS, "; other formats are not read")):
+        if not (path / name).is_file():
+            raise AdapterError(f"{path} has no {name}{why}")
+    written = _content(path / CONFIG, _HEADER_BYTES)
+    most = shard.spec.layers * sum(each.rows + each.columns for each in modules.values())
+    stored = _content(path / TENSORS, MOST_RANK * most * 4 + _HEADER_BYTES)
+    if digest is not None and digest_of_contents(written, stored) != digest:
+        raise AdapterError(f"the files in {path} have changed")
+    config, tensors = _config(path, written), loaded_tensors(path / TENSORS, stored)
+    found = _found(tensors, shard.spec, modules)
+    _check_targets(config, found, [*_ENDS, *_names(shard.spec, modules)])
+    _check_ranks(config, found, most_rank)
+    layers = [
+        _layer(i, found, tensors, config, shard, modules, dtype) for i in range(shard.spec.layers)
+    ]
     return Adapter(layers, max(found.values()))
 
 
-def _config(path: Path) -> _AdapterConfig:
+def _content(file: Path, most: int) -> bytes:
+    """The content of a file, if it has no more bytes than an adapter's can have."""
+    with file.open("rb") as opened:
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise AdapterError(
+            f"{file} has more than {most:,} bytes, as no adapter of rank {MOST_RANK} has"
+        )
+    return content
+
+
+def _config(path: Path, written: bytes) -> _AdapterConfig:
     """The config of an adapter that asks for nothing that is not served."""
-    if not is_folder(path):
-        raise AdapterError(f"{path} is no directory")
-    file = path / CONFIG
-    if not file.is_file():
-        raise AdapterError(f"{path} has no {CONFIG}")
-    raw = read_json(file)
+    raw = json_object(path / CONFIG, written)
     if raw.get("peft_type") != "LORA":
         raise AdapterError(f"{CONFIG}: peft_type must be 'LORA', not {raw.get('peft_type')!r}")
     if raw.get("bias", "none") != "none":
@@ -229,10 +250,10 @@ def _parts(shard: Shard) -> dict[str, _Part]:
 
 
 def _found(
-    tensors: Safetensors, spec: ModelSpec, modules: Mapping[str, _LinearModule]
+    tensors: Mapping[str, Tensor], spec: ModelSpec, modules: Mapping[str, _LinearModule]
 ) -> dict[str, int]:
     """The rank of each module that the tensors are of, by its name in the base model."""
-    names, found = set(tensors.names()), dict[str, int]()
+    names, found = set(tensors), dict[str, int]()
     for name in sorted(names):
         module, _, end = name.removeprefix(_PREFIX).rpartition(".lora_")
         if not name.startswith(_PREFIX) or end not in ("A.weight", "B.weight"):
@@ -243,17 +264,17 @@ def _found(
         other = "B" if end.startswith("A") else "A"
         if f"{_PREFIX}{module}.lora_{other}.weight" not in names:
             raise AdapterError(f"{TENSORS}: {module} lacks lora_{other}.weight")
-        if tensors.type(name) not in _TYPES:
-            raise AdapterError(f"{TENSORS}: {name} is {tensors.type(name)}, not one of {_TYPES}")
+        if (type_ := tensors[name].dtype) not in _TYPES:
+            raise AdapterError(f"{TENSORS}: {name} is {type_}, not one of {_TYPES}")
         found[module] = _rank(tensors, module, modules[kind])
     if not found:
         raise AdapterError(f"{TENSORS} has no tensors")
     return found
 
 
-def _rank(tensors: Safetensors, module: str, kind: _LinearModule) -> int:
+def _rank(tensors: Mapping[str, Tensor], module: str, kind: _LinearModule) -> int:
     """The rank of a module whose tensors have the shapes that the base model wants."""
-    a, b = (tensors.shape(f"{_PREFIX}{module}.lora_{end}.weight") for end in "AB")
+    a, b = (tuple(tensors[f"{_PREFIX}{module}.lora_{end}.weight"].shape) for end in "AB")
     rank = a[0] if a else 0
     if a != (rank, kind.columns) or b != (kind.rows, rank):
         raise AdapterError(
@@ -312,7 +333,7 @@ def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) ->
 def _layer(
     i: int,
     found: Mapping[str, int],
-    tensors: Safetensors,
+    tensors: Mapping[str, Tensor],
     config: _AdapterConfig,
     shard: Shard,
     modules: Mapping[str, _LinearModule],
@@ -330,9 +351,9 @@ def _layer(
     return layer
 
 
-def _matrix(tensors: Safetensors, name: str) -> Tensor:
+def _matrix(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """A tensor, float32."""
-    return tensors.get(name).float()
+    return tensors[name].float()
 
 
 def _sections(
@@ -352,7 +373,7 @@ def _sections(
             pieces = slice(cut.start, cut.stop)
             own, ours = (own[pieces], a) if cut.dim == 0 else (own, a[:, pieces])
         own = pair_rows(own, shard.spec.head_dim, shard.spec.rope) if part.paired else own
-        # Copies: what `tensors` gives is the file's memory, which others may write.
+        # Copies: a view would keep the whole file's memory.
         kept = [each.to(dtype, copy=True).contiguous() for each in (ours, own)]
         if not all(bool(each.isfinite().all()) for each in kept):
             raise AdapterError(f"{TENSORS}: {prefix}{name} has numbers that are NaN or infinite")

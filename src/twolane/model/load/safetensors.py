@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import safe_open
+from safetensors.torch import load
 
 from twolane.common.checked_json import converted, read_json
 from twolane.model.sharding import Cut
@@ -76,6 +77,19 @@ class Safetensors:
         else:
             tensor = file.get_slice(stored)[:, cut.start : cut.stop]
         return tensor
+
+
+def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file that has been read.
+
+    Raises:
+        ValueError: it is broken.
+    """
+    try:
+        tensors: dict[str, torch.Tensor] = load(content)
+    except Exception as error:  # safetensors raises its own type, derived from Exception
+        raise ValueError(f"{path} {_broken(path)}: {error}") from error
+    return tensors
 
 
 def _placed(name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.errors import FieldError
+from twolane.common.resources import free_memory
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import STD, Dummy
@@ -39,6 +40,8 @@ QUANTIZATIONS: dict[str, Scheme] = {
     "int4": "int4_g128",
 }
 """What `quantization` may ask for, and the scheme that matrices get."""
+LEAST_ITEMSIZE = 0.5
+"""Bytes that a weight takes at least in any of the quantised schemes."""
 _NAMED_AT_MOST = 5
 """Number of tensors that an error names; it counts the others."""
 _IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
@@ -101,6 +104,8 @@ def load_weights(
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
         _check(spec, tensors, modules, source.name)
+        if device.type == "cpu":
+            _check_room(spec, floats, bool(scheme or modules), ranks, source.name)
         if ranks > 1:
             _check_shared(scheme)
         loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
@@ -432,6 +437,25 @@ def _check(
         if tensors.type(t) not in stored.types
     ]
     _refuse(name, "mistyped", mistyped)
+
+
+def _check_room(
+    spec: ModelSpec, floats: torch.dtype, quantised: bool, ranks: int, name: str
+) -> None:
+    """Refuse weights that this machine's free memory does not hold, before any is read.
+
+    A rank asks for its own part alone: others may have read theirs.
+
+    Raises:
+        MemoryError: they take more.
+    """
+    itemsize = LEAST_ITEMSIZE if quantised else floats.itemsize
+    needed, free = spec.parameters * itemsize / ranks, free_memory()
+    if needed > free:
+        raise MemoryError(
+            f"there is not enough memory: the weights of {name} take {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free"
+        )
 
 
 def _refuse(name: str, what: str, which: Sequence[str]) -> None:
