@@ -30,7 +30,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "kernels": (),
     "parallel": (),
     "model": ("kernels", "parallel"),
-    "transfer": ("model", "parallel"),
+    "transfer": ("model", "kernels", "parallel"),
     "lanes": ("transfer", "model", "kernels", "parallel"),
     "estimate": (*FACTS, "kernels.sizes"),
     "systems": ("estimate",),

@@ -13,7 +13,7 @@ import pytest
 
 import twolane
 from tests.server.serving import PATIENCE, alive, children, wait_for, write_tiny_model
-from twolane.bench import server
+from twolane.bench import serve, server
 from twolane.common.resources import usable_cores
 
 BOTH = ["chunked:token_budget=256", "static-split"]
@@ -110,6 +110,24 @@ def test_client_and_server_have_cpus_of_their_own(model, tmp_path, monkeypatch):
         assert usable_cores() == [kept]
         assert os.sched_getaffinity(running.process.pid) == set(served)
     assert usable_cores() == [*served, kept]
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core cannot be divided")
+def test_servers_that_start_at_once_share_their_cpus(tmp_path, monkeypatch):
+    """One that does not start leaves the others be; all are stopped in the end."""
+    *served, kept = usable_cores()
+    monkeypatch.setattr(server, "CLIENT_CPUS", 1)
+    monkeypatch.setattr(server, "ENOUGH_CPUS", 2)
+    answers = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "{port}"]
+    asked = [(answers, tmp_path / "1"), (["false"], tmp_path / "2"), (answers, tmp_path / "3")]
+    with server.starting(asked) as [first, ends, last]:
+        running = [first(), last()]
+        with pytest.raises(serve.BenchError, match="ended with 1"):
+            ends()
+        assert len({one.url for one in running}) == 2
+        assert all(os.sched_getaffinity(one.process.pid) == set(served) for one in running)
+        assert usable_cores() == [kept]
+    assert not any(alive(one.process.pid) for one in running)
 
 
 def check_runs(saved):

@@ -41,6 +41,15 @@ def test_no_rate_holds_above_one_that_does_not(ladder):
     assert held(ladder, record(1.0, 1.1, 1.3), record(11.0, 11.1, 11.15)) == [False, False]
 
 
+def test_a_system_may_have_a_bound_of_its_own(ladder):
+    parse, gaps = ladder.Ladder.parse, [record(1.0, 1.1, 1.15), record(1.0, 1.1, 1.16)]
+    assert parse("chunked:token_budget=24@4,5.5") == ("chunked:token_budget=24", (4, 5.5), None)
+    for written, holds in (("auto@1", True), ("auto@1@55", False), ("auto@1@60.5", True)):
+        [step] = ladder.steps_of(GIVEN, parse(written), 0.0, gaps)
+        assert step["holds"] is holds
+    assert str(parse("auto@1@55")) == "auto within 55 ms"
+
+
 def test_a_first_token_is_late_by_the_length_of_its_prompt(ladder):
     assert held(ladder, record(1.0, 2.9)) == [True, True]
     assert held(ladder, record(1.0, 3.1)) == [False, False]

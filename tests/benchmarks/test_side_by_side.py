@@ -1,4 +1,6 @@
-"""The decode step of a server, from what its client saw."""
+"""The decode step of a server, from what its client saw, and how a search is cut."""
+
+import time
 
 import pytest
 
@@ -7,11 +9,16 @@ from twolane.results.record import OK, Record
 
 
 @pytest.fixture
-def step(monkeypatch):
+def script(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import side_by_side
 
-    return side_by_side.step
+    return side_by_side
+
+
+@pytest.fixture
+def step(script):
+    return script.step
 
 
 def record(*token_times: float) -> Record:
@@ -35,3 +42,18 @@ def test_two_tokens_that_come_at_once_are_two_steps(step):
 
 def test_rows_that_never_decode_together_have_no_step(step):
     assert step([record(0.0, 1.0), record(5.0, 6.0)]) is None
+
+
+def test_a_search_that_takes_longer_is_cut(script):
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), script.cut_after(0.05):
+        time.sleep(60)
+    assert script.passed(begun, 0.05)
+
+
+def test_a_search_in_time_is_not_cut(script):
+    with script.cut_after(60):
+        pass
+    with script.cut_after(0):
+        time.sleep(0.1)
+    assert not script.passed(time.monotonic(), 0)

@@ -85,10 +85,10 @@ class SteppedLanes:
         self._drops.append((record.batch, queued))
         self._drop_idle()
 
-    def load_adapter(self, slot: int, path: str) -> None:
-        record = sent(AdapterRecord(slot, path))
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
+        record = sent(AdapterRecord(slot, path, digest))
         assert isinstance(record, AdapterRecord)
-        self._runner.load_adapter(record.slot, record.path)
+        self._runner.load_adapter(record.slot, record.path, record.digest)
 
     def drop_adapter(self, slot: int) -> None:
         self._runner.drop_adapter(slot)

@@ -82,10 +82,10 @@ class Files:
     def __init__(self) -> None:
         self.slots: dict[int, str] = {}
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         if "bad" in path:
             raise ValueError(f"{path} is damaged")
-        if path == "huge":
+        if "huge" in path:
             raise MemoryError(path)
         self.slots[slot] = path
 
@@ -113,6 +113,15 @@ def unloaded(registry: AdapterRegistry, name: str, named: set[int]) -> list[str 
     return problems
 
 
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Adapters of which the fakes know the names alone."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "three", "bad", "huge"):
+        write(Path(name), name.encode())
+
+
+@pytest.mark.usefixtures("folders")
 def test_what_cannot_be_loaded_leaves_the_others_as_they_are():
     lanes = Files()
     registry = AdapterRegistry(lanes, 2)
@@ -127,6 +136,7 @@ def test_what_cannot_be_loaded_leaves_the_others_as_they_are():
     assert "not served" in loaded(AdapterRegistry(lanes, 0), "a", "one")
 
 
+@pytest.mark.usefixtures("folders")
 def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended():
     lanes = Files()
     registry = AdapterRegistry(lanes, 1)
@@ -162,16 +172,22 @@ def test_pages_are_those_of_the_same_files_whatever_they_are_called(tmp_path):
         assert one.find("x").salt(None) != other.find("z").salt(None)
 
 
-def test_files_that_change_while_they_are_read_share_no_page(tmp_path):
+@pytest.mark.parametrize("change", ["written", "gone"])
+def test_files_that_change_while_they_are_read_are_refused(tmp_path, change):
+    """Other ranks may have read the one, and this one the other."""
+
     class Changed(Files):
-        def load_adapter(self, slot: int, path: str) -> None:
-            write(Path(path), b"new")
+        def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
+            super().load_adapter(slot, path, digest)
+            if change == "written":
+                write(Path(path), b"new")
+            else:
+                (Path(path) / TENSORS).unlink()
 
     path = write(tmp_path / "a", b"old")
-    first, second = AdapterRegistry(Changed(), 1), AdapterRegistry(Files(), 1)
-    first.load_at_start("a", path)
-    second.load_at_start("a", path)
-    assert first.find("a").salt(None) != second.find("a").salt(None)
+    registry = AdapterRegistry(Changed(), 1)
+    assert "change while they are read" in loaded(registry, "a", path)
+    assert registry.find("a") is None
 
 
 def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named():

@@ -26,6 +26,7 @@ from twolane.engine.messages import (
     decode_to_engine,
     encode,
 )
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cpu.runner import Runner
 from twolane.model.attention import KVCache
@@ -106,13 +107,16 @@ messages = st.one_of(
 def small_engine(seed: int) -> tuple[Engine, SteppedLanes]:
     decoder = small_vocabulary()
     kv = KVCache(decoder.spec, PAGES, PAGE, torch.float64)
-    lanes = SteppedLanes(Runner(decoder, kv, PAGE, SLOTS), lambda: None)
+    lanes = SteppedLanes(Runner(decoder, kv, SLOTS), lambda: None)
     engine = Engine(
         RandomPlans(seed),
-        lanes,
-        KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        model=ServedModel(decoder.spec.layers, VOCAB, EOS, 24),
-        estimator=OnlineEstimator(),
+        State(
+            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
+            lanes,
+            decoder.spec.layers,
+            OnlineEstimator(),
+        ),
+        ServedModel(VOCAB, EOS, 24),
     )
     return engine, lanes
 

@@ -12,6 +12,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cpu.runner import Runner
 from twolane.model.attention import KVCache
@@ -35,13 +36,16 @@ def poisoned(value: float) -> Decoder:
 def run(decoder: Decoder, system: str, submits: list[Submit]) -> tuple[Engine, dict[str, list]]:
     """Serve requests in random steps; the events of each."""
     kv = KVCache(decoder.spec, PAGES, PAGE, torch.float64)
-    lanes = SteppedLanes(Runner(decoder, kv, PAGE, SLOTS), lambda: None)
+    lanes = SteppedLanes(Runner(decoder, kv, SLOTS), lambda: None)
     engine = Engine(
         make_system(system),
-        lanes,
-        KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        model=ServedModel(decoder.spec.layers, decoder.spec.vocab_size, EOS, MODEL_LEN),
-        estimator=OnlineEstimator(),
+        State(
+            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
+            lanes,
+            decoder.spec.layers,
+            OnlineEstimator(),
+        ),
+        ServedModel(decoder.spec.vocab_size, EOS, MODEL_LEN),
     )
     rng, events = random.Random(1), {submit.id: [] for submit in submits}
     engine.take(submits)

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from tests.engine.random_plans import RandomPlans
-from tests.engine.test_adapters import Files
+from tests.engine.test_adapters import Files, write
 from tests.engine.test_process import serve, until, with_engine
 from tests.engine.world import PAGE, World
 from tests.model.checkpoints import make_checkpoint
@@ -284,11 +284,11 @@ def test_a_salt_is_told_by_its_digest(published: Published) -> None:
 
 
 def test_pages_of_an_adapter_have_its_name_and_those_of_the_base_have_none(
-    published: Published,
+    published: Published, tmp_path: Path
 ) -> None:
     registry = AdapterRegistry(Files(), 2)
-    registry.load_at_start("other", "one")
-    registry.load_at_start("mine", "two")
+    for name in ("other", "mine"):
+        registry.load_at_start(name, write(tmp_path / name, name.encode()))
     published.journal.adapter = registry.name_of
     mine, tokens = registry.find("mine"), list(range(13))
     assert mine is not None

@@ -11,6 +11,7 @@ from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Sampled, Step, Ticket
 from twolane.lanes.work import TokenMask, Work
@@ -83,11 +84,9 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Future[Sequence[bytes]]]:
 def engine_of(lanes: Any, pages: int = 100) -> Engine:
     return Engine(
         make_system("static-split", {}),
-        lanes,
-        KVBooks(pages, 16, 4, prefix_cache=True),
-        model=ServedModel(LAYERS, 1000, (), 1000),
+        State(KVBooks(pages, 16, 4, prefix_cache=True), lanes, LAYERS, OnlineEstimator()),
+        ServedModel(1000, (), 1000),
         pass_sizes=SIZES,
-        estimator=OnlineEstimator(),
     )
 
 

@@ -9,6 +9,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import LaneWait, Ping
+from twolane.engine.state import State
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import PATIENCE_FACTOR, OpenTickets, Sampled, Step, Ticket
@@ -57,10 +58,8 @@ class Known(Estimator):
 def make_engine(lanes: HeldLanes, estimator: Estimator | None = None) -> Engine:
     return Engine(
         Script(lambda view: one_by_one(view, k=4)),
-        lanes,
-        KVBooks(64, 16, 8, prefix_cache=True),
-        model=ServedModel(LAYERS, 100_000, (), 512),
-        estimator=estimator or OnlineEstimator(),
+        State(KVBooks(64, 16, 8, prefix_cache=True), lanes, LAYERS, estimator or OnlineEstimator()),
+        ServedModel(100_000, (), 512),
     )
 
 

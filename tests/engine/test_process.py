@@ -11,9 +11,10 @@ import pytest
 
 from tests.model.checkpoints import make_checkpoint
 from tests.server.serving import PATIENCE
+from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
-from twolane.frontend.engine_client import EngineClient, EngineError, Event
+from twolane.frontend.engine_client import EngineClient, Event
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -158,7 +159,7 @@ def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(mod
 def test_a_wrong_setting_is_one_line_that_names_it(
     model: str, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(FieldError, match=message):
         asyncio.run(EngineClient.start(EngineConfig(model=model, **settings)))
 
 

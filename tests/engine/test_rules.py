@@ -15,7 +15,7 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
-from twolane.engine.state import ELDER_SHARE
+from twolane.engine.state import ELDER_SHARE, State
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, SimLanes
@@ -180,15 +180,16 @@ def small_engine(
     system: System | None = None,
 ) -> Engine:
     """An engine whose pool holds 64 tokens."""
-    return Engine(
-        system or make_system("chunked"),
-        SimLanes(UNITS, (), FixedDurations()),
+    pacer = pacer or Pacer()
+    state = State(
         KVBooks(4, 16, 4, prefix_cache=True),
-        model=ServedModel(LAYERS, 1000, (), 4096),
-        estimator=OnlineEstimator(),
-        slo=slo,
+        SimLanes(UNITS, (), FixedDurations()),
+        LAYERS,
+        OnlineEstimator(),
+        slo=pacer.planned(slo or Slo()),
         pacer=pacer,
     )
+    return Engine(system or make_system("chunked"), state, ServedModel(1000, (), 4096))
 
 
 def news_of(request: Submit) -> Outputs:

@@ -34,6 +34,7 @@ from twolane.engine.messages import (
 )
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import Phase, Request
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.runner import Runner
@@ -89,7 +90,7 @@ def make_runner(pages: int, slots: int) -> Runner:
     kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
     for layer in (*kv.k, *kv.v):
         layer.fill_(1e3)  # what nobody wrote must not be read: it would show
-    return Runner(decoder, kv, PAGE, slots, AdapterPool(decoder.weights, len(ADAPTERS)))
+    return Runner(decoder, kv, slots, AdapterPool(decoder.weights, len(ADAPTERS)))
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,11 @@ class World:
         spec = tiny_decoder().spec
         self.lanes = lanes
         self.registry = AdapterRegistry(lanes, len(ADAPTERS))
+        pacer = Pacer(buffer=1e-9)
         self.engine = Engine(
             self.system,
-            lanes,
-            books,
-            model=ServedModel(spec.layers, spec.vocab_size, EOS, MODEL_LEN),
-            estimator=OnlineEstimator(),
-            pacer=Pacer(buffer=1e-9),
+            State(books, lanes, spec.layers, OnlineEstimator(), pacer=pacer),
+            ServedModel(spec.vocab_size, EOS, MODEL_LEN),
             adapters=self.registry,
         )
         self.versions = dict.fromkeys(ADAPTERS if self.adapted else (), 0)

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from tests.estimate import synthetic
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
-from twolane.estimate.query import Load
+from twolane.estimate.query import Load, decode_step
 from twolane.kernels.sizes import EMPTY_KEYS, FILLED, SIZES, WHOLE
 
 
@@ -26,7 +27,8 @@ def test_sizes_are_those_of_the_lanes(gpu: Computed):
     from twolane.lanes.cuda import decode_graphs as decode
 
     assert decode.BUCKETS == BUCKETS
-    assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
+    assert linear.ROWS[:-1] == STEPS
+    assert set(SLOPES) <= set(STEPS)
     assert gpu.steps == STEPS
     assert gpu.tile == fa3.tile_tokens(synthetic.SHAPE.head_dim)
     taken = [tiling(rows, synthetic.SHAPE.head_dim, torch.bfloat16).rows for rows in range(1, 300)]
@@ -77,3 +79,21 @@ def test_others_do_not():
     assert plain.tokens(prompts) == 1929
     assert plain.pairs(prompts) == (prompts.squares, prompts.products)
     assert plain.rows(Load.decode([5] * 3)) == 3
+
+
+def test_a_step_takes_longer_where_the_own_kernel_of_products_ends(
+    monkeypatch: pytest.MonkeyPatch, gpu: Computed
+):
+    def stepped(load: Load, units: int) -> float:
+        rows = gpu.rows(load)
+        alone = 3e-8 * load.reused + 1e-5 * rows + (6e-3 if rows > STEPS[-1] else 4e-3)
+        return alone * max(1.0, 48 / units)
+
+    monkeypatch.setattr(synthetic, "decode_step", stepped)
+    profile = synthetic.profile(rounds=4)
+    estimator = Calibrated(msgspec.structs.replace(profile, machine="cuda", pass_sizes=SIZES))
+    for rows in (112, 128, 136, 192):
+        load = Load.decode([700] * rows)
+        for units in (16, 48, 132):
+            predicted = estimator.predict(decode_step(load), units)
+            assert predicted == pytest.approx(stepped(load, units), rel=0.02)

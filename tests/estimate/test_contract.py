@@ -23,11 +23,11 @@ def taught() -> OnlineEstimator:
 
 
 def test_sums_of_a_load():
-    load = Load((3, 1, 2), (10, 7, 0))
-    assert (load.requests, load.new, load.reused) == (3, 6, 17)
-    assert (load.squares, load.products) == (9 + 1 + 4, 30 + 7)
+    load = Load((3, 1, 2, 1), (10, 7, 0, 0))
+    assert (load.requests, load.new, load.reused) == (4, 7, 17)
+    assert (load.squares, load.products) == (9 + 1 + 4 + 1, 30 + 7)
     assert load.decoding == Load.decode([7])
-    assert load.chunks == Load([3, 2], [10, 0])
+    assert load.chunks == Load([3, 2, 1], [10, 0, 0])  # a prompt of one token is one, too
 
 
 def test_nothing_known_is_none():

@@ -232,7 +232,7 @@ def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):
 def test_a_borrowed_cell_covers_what_it_did_not_see(profile):
     (row,) = [r for r in table(profile) if (r.estimator, r.case) == ("guard", "co-run decode")]
     assert row.samples >= 15
-    assert row.covered >= 0.95
+    assert row.covered >= 1 - 1.5 / row.samples  # one may be above
     assert row.excess < 0.15
 
 

@@ -40,6 +40,13 @@ def test_larger_passes_bound_no_smaller_ones() -> None:
     assert predicted(estimator, 16) == 0.3
 
 
+def test_the_same_units_tell_more_than_the_same_size() -> None:
+    estimator = OnlineEstimator()
+    estimator.observe(hybrid(64), UNITS, 1.0)
+    estimator.observe(hybrid(16), 2 * UNITS, 0.05)
+    assert predicted(estimator, 16) == 0.25
+
+
 def test_smaller_passes_on_other_units_are_no_bound() -> None:
     estimator = OnlineEstimator()
     estimator.observe(hybrid(64), UNITS, 1.0)

@@ -154,7 +154,7 @@ def alone(decoder: Decoder, submit: Submit) -> Answer:
     prompt, params, answer = tuple(submit.prompt), submit.params, Answer()
     limit = min(len(prompt) + (params.max_tokens or POSITIONS), POSITIONS)
     pages = tuple(range(-(-limit // PAGE)))
-    runner = Runner(decoder, KVCache(decoder.spec, len(pages), PAGE, decoder.dtype), PAGE, 1)
+    runner = Runner(decoder, KVCache(decoder.spec, len(pages), PAGE, decoder.dtype), 1)
     sampling = Sampling(params, params.seed or 0, len(prompt), EOS, pack(prompt))
     top = params.prompt_logprobs
     scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)

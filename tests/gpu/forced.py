@@ -10,6 +10,7 @@ from torch import Tensor
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
@@ -49,9 +50,8 @@ class Forced:
         self._each = -(-len(sequences[0]) // PAGE)
         slots = len(sequences) + 1  # the last one is for what runs beside
         positions = self._each * PAGE
-        self.lanes = machine.start(
-            slots * self._each, PAGE, slots, positions, lambda: None, lambda *_: None
-        )
+        sizes = LaneSizes(slots * self._each, PAGE, slots, positions)
+        self.lanes = machine.start(sizes, lambda: None, lambda *_: None)
         self._untold = UntoldSlots()
         for slot in range(slots):
             greedy = Sampling(SamplingParams(temperature=0.0), 0, 0, ())

@@ -37,10 +37,12 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Submit, ToEngine
 from twolane.engine.request import Request
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import Queued
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import Work
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -106,8 +108,8 @@ class Bench:
         model = resolve(str(folder / "model"))
         self.spec, weights = load_weights(model, dtype="float32", device="cuda")
         machine = CudaMachine(self.spec, weights, LEVELS)
-        positions = self.spec.max_positions
-        self.lanes = machine.start(POOL, PAGE, SLOTS, positions, lambda: None, lambda *_: None)
+        sizes = LaneSizes(POOL, PAGE, SLOTS, self.spec.max_positions)
+        self.lanes = machine.start(sizes, lambda: None, lambda *_: None)
         self.compiled: list[str] = []
         triton.knobs.runtime.jit_cache_hook = self._note_compiled
         self.delays = Delays()
@@ -144,13 +146,11 @@ class GpuWorld(World):
         self.slots = self.rng.randint(3, SLOTS)
         self.lanes = BENCH.lanes
         spec = BENCH.spec
+        books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         self.engine = Engine(
             self.system,
-            self.lanes,
-            KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache),
-            model=ServedModel(spec.layers, spec.vocab_size, EOS, spec.max_positions),
-            estimator=OnlineEstimator(),
-            trace=self.log,
+            State(books, self.lanes, spec.layers, OnlineEstimator(), self.log),
+            ServedModel(spec.vocab_size, EOS, spec.max_positions),
         )
         self.submits = [self._submit(i) for i in range(self.requests)]
         self.to_send = list(self.submits)

@@ -1,10 +1,12 @@
 """A model on the GPU, and the real engine in this process over its lanes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
 import torch
+from torch import Tensor
 
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv import KVBooks
@@ -12,11 +14,19 @@ from twolane.engine.messages import Submit
 from twolane.kernels.pool import RoundedPool
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.settings import LaneSizes
+from twolane.parallel.peer_memory import PeerGroup
 from twolane.systems.registry import System
 
 LEVELS = (16, 48, 96)
 """SMs for decode: few, some and most."""
 PAGE = 16
+
+
+def needs_to_map_memory() -> None:
+    """Skip the test if this process has mapped other GPUs' memory, which it does once."""
+    if PeerGroup.made:
+        pytest.skip("needs a process of its own: run this test alone")
 
 
 def lanes_on(
@@ -25,19 +35,23 @@ def lanes_on(
     """Lanes over a pool that shows what nobody wrote."""
 
     def make(wake: Callable[[], None]) -> CudaLanes:
-        lanes = machine.start(
-            pages, page_size, running, machine.spec.max_positions, wake, lambda *_: None
-        )
-        for layer in lanes.runner.kv.layers:
-            if isinstance(layer, RoundedPool):
-                layer.values.view(torch.uint8).fill_(0x7F)  # NaN, and any exponent
-                layer.exponents.fill_(77)
-            else:
-                layer.fill_(float("nan"))
-        torch.cuda.synchronize()
+        sizes = LaneSizes(pages, page_size, running, machine.spec.max_positions)
+        lanes = machine.start(sizes, wake, lambda *_: None)
+        mark_unwritten(lanes.runner.kv.layers)
         return lanes
 
     return make
+
+
+def mark_unwritten(layers: Iterable[Tensor | RoundedPool]) -> None:
+    """Let a pool have no number where nobody writes, so that what reads it shows."""
+    for layer in layers:
+        if isinstance(layer, RoundedPool):
+            layer.values.view(torch.uint8).fill_(0x7F)  # NaN, and any exponent
+            layer.exponents.fill_(77)
+        else:
+            layer.fill_(float("nan"))
+    torch.cuda.synchronize()
 
 
 def serve(

@@ -71,7 +71,7 @@ def soak(args: argparse.Namespace, store: Any) -> dict[str, Any]:
     )
     steps: Channel = decode
     if args.all_reduce == "two-shot":
-        steps = TwoShot(decode, dist.PrefixStore("memory", store), forced=True)
+        steps = TwoShot(decode, dist.PrefixStore("memory", store), ("two-shot",))
     level = parts.levels[0]
     lanes = [
         Lane(parts.stream("decode", level[1]), steps, *DECODE),

@@ -12,6 +12,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.load.hub import resolve
@@ -47,11 +48,11 @@ def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str,
     spec = machine.spec
     engine = Engine(
         make_system(system),
-        lanes,
-        KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, 512),
+        State(
+            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True), lanes, spec.layers, OnlineEstimator()
+        ),
+        ServedModel(spec.vocab_size, spec.eos_token_ids, 512),
         pass_sizes=machine.pass_sizes,
-        estimator=OnlineEstimator(),
     )
     events: dict[str, list] = {submit.id: [] for submit in submits}
     engine.take(submits)

@@ -41,11 +41,18 @@ class Layer:
         rows: number of rows, of which some do not count.
         skew: how much better each expert is liked than the next.
         routed: the kernel under test makes the router's logits, too.
+        given: such a kernel is given the rows normalised, as on several ranks.
         scheme: of the experts' matrices; None: bfloat16.
     """
 
     def __init__(
-        self, rows: int, skew: float, *, routed: bool = False, scheme: Scheme | None = None
+        self,
+        rows: int,
+        skew: float,
+        *,
+        routed: bool = False,
+        given: bool = False,
+        scheme: Scheme | None = None,
     ) -> None:
         draw = torch.Generator(device="cuda").manual_seed(rows)
 
@@ -65,6 +72,7 @@ class Layer:
         marks[2::5] = 0
         self.active = ActiveRows(marks, 1)
         self.router: Matrix | None = None
+        self.given = given
         if routed:
             self.router = Matrix.plain(random(EXPERTS, HIDDEN))
 
@@ -80,7 +88,9 @@ class Layer:
         else:
             scales = torch.empty(rows, 1, device="cuda")
             x = input_of(torch.empty_like(self.x), scales, self.gate_up.scheme)
-            norm = Norm(torch.ones_like(self.x[0]), 0.0)
+            norm = None if self.given else Norm(torch.ones_like(self.x[0]), 0.0)
+            if self.given and isinstance(x, Tensor):
+                x = self.residual
             rows = self.residual, norm, self.router, self.active
             left = norm_and_combined(*rows, *weights, x, room, lane, normalised=True)
             self.x = x if isinstance(x, Tensor) else (x.values.float() * x.scales).bfloat16()
@@ -146,6 +156,19 @@ def test_against_float32(
 def test_few_rows_are_rounded_where_they_are_routed(stream: torch.cuda.Stream, rows: int) -> None:
     """Of the rows and logits that it makes, it makes the right sums."""
     check(Layer(rows, 0.0, routed=True, scheme="fp8_channel"), stream)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8_channel"], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 16])
+def test_few_rows_that_come_normalised(
+    stream: torch.cuda.Stream, rows: int, scheme: Scheme | None
+) -> None:
+    """As on several ranks; logits are those of the rows as they are."""
+    layer = Layer(rows, 0.0, routed=True, given=True, scheme=scheme)
+    check(layer, stream)
+    assert layer.router is not None
+    logits = layer.residual.float() @ layer.router.values.float().T
+    torch.testing.assert_close(layer.logits.float(), logits, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 13, 16])

@@ -21,7 +21,7 @@ from twolane.engine.messages import Submit
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine
-from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -134,6 +134,7 @@ def test_two_ranks_say_what_merged_weights_say(
         device="cuda",
         levels=LEVELS,
         tensor_parallel_size=2,
+        all_reduce="nccl",  # a process maps other GPUs' memory once, and other tests do
         gpu_memory_utilization=0.5,
         lora_endpoints=True,
         max_loras=len(adapters),
@@ -199,7 +200,7 @@ def bits(machine: CudaMachine) -> tuple[list[Tensor], set]:
 
     Only of rows that are no padding: attention leaves the others as it finds them.
     """
-    lanes = machine.start(64, PAGE, 8, 512, lambda: None, lambda *_: None)
+    lanes = machine.start(LaneSizes(64, PAGE, 8, 512), lambda: None, lambda *_: None)
     runner, units, taken = lanes.runner, lanes.units, set()
     for graphs in runner.steps.levels.values():
         object.__setattr__(graphs, "forward", Noted(graphs.forward, taken))

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.gpu.serving import LEVELS, PAGE
+from tests.gpu.serving import LEVELS, PAGE, needs_to_map_memory
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.ranks import Ranks
@@ -86,6 +86,7 @@ def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_tokens_where_sums_are_joined_with_norms(size: int, ranks: Load, tally: Tally) -> None:
     needs(size)
+    needs_to_map_memory()
     served, judge = ranks(size, "joined")
     for schedule in ("static-split", "chunked-48"):
         outputs = served.serve(schedules(LAYERS)[schedule](), REQUESTS)

@@ -96,6 +96,7 @@ def compile_instead(
 def launch_fused(dtype: torch.dtype) -> None:
     from twolane.kernels import fused
     from twolane.kernels.activations import Quantised
+    from twolane.kernels.pool import MirroredPool
 
     fused._early = lambda device: True  # as on Hopper
 
@@ -110,6 +111,8 @@ def launch_fused(dtype: torch.dtype) -> None:
     places, pages = empty(2, dtype=torch.int64), empty(2, 16, dtype=torch.int32)
     fused.qkv_rope_write(qkv, ints, empty(40, 128), 1e-6, table, q, pool, places)
     fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
+    both = MirroredPool(pool, torch.empty_like(pool))
+    fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, both, pages, ints, ints)
     fused.silu_mul(empty(2, 24_576), empty(2, 12_288))
     wide = torch.float32
     fused.side_by_side(empty(2, 2, 75_968, dtype=wide), empty(2, 151_936, dtype=wide))

@@ -5,9 +5,12 @@ gloo. All else of lanes, graphs, launch log and start is what runs on GPUs.
 """
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +100,7 @@ def _cuda() -> None:
     cuda.set_device, cuda.empty_cache = lambda *_: None, lambda: None
     cuda.mem_get_info = lambda *_: (2**34, 2**34)
     cuda.get_device_name, cuda.device_count = lambda *_: "emulated", lambda: 8
+    cuda.is_available, cuda.can_device_access_peer = lambda: True, lambda *_: True
     cuda.synchronize = cuda._sleep = lambda *_: None
     loaded = Fa3(132), None
     fa3._load = lambda dtype, dim: loaded  # type: ignore[assignment]
@@ -180,11 +184,39 @@ def _mapped() -> Any:
     return Mapped
 
 
+class Files:
+    """`PeerGroup` of such processes: memory that others map is a file."""
+
+    def __init__(self, name: str, rank: int, size: int, store: Any) -> None:
+        self.rank, self._store = rank, store
+        if rank == 0:
+            store.set("folder", tempfile.mkdtemp())
+        self._folder = Path(store.get("folder").decode())
+        self._made = 0
+
+    def empty(self, shape: Any, dtype: Any, device: Any) -> Any:
+        self._made += 1
+        memory = self._tensor(self.rank, shape, dtype)
+        self._store.set(f"{self._made}-{self.rank}", "")
+        return memory
+
+    def of(self, rank: int, memory: Any) -> Any:
+        self._store.get(f"{self._made}-{rank}")
+        return self._tensor(rank, memory.shape, memory.dtype)
+
+    def _tensor(self, rank: int, shape: Any, dtype: Any) -> Any:
+        import torch
+
+        name, size = str(self._folder / f"{self._made}-{rank}"), prod(shape) * dtype.itemsize
+        data = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        return data.view(dtype).view(*shape)
+
+
 def _ranks() -> None:
     from torch import distributed as dist
 
     from twolane.lanes import base
-    from twolane.lanes.cuda import ranks
+    from twolane.lanes.cuda import disaggregated, ranks
     from twolane.lanes.settings import load_shard
     from twolane.parallel import nccl
 
@@ -200,4 +232,7 @@ def _ranks() -> None:
     nccl.unique_id = unique_id
     ranks.TwoShot = _mapped()
     ranks.FOLLOWER = "tests.kernels.emulated_follower"
-    ranks.load_shard = lambda settings, device, *rest: load_shard(settings, "cpu", *rest)
+    disaggregated.FOLLOWER = "tests.kernels.emulated_prompts"
+    disaggregated.PeerGroup = Files  # type: ignore[misc, assignment]
+    for module in (ranks, disaggregated):
+        module.load_shard = lambda settings, device, *rest: load_shard(settings, "cpu", *rest)

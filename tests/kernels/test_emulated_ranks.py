@@ -1,10 +1,11 @@
-"""The start, lanes, graphs and launch log of two ranks as on GPUs, which are emulated here."""
+"""The start, lanes, graphs and launch log of two processes as on GPUs, which are emulated here."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,24 +24,53 @@ def test_ranks_say_what_one_says(tmp_path: Path) -> None:
     """Both ranks make the same collectives in the same order, or they would wait for ever."""
     path = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
     adapter = make_adapter(path, tmp_path / "tuned", rank=5)
-    command = [sys.executable, "-m", "tests.kernels.emulated_ranks", str(path), "2"]
+    found = ran("tests.kernels.emulated_ranks", str(path), "2")
+    assert list(found["said"]) == ["static-split", "chunked", "random"]
+    right = alone(path, adapter, found)
+    for name, said in found["said"].items():
+        assert said == right, name
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("options", [(), ("fp8",)])
+def test_prefill_and_decode_on_a_gpu_each_say_what_one_says(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Both processes write both pools, whose numbers may be rounded."""
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
+    adapter = make_adapter(path, tmp_path / "tuned", rank=5)
+    found = ran("tests.kernels.emulated_apart", str(path), *options)
+    assert found["hits"]
+    assert found["said"] == alone(path, adapter, found, rounded=bool(options))
+
+
+def ran(module: str, *arguments: str) -> Any:
+    """What a module prints that serves on emulated GPUs."""
+    command = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=2300)
-    assert ran.returncode == 0
-    found = json.loads(ran.stdout.splitlines()[-1])
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, env=environment, timeout=2300
+    )
+    assert ended.returncode == 0
+    found = json.loads(ended.stdout.splitlines()[-1])
     assert found["codes"] == [0]
+    return found
+
+
+def alone(path: Path, adapter: Path, found: Any, *, rounded: bool = False) -> list[list[int]]:
+    """What one process on a CPU says of the same requests."""
     submits = [
         Submit(name, prompt, SamplingParams(**params), lora=lora)
         for name, prompt, params, lora in json.loads(found["submits"])
     ]
-    alone = serve(
+    served = serve(
         *(load_decoder(resolve(str(path))), make_system("static-split", {}), submits),
         pages=12,
         page_size=16,
         running=4,
         prefix_cache=True,
+        rounded=rounded,
         adapters={"tuned": adapter},
     )
-    assert list(found["said"]) == ["static-split", "chunked", "random"]
-    for name, said in found["said"].items():
-        assert said == alone.outputs, name
+    return served.outputs

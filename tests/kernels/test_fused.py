@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from twolane.kernels import fused
-from twolane.kernels.pool import RoundedPool
+from twolane.kernels.pool import MirroredPool, Pool, RoundedPool, exponents_of, values_of
 from twolane.model import fp8
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -161,6 +161,38 @@ def test_writes_to_a_rounded_pool(
     values, exponents = (part[4, :, :, 15] for part in (pool.values, pool.exponents))
     assert torch.equal(decoded.values[3, :, :, 8].float(), values.float())
     assert torch.equal(decoded.exponents[3, :, :, 8], exponents)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_mirrored_pool_and_its_copy_hold_the_same(rounded: bool, device: str) -> None:
+    """Rows of prompts and of decode steps, and no other places; the copy is somewhere else."""
+    case = Heads(9, 3, 64, torch.bfloat16, False, device)
+    shape = case.pool.shape
+
+    def new() -> Pool:
+        exponents = torch.full(shape[:-1], 77, dtype=torch.int8, device=device)
+        values = torch.zeros(shape, dtype=fp8.E4M3, device=device)
+        return RoundedPool(values, exponents) if rounded else torch.full_like(case.pool, 7.0)
+
+    pool, twin, alone = new(), new(), new()
+    mirrored, before = MirroredPool(pool, twin), case.qkv.clone()
+    out, places = torch.empty_like(case.q), torch.tensor([0, -1, 4 * 16 + 15], device=device)
+    rest = case.positions, None, EPS, case.table, out
+    tables = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    tables[0, 62] = 3
+    ints = torch.tensor([0, 0, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    for written in (mirrored, alone):
+        for write, *where in (
+            (fused.qkv_rope_write, places),
+            (fused.qkv_rope_write_decode, tables, ints, lengths),
+        ):
+            case.qkv.copy_(before)
+            write(case.qkv, *rest, written, *where)
+    for other in (twin, alone):
+        assert torch.equal(values_of(pool).float(), values_of(other).float())
+        assert torch.equal(exponents_of(pool), exponents_of(other))
+    assert int((exponents_of(pool) != 77).sum() if rounded else (pool != 7.0).any(-1).sum()) == 18
 
 
 def test_rotates_in_place_and_finds_pages(device: str) -> None:

@@ -103,7 +103,7 @@ class Joined(TwoShot):
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self._buffer = torch.empty((rows, width), dtype=dtype, device=device)
-        self._counts = frozenset(width * count for count in range(1, rows + 1))
+        self._chosen = dict.fromkeys(range(width, (rows + 1) * width, width), "joined")
         return self._buffer
 
     def _sum(self, tensor: Tensor) -> None:
@@ -128,7 +128,7 @@ def on_ranks(
     def rank(number: int) -> None:
         channels: list[Channel] = [Local(meeting, number) for _ in range(2)]
         if joined:
-            channels[1] = Joined(channels[1], dist.HashStore(), forced=True, flag_bytes=1)
+            channels[1] = Joined(channels[1], dist.HashStore(), ("joined",))
         with meeting.computing():
             scenario(World(path, channels))
 

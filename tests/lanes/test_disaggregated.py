@@ -25,10 +25,11 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import check_settings
-from twolane.lanes.cpu.disaggregated import DecodeRunner, DisaggregatedLanes, halves
+from twolane.lanes.cpu.disaggregated import DecodeRunner, halves
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.prompts import PromptRunner
 from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.disaggregated import DisaggregatedLanes
 from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork
@@ -77,7 +78,8 @@ class TooLate(MirroredCache):
 
     def push(self, layer: int, slots: Tensor, new: Tensor) -> None:
         arguments = layer, slots.clone(), new.clone()
-        threading.Timer(LATE_SECONDS, super().push, arguments).start()
+        push = torch.inference_mode()(super().push)  # as the pool may have been made
+        threading.Timer(LATE_SECONDS, push, arguments).start()
 
 
 @dataclass(frozen=True)
@@ -117,15 +119,14 @@ class ApartWorld(ThreadedWorld):
                 layer.fill_(UNWRITTEN)
         read, write = os.pipe()
         there = SharedMemory(theirs.file), SharedMemory(ours.file)
-        common = PAGE, self.slots
         adapters = [AdapterPool(decoder.weights, len(ADAPTERS)) for _ in range(2)]
-        prompts = LatePrompts(decoder, self.pools[1](*shape, there), *common, adapters[0], write)
+        prompts = LatePrompts(decoder, self.pools[1](*shape, there), self.slots, adapters[0], write)
         ours.close()
         theirs.close()
-        decode = LateDecode(decoder, kv, *common, adapters[1], Arrivals(read))
+        decode = LateDecode(decoder, kv, self.slots, adapters[1], Arrivals(read))
         self.decode, self.prompts, self.written = decode, prompts, write
         lanes = CpuLanes(decode, usable_cores(), self.news.set)
-        return DisaggregatedLanes(lanes, Nearby(prompts), kv)  # type: ignore[arg-type]
+        return DisaggregatedLanes(lanes, Nearby(prompts))  # type: ignore[arg-type]
 
     def run(self) -> None:
         try:
@@ -195,6 +196,7 @@ def test_what_shares_a_device_between_the_lanes_is_refused() -> None:
     [
         ({"system": "auto"}, "system is two-stream where prefill and decode have devices of their"),
         ({"tensor_parallel_size": 2}, "disaggregated has one rank for prefill and one for decode"),
+        ({"levels": (16,)}, "levels are shares of a GPU, and prefill and decode have a whole one"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused_by_name(
@@ -212,9 +214,30 @@ def test_prefill_and_decode_have_as_many_cores_each() -> None:
     assert halves([3]) == ((3,), (3,))
 
 
-def test_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "mapped", "said"),
+    [
+        (1, True, "disaggregated takes two GPUs, and PyTorch finds 1"),
+        (2, False, "map each other's"),
+    ],
+)
+def test_gpus_that_cannot_serve_it_are_refused_by_name(
+    count: int, mapped: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any process is started, and before the model is looked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: mapped)
     for device in ("auto", "cuda"):
         settings = DeviceSettings(model="nowhere", device=device, disaggregated=True)
-        with pytest.raises(FieldError, match="disaggregated is served on a CPU alone: pages"):
+        with pytest.raises(FieldError, match=said):
             load(settings, lambda *_: None)
+
+
+def test_pages_in_fp8_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    settings = DeviceSettings(model="nowhere", disaggregated=True, kv_cache_dtype="fp8")
+    with pytest.raises(FieldError, match="kv_cache_dtype is not fp8 yet where two GPUs"):
+        load(settings, lambda *_: None)

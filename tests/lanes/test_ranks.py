@@ -29,8 +29,8 @@ from twolane.common.resources import usable_cores
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.follower import carry_out
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.ranks import RankedLanes
 from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
+from twolane.lanes.ranked import RankedLanes
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -102,7 +102,7 @@ def ranks(pages: int, slots: int) -> list[Runner]:
         kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
         for layer in (*kv.k, *kv.v):
             layer.fill_(1e3)  # what nobody wrote must not be read: it would show
-        return Late(decoder, kv, PAGE, slots)
+        return Late(decoder, kv, slots)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))

@@ -271,8 +271,9 @@ def test_sums_are_added_in_rank_order() -> None:
     assert all(torch.equal(got, want) for got in together(3, reduce))
 
 
-def test_how_to_sum_is_asked_of_several_gpus_alone() -> None:
-    settings = DeviceSettings(model="tiny", device="cpu", all_reduce="two-shot")
+@pytest.mark.parametrize("way", ["two-shot", "joined"])
+def test_how_to_sum_is_asked_of_several_gpus_alone(way: str) -> None:
+    settings = DeviceSettings(model="tiny", device="cpu", all_reduce=way)
     with pytest.raises(FieldError, match="all_reduce") as refused:
         load(settings, lambda *_: None)
     assert refused.value.field == "all_reduce"

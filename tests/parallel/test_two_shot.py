@@ -1,6 +1,6 @@
 """How decode steps sum is chosen by rank 0 for all, and only what can goes over shared memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.parallel.channel import Silent
-from twolane.parallel.two_shot import LARGEST_BYTES, TwoShot
+from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
+from twolane.parallel.two_shot import LARGEST_BYTES, WAYS, TwoShot, Way
 
 WIDTH = 64
 CPU = torch.device("cpu")
@@ -43,15 +44,9 @@ class Mapped(TwoShot):
         self.shared.append(len(tensor))
 
 
-def faster_below(rows: int) -> Callable[[Callable[[Tensor], None], Tensor], float]:
-    """Two-shot takes half of the other's time for fewer rows, and twice as much for more."""
-
-    def seconds(run: Callable[[Tensor], None], tensor: Tensor) -> float:
-        if run.__name__ == "all_reduce":
-            return 1.0
-        return 0.5 if len(tensor) < rows else 2.0
-
-    return seconds
+def as_told(channel: Mapped, times: dict[Way, float]) -> Callable[[int], float]:
+    """Layers take this long, by the way that they are summed now."""
+    return lambda rows: times[channel.way(rows)]
 
 
 def sums(channel: Mapped, buffer: Tensor, rows: tuple[int, ...]) -> list[int]:
@@ -62,29 +57,56 @@ def sums(channel: Mapped, buffer: Tensor, rows: tuple[int, ...]) -> list[int]:
     return channel.shared
 
 
-def made(nccl: Told, *, forced: bool = False, problem: str = "") -> Mapped:
-    """Where the other rank has mapped its memory, or has run into a problem."""
+def made(nccl: Told, ways: Sequence[Way] = WAYS, *, before: str = "", problem: str = "") -> Mapped:
+    """Where the other rank has mapped its memory, or has run into a problem, perhaps before."""
     store = dist.HashStore()
-    store.set(f"rank-{1 - nccl.rank}", problem)
-    return Mapped(nccl, store, forced=forced)
+    for when, told in (("before", before), ("mapped", problem)):
+        dist.PrefixStore(when, store).set(f"rank-{1 - nccl.rank}", told)
+    return Mapped(nccl, store, ways)
 
 
-def test_the_faster_way_is_chosen_for_each_number_of_rows() -> None:
-    nccl = Told()
-    channel = made(nccl)
+def test_the_fastest_way_is_chosen_for_each_number_of_rows() -> None:
+    channel = made(nccl := Told())
     buffer = channel.buffer(16, WIDTH, torch.bfloat16, CPU)
-    times = channel.choose((1, 8, 16), faster_below(8))
-    assert times == {1: (1.0, 0.5), 8: (1.0, 2.0), 16: (1.0, 2.0)}
-    assert sums(channel, buffer, (1, 8, 16)) == [1]
-    assert nccl.summed == [8, 16]
+    fastest: dict[int, Way] = {1: "joined", 2: "two-shot", 8: "nccl", 16: "joined"}
+
+    def seconds(rows: int) -> float:
+        return 0.5 if channel.way(rows) == fastest[rows] else 1.0
+
+    times = channel.choose(tuple(fastest), seconds)
+    assert times[2] == {"nccl": 1.0, "two-shot": 0.5, "joined": 1.0}
+    assert {rows: channel.way(rows) for rows in fastest} == fastest
+    assert {rows for rows in fastest if channel.mapped(buffer[:rows])} == {1, 16}
+    assert sums(channel, buffer, tuple(fastest)) == [1, 2, 16]
+    assert nccl.summed == [8]
+
+
+def test_a_gain_within_what_timings_vary_is_none() -> None:
+    channel = made(Told())
+    channel.buffer(16, WIDTH, torch.bfloat16, CPU)
+    channel.choose((1,), as_told(channel, {"nccl": 1.0, "two-shot": 0.995, "joined": 0.992}))
+    assert channel.way(1) == "nccl"
+    channel.choose((1,), as_told(channel, {"nccl": 1.0, "two-shot": 0.995, "joined": 0.985}))
+    assert channel.way(1) == "joined"
 
 
 def test_rank_0_decides_for_all() -> None:
     """Whatever another rank has measured: else one would wait where the others are not."""
-    channel = made(Told(rank=1, said=(0, 1, 1)))
+    said = tuple(WAYS.index(way) for way in ("nccl", "two-shot", "joined"))
+    channel = made(Told(rank=1, said=said))
+    channel.buffer(16, WIDTH, torch.bfloat16, CPU)
+    times: dict[Way, float] = {"nccl": 1.0, "two-shot": 0.5, "joined": 0.7}
+    channel.choose((1, 8, 16), as_told(channel, times))
+    assert [channel.way(rows) for rows in (1, 8, 16)] == ["nccl", "two-shot", "joined"]
+
+
+@pytest.mark.parametrize("way", ["two-shot", "joined"])
+def test_one_way_is_taken_without_timing(way: Way) -> None:
+    channel = made(Told(), (way,))
     buffer = channel.buffer(16, WIDTH, torch.bfloat16, CPU)
-    channel.choose((1, 8, 16), faster_below(8))
-    assert sums(channel, buffer, (1, 8, 16)) == [8, 16]
+    assert channel.choose((1, 8), lambda rows: pytest.fail("was timed")) == {}
+    assert [channel.way(rows) for rows in (1, 8)] == [way, way]
+    assert (channel.mapped(buffer[:8]) is not None) == (way == "joined")
 
 
 def test_nothing_is_shared_before_it_is_chosen() -> None:
@@ -103,28 +125,48 @@ def test_nothing_is_shared_before_it_is_chosen() -> None:
 def test_what_shared_memory_does_not_serve_goes_the_other_way(
     rows: int, width: int, dtype: torch.dtype
 ) -> None:
-    channel = made(Told(), forced=True)
+    channel = made(Told(), ("two-shot",))
     buffer = channel.buffer(rows, width, dtype, CPU)
-    channel.choose((rows,), faster_below(1 << 40))
+    channel.choose((rows,), pytest.fail)
     assert sums(channel, buffer, (rows,)) == []
 
 
 def test_no_rank_shares_where_one_cannot() -> None:
     channel = made(Told(), problem="peer access is not supported")
     buffer = channel.buffer(4, WIDTH, torch.bfloat16, CPU)
-    assert channel.choose((4,), faster_below(8)) == {}
+    assert channel.choose((4,), pytest.fail) == {}
     assert sums(channel, buffer, (4,)) == []
 
 
-def test_sharing_that_was_asked_for_is_refused_where_one_cannot() -> None:
-    channel = made(Told(), forced=True, problem="peer access is not supported")
-    with pytest.raises(RuntimeError, match="two-shot sums: peer access is not supported"):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_has_mapped_memory_before_does_not_keep_others_waiting(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank maps any where one has, which PyTorch would let the others wait for."""
+    monkeypatch.setattr(PeerGroup, "made", rank == 0)
+    monkeypatch.setattr(Mapped, "_map", lambda *_: pytest.fail("waits for ever"))
+    channel = made(Told(rank), before=SECOND_GROUP if rank else "")
+    buffer = channel.buffer(4, WIDTH, torch.bfloat16, CPU)
+    assert channel.choose((4,), pytest.fail) == {}
+    channel.all_reduce(buffer)
+
+
+def test_a_process_makes_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeerGroup, "made", True)
+    with pytest.raises(RuntimeError, match="has mapped"):
+        PeerGroup("second", 0, 1, dist.HashStore())
+
+
+@pytest.mark.parametrize("way", ["two-shot", "joined"])
+def test_sharing_that_was_asked_for_is_refused_where_one_cannot(way: Way) -> None:
+    channel = made(Told(), (way,), problem="peer access is not supported")
+    with pytest.raises(RuntimeError, match=f"{way} sums: peer access is not supported"):
         channel.buffer(4, WIDTH, torch.bfloat16, CPU)
 
 
 def test_memory_that_is_not_mapped_goes_the_other_way() -> None:
-    channel = made(Told(), forced=True)
+    channel = made(Told(), ("two-shot",))
     buffer = channel.buffer(4, WIDTH, torch.bfloat16, CPU)
-    channel.choose((4,), faster_below(1))
+    channel.choose((4,), pytest.fail)
     assert sums(channel, buffer, (4,)) == [4]
     assert sums(channel, torch.zeros(4, WIDTH, dtype=torch.bfloat16), (4,)) == []

@@ -1,5 +1,6 @@
 """Several ranks that serve one engine after the other."""
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -7,12 +8,16 @@ from typing import Any
 
 import torch
 
+from tests.model.checkpoints import VOCAB
+from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
 from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
-from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.sampling import SamplingParams
+from twolane.systems.registry import make_system
 
 
 class Ranks:
@@ -22,7 +27,8 @@ class Ranks:
         self.machine, self._pool = machine, (pages, page, running)
         self.wake: Callable[[], None] = lambda: None
         longest = min(1024, machine.spec.max_positions)
-        self.lanes = machine.start(*self._pool, longest, self._news, lambda *_: None)
+        sizes = LaneSizes(*self._pool, longest)
+        self.lanes = machine.start(sizes, self._news, lambda *_: None)
 
     @property
     def processes(self) -> list[Any]:
@@ -66,7 +72,8 @@ def apart(path: Path, pages: int, page: int, running: int, **settings: Any) -> R
     """Two ranks, of which the other one computes prompts; what nobody wrote is no number."""
     asked = DeviceSettings(model=str(path), device="cpu", disaggregated=True, **settings)
     ranks = Ranks(DisaggregatedMachine(asked, lambda *_: None), pages, page, running)
-    for cache in (ranks.lanes._kv, ranks.lanes._kv.other):
+    pool = ranks.lanes._lanes._runner._kv
+    for cache in (pool, pool.other):
         for layer in (*cache.k, *cache.v):
             layer.copy_(torch.tensor(torch.nan))
     return ranks
@@ -76,3 +83,17 @@ def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:
     """Ranks that share the cores of this machine."""
     settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
     return Ranks(CpuMachine(settings, lambda *_: None), pages, page, running)
+
+
+def next_turn(ranks: Ranks, judge: Judge, page: int) -> Served:
+    """Serve a request, and again beside its next turn, which goes on with its answer."""
+    rng, system = random.Random(5), make_system("two-stream")
+    params = SamplingParams(temperature=0.0, max_tokens=3 * page, ignore_eos=True)
+    first = Submit("first", [rng.randrange(3, VOCAB) for _ in range(page)], params)
+    answer = ranks.serve(system, [first]).outputs[0]
+    prompt = [*first.prompt, *answer, *(rng.randrange(3, VOCAB) for _ in range(9))]
+    other = Submit("other", [9, 8, 7], SamplingParams(temperature=0.0, max_tokens=1))
+    served = ranks.serve(system, [first, other, Submit("next", prompt, params)])
+    assert served.outputs[0] == answer
+    assert not judge.forgiven(prompt, served.outputs[2])
+    return served

@@ -18,6 +18,7 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine, Vocabulary
+from twolane.engine.state import State
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Lanes, Step
@@ -166,7 +167,7 @@ def serve(
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:
         pool = AdapterPool(decoder.weights, len(adapters))
-        return CpuLanes(runner(decoder, kv, page_size, running, pool), usable_cores(), wake)
+        return CpuLanes(runner(decoder, kv, running, pool), usable_cores(), wake)
 
     try:
         return serve_on(lanes, decoder.spec, books, system, submits, adapters, vocabulary)
@@ -198,11 +199,8 @@ def serve_on(
         registry.load_at_start(name, str(path))
     engine = Engine(
         system,
-        lanes,
-        books,
-        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, spec.max_positions),
-        estimator=OnlineEstimator(),
-        trace=log,
+        State(books, lanes, spec.layers, OnlineEstimator(), log),
+        ServedModel(spec.vocab_size, spec.eos_token_ids, spec.max_positions),
         notify=port.wake,
         adapters=registry,
     )

@@ -15,14 +15,16 @@ import pytest
 from tests.engine.test_constraints import tokenizer
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
-from tests.parity.constrained import compare, constrained, judges_of
+from tests.parity.constrained import compare as compare_constrained
+from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
-from tests.parity.ranks import Ranks, apart
+from tests.parity.ranks import Ranks, apart, next_turn
 from tests.parity.serving import serve
 from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_PATIENCE, SIGNALS, _lives
 from tests.parity.test_ranks import SEEDED
+from tests.parity.test_tiny import compare
 from twolane.engine.messages import Submit
 from twolane.lanes import base
 from twolane.lanes.base import Step
@@ -64,12 +66,7 @@ def test_greedy_tokens_are_those_of_the_reference(two: Ranks, judge: Judge, tall
     served = two.serve(make_system("two-stream"), REQUESTS)
     assert served.prefix_hits
     assert served.preemptions
-    for request, output in zip(REQUESTS, served.outputs, strict=True):
-        assert len(output) == request.params.max_tokens
-        tally.forgiven += judge.forgiven(request.prompt, output)
-        tally.tokens += len(output)
-    tally.runs += 1
-    tally.side_by_side += served.side_by_side
+    compare(REQUESTS, served, judge, tally)
 
 
 def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
@@ -92,15 +89,7 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
 
 def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) -> None:
     """The keys and values of generated tokens are in the prefill process's pool, too."""
-    rng = random.Random(5)
-    params = SamplingParams(temperature=0.0, max_tokens=3 * PAGE, ignore_eos=True)
-    first = Submit("first", [rng.randrange(3, VOCAB) for _ in range(PAGE)], params)
-    answer = two.serve(make_system("two-stream"), [first]).outputs[0]
-    prompt = [*first.prompt, *answer, *(rng.randrange(3, VOCAB) for _ in range(9))]
-    other = Submit("other", [9, 8, 7], SamplingParams(temperature=0.0, max_tokens=1))
-    served = two.serve(make_system("two-stream"), [first, other, Submit("next", prompt, params)])
-    assert served.outputs[0] == answer
-    assert not judge.forgiven(prompt, served.outputs[2])
+    next_turn(two, judge, PAGE)
 
 
 def test_adapters_answer_as_in_one_process(two: Ranks, checkpoint: Path, tmp_path: Path) -> None:
@@ -121,7 +110,7 @@ def test_grammars_hold_for_every_token(two: Ranks, judge: Judge, tally: Tally) -
     """Also for the first, whose mask is computed while the prompt is."""
     submits = constrained(REQUESTS[1::5])
     served = two.serve(make_system("two-stream"), submits, vocabulary=tokenizer().to_str())
-    compare(submits, served, judges_of(judge), tally)
+    compare_constrained(submits, served, judges_of(judge), tally)
 
 
 @pytest.mark.full

@@ -56,3 +56,14 @@ def test_a_small_pool_is_measured_to_its_end(pool: int):
     assert max(held) > 0.6 * pool
     assert max(contexts[0][2] for contexts in steps) > 100
     assert len({contexts[0] for contexts in steps}) == 10
+
+
+@pytest.mark.parametrize("pool", [20_000, 384_000])
+def test_small_passes_are_measured_beside_the_most_context(pool: int):
+    """Otherwise, context's time would follow from passes whose prompts have long prefixes."""
+    limits = LaneCapacity(132, ((100, 32), (132, 0), (0, 132)), pool, 32, 256, 40_960, 8192)
+    points = plan(limits, 0, 0)
+    most = max(sum(r * count for _, r, count in p.contexts) for p in points if p.kind == "decode")
+    small = [p for p in points if p.kind == "hybrid" and p.prompts[0][0] <= 1024]
+    fresh = [p for p in small if p.prompts[0][1] == 0]
+    assert any(sum(r * count for _, r, count in p.contexts) >= most - 1024 for p in fresh)

@@ -23,7 +23,7 @@ from twolane.lanes.work import (
 from twolane.model.shapes import SHAPES
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
-from twolane.sim.device import DeviceModel
+from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import GPUS, H200, Gpu
 from twolane.sim.operators import BFLOAT16, Storage
@@ -220,6 +220,36 @@ def test_the_host_launches_layer_after_layer() -> None:
     assert small[0] == large[0] == pytest.approx(1.8e-3, rel=0.05)
     assert small[1] == pytest.approx(4.4e-3, rel=0.05)
     assert large[1] == pytest.approx(13.1e-3, rel=0.05)
+    beside = device.host_seconds(HybridWork(decode(1, 9).rows, (prompt(64),)))
+    assert beside == (HOST_PASS / 2, HOST_PASS)
+    assert device.host_seconds(HybridWork((), (prompt(64),))) == small  # no graphs of passes
+    ranks = DeviceModel(quiet(H200), SHAPES[QWEN], tp=4).host_seconds(decode(64, 9))
+    assert ranks == pytest.approx([one + 3 * HOST_RANK for one in step])
+
+
+def test_the_clock_falls_to_its_least_and_no_further() -> None:
+    device = DeviceModel(quiet(H200), SHAPES[QWEN])
+    [one] = device.steps(prefill(QWEN, 8192), 132)
+    [took] = device.seconds([one._replace(draw=1e9)])
+    rest = one.fixed + one.streamed + one.linked
+    assert took == pytest.approx(rest + one.clocked / H200.lowest_clock)
+
+
+def test_each_of_several_steps_reads_one_token_more_for_those_that_go_on() -> None:
+    device = DeviceModel(quiet(H200), SHAPES[QWEN])
+    assert device.steps(decode(8, 100, k=2), 48)[1] == device.steps(decode(8, 101), 48)[0]
+    ends = tuple(DecodeRow(i, 100, 1 + (i == 0)) for i in range(64))
+    first, second = device.steps(DecodeWork(ends, 2), 48)
+    assert sum(device.seconds([second])) < sum(device.seconds([first]))
+
+
+def test_rows_that_fill_up_a_graph_take_no_time() -> None:
+    device = DeviceModel(quiet(H200), SHAPES[QWEN])
+    work = [
+        DecodeWork(tuple(DecodeRow(i, 0 if i else 999 - rows, 1) for i in range(rows)), 1)
+        for rows in (9, 10)
+    ]
+    assert device.steps(work[0], 48) == device.steps(work[1], 48)
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -327,7 +357,10 @@ def test_collectives_take_units_and_lanes_share_the_link() -> None:
     running = [device.steps(decode(64, 2048), 48)[0], device.steps(prefill(LLAMA, 8192), 84)[0]]
     alone = device.seconds([one._replace(linked=0.0) for one in running])
     both = device.seconds(running)
-    assert all(b > a + one.linked for a, b, one in zip(alone, both, running, strict=True))
+    own = [a + one.linked for a, one in zip(alone, running, strict=True)]
+    busy = [one.linked / a for a, one in zip(own, running, strict=True)]
+    waits = [one.linked * other for one, other in zip(running, reversed(busy), strict=True)]
+    assert both == pytest.approx([a + wait for a, wait in zip(own, waits, strict=True)])
 
 
 def test_a_slow_link_is_an_option() -> None:

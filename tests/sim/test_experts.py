@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
 
 from twolane.estimate.calibrated.estimator import Calibrated
-from twolane.estimate.experts import ExpertCounts
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load, decode_step, hybrid_pass
 from twolane.model.shapes import SHAPES
@@ -82,34 +80,6 @@ def test_padding_wakes_no_expert() -> None:
     padded = costs.layer(64, 132, decode=False, routed=10).alone
     assert costs.layer(10, 132, decode=False).alone <= padded
     assert padded < 0.7 * costs.layer(64, 132, decode=False).alone
-
-
-def test_counts_tell_how_skewed_the_choice_is() -> None:
-    """Of steps of several sizes, each as many experts as the law expects, within 8 % of noise."""
-    even, uneven = (SPECS[skew].moe for skew in (0.0, 0.8))
-    assert even is not None and uneven is not None
-    noise = Random(1)
-    seen = [
-        (rows, uneven.active(rows) * noise.uniform(0.92, 1.08))
-        for _ in range(60)
-        for rows in (2, 6, 20, 60)
-    ]
-    counts = ExpertCounts(even)
-    counts.learn(seen)
-    assert counts.moe.skew == pytest.approx(0.8, abs=0.07)
-    for _ in range(200):  # other requests come, whose experts are not those of before
-        for rows in (2, 6, 20, 60):
-            counts.note(rows, even.active(rows))
-    assert counts.moe.skew < 0.2
-
-
-def test_counts_of_rows_that_resemble_one_another_say_nothing() -> None:
-    """Steps of a profile whose rows had the same tokens, beside some whose rows had their own."""
-    moe = SPECS[0.0].moe
-    assert moe is not None
-    counts = ExpertCounts(moe)
-    counts.learn([(64, 125.5), (1, 8.0), (8, 51.3), (18, 13.5), (15, 35.0), (85, 25.6), (7, 12.9)])
-    assert counts.moe == moe
 
 
 def test_predictions_follow_the_experts_that_are_read(

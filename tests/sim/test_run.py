@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from twolane.cli.main import app
 from twolane.engine.config import EngineConfig
+from twolane.engine.messages import Output, Outputs, Refused, Stats
 from twolane.results.result import BenchConfig
 from twolane.results.summary import result_dict
-from twolane.sim.run import REQUEST_COLUMNS, SimulateConfig, simulate
+from twolane.sim.run import REQUEST_COLUMNS, Ledger, SimulateConfig, simulate
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
@@ -48,6 +49,19 @@ def test_every_request_is_served_and_reported_as_bench_does(system):
     assert [len(gaps) + 1 for gaps in report["itls"]] == report["output_lens"]
     assert report["backend"] == "simulation"
     assert report["simulated"]["device"] == "simulated h200"
+
+
+def test_tokens_come_when_they_are_due_and_a_refusal_is_a_429():
+    asked = [TraceRequest(arrival, 10, 2) for arrival in (0.0, 1.0)]
+    ledger = Ledger(asked, lambda record: False, lambda *_: False)
+    for at, due in ((2.0, 3.0), (4.0, 3.5)):
+        end = "length" if at == 4.0 else None
+        ledger.hear(at, Outputs([Output("0", [1], end, due=due)], [], Stats()))
+    late = [Refused("1", "refused", "overloaded")]
+    ledger.hear(5.0, Outputs([], late, Stats()))
+    served, refused = (one.record for one in ledger.in_order())
+    assert served.token_times == (3.0, 4.0)  # none before it was made
+    assert refused.outcome == "status_429"
 
 
 def test_the_seed_decides_everything():

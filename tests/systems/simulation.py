@@ -12,6 +12,7 @@ from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
 from twolane.engine.pacing import Pacer
+from twolane.engine.state import State
 from twolane.engine.trace import Trace
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
@@ -135,17 +136,10 @@ def simulate(
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
     record = Record()
-    engine = Engine(
-        system,
-        lanes,
-        KVBooks(pages, 16, slots, prefix_cache=True),
-        model=ServedModel(LAYERS, 1000, eos, 8192),
-        pass_sizes=SIZES,
-        estimator=estimator or OnlineEstimator(),
-        slo=slo,
-        pacer=pacer,
-        trace=record,
-    )
+    books, pacer = KVBooks(pages, 16, slots, prefix_cache=True), pacer or Pacer()
+    bounds = pacer.planned(slo or Slo())
+    state = State(books, lanes, LAYERS, estimator or OnlineEstimator(), record, bounds, pacer)
+    engine = Engine(system, state, ServedModel(1000, eos, 8192), pass_sizes=SIZES)
     heard: list[tuple[float, Outputs]] = []
     port = SimPort(lanes, arrivals, lambda at, news: heard.append((at, news)))
     run(engine, port)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -81,7 +81,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
         BenchError: it ended before it served.
     """
     command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
-    with _running(command, log, piped=True) as process:
+    with _divided_cpus() as cpus, _running(command, log, cpus, piped=True) as process:
         assert process.stdout is not None
         announcement = process.stdout.readline().strip()
         if not announcement:
@@ -101,16 +101,52 @@ def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
     Raises:
         BenchError: it ended before it served, or did not within `READY_SECONDS`.
     """
+    with starting([(command, log)]) as [ready]:
+        yield ready()
+
+
+@contextlib.contextmanager
+def starting(
+    asked: Sequence[tuple[Sequence[str], Path]],
+) -> Iterator[list[Callable[[], Server]]]:
+    """Start several servers at once, each as `serving_by` does, on the same CPUs.
+
+    Args:
+        asked: command and log file of each.
+
+    Yields:
+        for each server a function that waits until it serves, and raises BenchError where that
+        does not happen.
+
+    Raises:
+        BenchError: a program does not exist.
+    """
+    with _divided_cpus() as cpus, contextlib.ExitStack() as stack:
+        ports = _free_ports(len(asked))
+        yield [
+            stack.enter_context(_started(command, log, cpus, port))
+            for (command, log), port in zip(asked, ports, strict=True)
+        ]
+
+
+@contextlib.contextmanager
+def _started(
+    command: Sequence[str], log: Path, cpus: Collection[int], port: int
+) -> Iterator[Callable[[], Server]]:
+    """Run a server that will listen on this port; yield what waits until it serves."""
     if shutil.which(command[0]) is None:
         raise BenchError(f"cannot run {command[0]}: there is no such program")
-    port = _free_port()
     words = [word.replace(PORT, str(port)) for word in command]
     words += [] if words != list(command) else ["--port", str(port)]
     url = f"http://127.0.0.1:{port}"
-    with _running(words, log, piped=False) as process:
-        _wait_until_ready(url, process, log)
-        about = f"{Path(command[0]).name} {_version(url)}".strip()
-        yield Server(process, f"{about} | {url} | {shlex.join(without_secrets(command))}", log)
+    with _running(words, log, cpus, piped=False) as process:
+
+        def ready() -> Server:
+            _wait_until_ready(url, process, log)
+            about = f"{Path(command[0]).name} {_version(url)}".strip()
+            return Server(process, f"{about} | {url} | {shlex.join(without_secrets(command))}", log)
+
+        yield ready
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
@@ -144,18 +180,20 @@ def _answer(url: str) -> tuple[int, bytes]:
         return 0, b""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], log: Path, *, piped: bool) -> Iterator[subprocess.Popen[str]]:
+def _running(
+    command: Sequence[str], log: Path, cpus: Collection[int], *, piped: bool
+) -> Iterator[subprocess.Popen[str]]:
     """Run a server while the block lasts, its output in the log, but what is piped to here."""
     with (
-        _divided_cpus() as cpus,
         log.open("wb") as errors,
         subprocess.Popen(
             command,

@@ -17,13 +17,13 @@ from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
-from twolane.engine.settings import check_settings
+from twolane.engine.settings import check_settings, context_length
+from twolane.engine.state import State
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
 from twolane.lanes.base import Lanes
 from twolane.lanes.machine import Machine, MachineLanes, load
-from twolane.lanes.settings import DeviceSettings
-from twolane.model.spec import ModelSpec
+from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.systems.registry import default_system, make_system
 
 DEFAULT_PAGE_SIZE = 16
@@ -82,28 +82,24 @@ def assemble(
     max_model_len = context_length(config, spec)
     books = make_books(config, machine, max_model_len)
     kv_events = publisher(config, books)
-    lanes = machine.start(
-        books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
-    )
+    sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, max_model_len)
+    lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     profile = find_profile(config, key)
     estimator = make_estimator(profile, config.estimator or system.estimator, key)
     if DeviceSettings.of(config).adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
+    pacer = Pacer(config.tbt_buffer, config.transport)
+    bounds = pacer.planned(config.slo)
     engine = Engine(
         system,
-        lanes,
-        books,
-        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, max_model_len),
+        State(books, lanes, spec.layers, estimator, trace, bounds, pacer),
+        ServedModel(spec.vocab_size, spec.eos_token_ids, max_model_len),
         pass_sizes=machine.pass_sizes,
-        estimator=estimator,
         seed=config.seed,
-        trace=trace,
         kv_events=kv_events,
         notify=notify,
-        slo=config.slo,
-        pacer=Pacer(config.tbt_buffer, config.transport),
         adapters=load_adapters(config, lanes, notify, kv_events),
     )
     ready = _ready(config, name, engine, machine, profile)
@@ -159,22 +155,6 @@ def _ready(
         kv_cache_dtype=config.kv_cache_dtype,
         adapters=engine.adapters.digests(),
     )
-
-
-def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The most tokens of one request.
-
-    Raises:
-        FieldError: the model has fewer positions.
-    """
-    wanted = config.max_model_len or spec.max_positions
-    if wanted > spec.max_positions:
-        raise FieldError(
-            "max_model_len",
-            f"{wanted} exceeds the model's {spec.max_positions} positions; "
-            f"max_positions raises those",
-        )
-    return wanted
 
 
 def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:

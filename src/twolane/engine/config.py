@@ -116,16 +116,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[Device, Option(DEVICE)] = "auto"
     """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the
     CPU."""
-    tensor_parallel_size: Annotated[int, Option(DEVICE, "RANKS", least=1)] = 1
+    tensor_parallel_size: Annotated[int, Option(DEVICE, "RANKS", alias="tp", least=1)] = 1
     """Number of ranks that share each layer of the model: a GPU for each, or processes on the same
     cores."""
-    all_reduce: Annotated[AllReduce, Option(DEVICE)] = "nccl"
-    """How several GPUs sum what each has computed in a decode step. On trial are `two-shot`, over
-    memory that all of them map; `joined`, which does that in one launch with the norm behind it;
-    and `auto`, the faster of nccl and two-shot at the start, for each number of rows."""
+    all_reduce: Annotated[AllReduce, Option(DEVICE)] = "auto"
+    """How several GPUs sum what each has computed in a decode step: by `nccl`; `two-shot`, over
+    memory that all of them map; `joined`, which does that in one launch with the norm behind it; or
+    `auto`, the fastest of these at the start, for each number of rows."""
     disaggregated: Annotated[bool, Option(DEVICE)] = False
-    """Whether prefill and decode have devices of their own (1P1D): halves of the CPU's cores with a
-    process each, or simulated GPUs. Keys and values are pushed layer by layer; the system is
+    """Whether prefill and decode have devices of their own (1P1D): a GPU each, or halves of the
+    CPU's cores with a process each. Keys and values are pushed layer by layer; the system is
     two-stream."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""

@@ -9,7 +9,6 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.constraints import Masks
 from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.intake import Intake, ServedModel
-from twolane.engine.kv import KVBooks
 from twolane.engine.kv_events.landmarks import LandmarkWatcher
 from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.launch import carry_out, decodes, joining
@@ -28,15 +27,10 @@ from twolane.engine.messages import (
     Watch,
 )
 from twolane.engine.overlap import lane_waits
-from twolane.engine.pacing import Pacer
 from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
-from twolane.engine.trace import Trace
 from twolane.estimate.adapters import AdapterEstimator
-from twolane.estimate.base import Estimator
-from twolane.lanes.base import Lanes
-from twolane.slo import Slo
 from twolane.systems.plan import Plan
 from twolane.systems.registry import System
 from twolane.systems.view import View
@@ -50,15 +44,10 @@ class Engine:
 
     Args:
         system: decides.
-        lanes: where work runs.
-        kv: slots and pages.
+        state: what it decides about: lanes, pages, estimator, and no request yet.
         model: what is served.
         pass_sizes: tokens that the device pads passes to; empty: to none.
-        estimator: predicts.
         seed: of requests without a seed of their own.
-        slo: the latency bounds of requests that bring none.
-        pacer: decides when each token is due.
-        trace: where to report what happened.
         kv_events: publishes what enters and leaves the prefix tree.
         notify: wakes the loop; called from another thread when a grammar has been compiled, and
             when masks are there.
@@ -68,24 +57,18 @@ class Engine:
     def __init__(
         self,
         system: System,
-        lanes: Lanes,
-        kv: KVBooks,
-        *,
+        state: State,
         model: ServedModel,
+        *,
         pass_sizes: Sequence[int] = (),
-        estimator: Estimator,
         seed: int = 0,
-        slo: Slo | None = None,
-        pacer: Pacer | None = None,
-        trace: Trace | None = None,
         kv_events: KVEventPublisher | None = None,
         notify: Callable[[], None] = lambda: None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
-        pacer = pacer or Pacer()
-        bounds = pacer.planned(slo or Slo())
-        self.state = State(kv, lanes, model.layers, estimator, trace or Trace(), bounds, pacer)
-        self.state.gives_up = system.gives_up
+        self.state = state
+        state.gives_up = system.gives_up
+        kv = state.kv
         self.max_model_len = min(model.max_model_len, kv.total_pages * kv.page_size)
         """The most tokens, prompt and output together, that one request can have."""
         self._landmarks = LandmarkWatcher(kv.page_size)
@@ -94,11 +77,11 @@ class Engine:
         self._memory: Any = system.start()
         self._pass_sizes = pass_sizes
         self._kv_events = kv_events
-        self.adapters = adapters or AdapterRegistry(lanes, 0)
+        self.adapters = adapters or AdapterRegistry(state.lanes, 0)
         """Those that are loaded."""
         fitting = replace(model, max_model_len=self.max_model_len)
-        self._intake = Intake(self.state, fitting, self.adapters, seed, notify)
-        self._masks = LateMasks(self.state, Masks(notify))
+        self._intake = Intake(state, fitting, self.adapters, seed, notify)
+        self._masks = LateMasks(state, Masks(notify))
         self._told = self.stats()
         self._moved = False
         """Since the API process was last told."""

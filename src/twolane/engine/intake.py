@@ -22,8 +22,6 @@ from twolane.lanes.work import Sampling
 class ServedModel:
     """What the engine knows of the model that it serves."""
 
-    layers: int
-    """Number of the decoder's layers."""
     vocab_size: int
     """Number of tokens in the model's vocabulary."""
     eos_token_ids: Sequence[int]

@@ -274,6 +274,8 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start or go on; it exits after this message."""
 
     message: str
+    field: str | None = None
+    """Setting at fault, with whose name the message begins."""
 
 
 ToEngine = (

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from twolane.common import garbage
+from twolane.common.errors import FieldError
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
 from twolane.engine.loop import run
@@ -145,7 +146,8 @@ def main() -> int:
     except ApiProcessGone:
         return 0
     except Exception as error:
-        port.tell(Fatal(_explain(error)))
+        field = error.field if isinstance(error, FieldError) else None
+        port.tell(Fatal(_explain(error), field))
         return 1
     finally:
         if built is not None:

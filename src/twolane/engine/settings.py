@@ -1,4 +1,4 @@
-"""Checks of the engine's settings that need no model: the API process makes them before it
+"""Checks of the engine's settings that need no weights: the API process makes them before it
 starts an engine, the engine when it is built."""
 
 import math
@@ -10,6 +10,7 @@ from twolane.common.files import is_folder
 from twolane.common.options import check_ranges
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
+from twolane.model.spec import ModelSpec
 from twolane.systems.registry import DISAGGREGATED, make_system
 
 
@@ -57,6 +58,22 @@ def check_settings(config: EngineConfig) -> None:
         raise FieldError("options", f"{first!r} is a setting of a system, and no system is named")
 
 
+def context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """The most tokens of one request.
+
+    Raises:
+        FieldError: the model has fewer positions.
+    """
+    positions = config.max_positions or spec.max_positions
+    wanted = config.max_model_len or positions
+    if wanted > positions:
+        raise FieldError(
+            "max_model_len",
+            f"{wanted} exceeds the model's {positions} positions; max_positions raises those",
+        )
+    return wanted
+
+
 def _check_disaggregated(config: EngineConfig) -> None:
     """Refuse what does not go with devices of their own for prefill and decode."""
     if not config.disaggregated:
@@ -69,6 +86,8 @@ def _check_disaggregated(config: EngineConfig) -> None:
         )
     if config.tensor_parallel_size > 1:
         raise FieldError("disaggregated", "has one rank for prefill and one for decode")
+    if config.levels is not None:
+        raise FieldError("levels", "are shares of a GPU, and prefill and decode have a whole one")
 
 
 def _check_kv_events(config: EngineConfig) -> None:

@@ -97,8 +97,9 @@ class State:
     lanes: Lanes
     layers: int
     estimator: Estimator
-    trace: Trace
+    trace: Trace = field(default_factory=Trace)
     slo: Slo = field(default_factory=Slo)
+    """The latency bounds of requests that bring none, as systems plan for them."""
     pacer: Pacer = field(default_factory=Pacer)
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that are not finished, by id."""

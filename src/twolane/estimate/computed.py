@@ -22,8 +22,9 @@ from twolane.kernels.sizes import (
     tile_tokens,
 )
 
-STEPS = (16, 24, 32, 40, 48, 64, 96)
-"""Rows beyond which products of decode go another way, while their weights bind them."""
+STEPS = (16, 24, 32, 40, 48, 64, 96, 128)
+"""Rows beyond which products of decode go another way, while their weights bind them; beyond the
+last, a library's."""
 SLOPES = (64, 128)
 """The same from where arithmetic binds them, so that they take longer with every row."""
 BENDS = (128, 384)

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twolane.kernels.activations import Activations, Quantised
-from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
+from twolane.kernels.pool import MirroredPool, RoundedPool, WrittenPool, exponents_of, values_of
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 Out = TypeVar("Out", bound=torch.Tensor | Quantised)
@@ -240,6 +240,8 @@ def _qkv_rope_write(
     q_out: tl.tensor,
     pool: tl.tensor,
     exponents: tl.tensor,
+    pool_copy: tl.tensor,
+    exponents_copy: tl.tensor,
     slots: tl.tensor,
     pages: tl.tensor,
     lengths: tl.tensor,
@@ -254,6 +256,7 @@ def _qkv_rope_write(
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    MIRRORED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -313,10 +316,15 @@ def _qkv_rope_write(
         tl.store(pool + line * DIM + dim, small, mask=kept)
         real = (head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
         tl.store(exponents + line, exponent.to(tl.int8), mask=real)
+        if MIRRORED:
+            tl.store(pool_copy + line * DIM + dim, small, mask=kept)
+            tl.store(exponents_copy + line, exponent.to(tl.int8), mask=real)
         factor = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
         value = (small.to(tl.float32) * factor).to(x.dtype)
     else:
         tl.store(pool + line * DIM + dim, value, mask=kept)
+        if MIRRORED:
+            tl.store(pool_copy + line * DIM + dim, value, mask=kept)
     if not PAGED:  # for attention to prompts alone, which reads neighbours faster than pages
         changed = kept & (rotated | ROUNDED)
         tl.store(qkv + row * qkv_stride + head * DIM + dim, value, mask=changed)
@@ -329,7 +337,7 @@ def qkv_rope_write(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: Pool,
+    pool: WrittenPool,
     write_slots: torch.Tensor,
 ) -> None:
     """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
@@ -346,7 +354,7 @@ def qkv_rope_write(
         table: from `rotary_table`.
         q_out: [T, heads, head_dim], each token's dense; may be that part of `qkv` itself.
         pool: [pages, kv_heads, 2, page_size, head_dim], of the type of `qkv` or rounded, which
-            `twolane.model.fp8.quantise_heads` does alike.
+            `twolane.model.fp8.quantise_heads` does alike; a mirrored one is written twice.
         write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
             active.
     """
@@ -361,7 +369,7 @@ def qkv_rope_write_decode(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: Pool,
+    pool: WrittenPool,
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
@@ -385,13 +393,14 @@ def _launch_rope(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: Pool,
+    pool: WrittenPool,
     slots: torch.Tensor,
     tables: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> None:
     rows, heads, dim = q_out.shape
-    values = values_of(pool)
+    own, copy = (pool.own, pool.copy) if isinstance(pool, MirroredPool) else (pool, pool)
+    values = values_of(own)
     kv_heads, page_size = values.shape[1], values.shape[3]
     block = power_of_2(dim)
     launch(
@@ -403,7 +412,9 @@ def _launch_rope(
         table,
         q_out,
         values,
-        exponents_of(pool),
+        exponents_of(own),
+        values_of(copy),
+        exponents_of(copy),
         slots,
         slots if tables is None else tables,
         slots if lengths is None else lengths,
@@ -417,7 +428,8 @@ def _launch_rope(
         PAGE=page_size,
         NORM=qk_norm is not None,
         PAGED=tables is not None,
-        ROUNDED=isinstance(pool, RoundedPool),
+        ROUNDED=isinstance(own, RoundedPool),
+        MIRRORED=isinstance(pool, MirroredPool),
         HEADS=_HEADS,
         BLOCK=block,
         num_warps=warps(_HEADS * block),

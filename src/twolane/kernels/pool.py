@@ -26,6 +26,18 @@ Pool = Tensor | RoundedPool
 """A pool [pages, kv_heads, 2, page_size, head_dim]: of the type of queries, or rounded."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MirroredPool:
+    """A pool and its copy in another GPU's memory: what is written goes into both."""
+
+    own: Pool
+    copy: Pool
+
+
+WrittenPool = Pool | MirroredPool
+"""Where a kernel writes keys and values."""
+
+
 def values_of(pool: Pool) -> Tensor:
     """The stored numbers, [pages, kv_heads, 2, page_size, head_dim]."""
     return pool.values if isinstance(pool, RoundedPool) else pool

@@ -185,9 +185,14 @@ class Lanes(Protocol):
         """Forget the hidden states of a batch of which no further slice is launched, when the
         slices that were are done."""
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """Read a LoRA adapter into an adapter slot that no launch names; other threads may call
         this while launches go on.
+
+        Args:
+            slot: number of the adapter slot.
+            path: directory of the adapter.
+            digest: of its files, which every rank must find; None: whatever they are.
 
         Raises:
             ValueError: it cannot be served; the message says why, and the slot is as it was.

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from twolane.lanes import base
 from twolane.lanes.base import Ticket
-from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import Record, encode
 from twolane.parallel.group import RankLost
 
@@ -53,15 +53,6 @@ class FollowerStart(msgspec.Struct, frozen=True):
     """File to which it writes a byte when it begins with the log, and one for each ping."""
     files: tuple[int, ...] = ()
     """Other files that it inherits."""
-
-
-class FollowerPool(msgspec.Struct, frozen=True):
-    """The second line; the launch log follows it."""
-
-    pages: int
-    page_size: int
-    slots: int
-    max_model_len: int
 
 
 class OpenLaunches(Protocol):
@@ -184,9 +175,10 @@ class Followers:
             self._found_lost.wait(EXPLAIN_SECONDS)
         return self._lost or error
 
-    def start(self, pool: FollowerPool) -> None:
-        """Have them make their KV pools and be ready for the log."""
-        self._send(msgspec.json.encode(pool) + b"\n")
+    def start(self, sizes: LaneSizes) -> None:
+        """Have them make lanes of these sizes, which are the second line, and be ready for the log,
+        which follows it."""
+        self._send(msgspec.json.encode(sizes) + b"\n")
 
     def watch(self, launches: OpenLaunches, progress: Callable[[], int] = lambda: 0) -> None:
         """Hold a rank for lost, from now on, when launches do not go on within their patience or

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from twolane.lanes.followers import LENGTH_BYTES, PING, FollowerPool, FollowerStart
+from twolane.lanes.followers import LENGTH_BYTES, PING, FollowerStart
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import Record, decode
 
 PR_SET_PDEATHSIG = 1
@@ -26,10 +27,10 @@ def read_start() -> FollowerStart | None:
     return start if _dies_with(start.parent) else None
 
 
-def read_pool() -> FollowerPool | None:
-    """The KV pool to make; None: rank 0 has ended."""
+def read_sizes() -> LaneSizes | None:
+    """The sizes of the lanes to make; None: rank 0 has ended."""
     line = sys.stdin.buffer.readline()
-    return msgspec.json.decode(line, type=FollowerPool) if line else None
+    return msgspec.json.decode(line, type=LaneSizes) if line else None
 
 
 def read_log(answers: int) -> Iterator[Record]:

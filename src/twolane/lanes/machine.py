@@ -10,7 +10,7 @@ from twolane.common.vocabulary import MachineKind
 from twolane.lanes.base import Lanes
 from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
-from twolane.lanes.settings import DeviceSettings, load_shard
+from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.model.spec import ModelSpec
 
 Progress = Callable[[str, float], None]
@@ -63,20 +63,14 @@ class Machine(Protocol):
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Progress,
     ) -> MachineLanes:
         """Allocate the KV pool and start the lanes.
 
         Args:
-            pages: of the KV pool.
-            page_size: tokens in a page.
-            slots: the most requests at a time.
-            max_model_len: the most tokens of one request.
+            sizes: of KV pool and slots.
             notify: called from a lane's thread whenever a ticket has news.
             progress: told the steps of the start.
         """
@@ -91,14 +85,17 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
         ValueError: a setting is wrong, or the model.
     """
     device = chosen_device(settings)
-    if settings.all_reduce != "nccl" and (device == "cpu" or settings.tensor_parallel_size == 1):
+    several = device == "cuda" and settings.tensor_parallel_size > 1
+    if settings.all_reduce in ("two-shot", "joined") and not several:
         raise FieldError("all_reduce", "is a choice of several GPUs")
     if device == "cpu":
         return (DisaggregatedMachine if settings.disaggregated else CpuMachine)(settings, progress)
     if settings.disaggregated:
-        raise FieldError(
-            "disaggregated", "is served on a CPU alone: pages are not pushed between GPUs yet"
-        )
+        from twolane.lanes.cuda.disaggregated import CudaPairMachine
+
+        if settings.kv_cache_dtype == "fp8":  # emulated GPUs are right with it, real ones untried
+            raise FieldError("kv_cache_dtype", "is not fp8 yet where two GPUs share the pages")
+        return CudaPairMachine(settings, progress)
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine
 

@@ -1,4 +1,4 @@
-"""What lanes need of an engine's settings: the model and the device."""
+"""What lanes need of an engine's settings: the model, the device, and the sizes."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 16
     device: str = "auto"
     tensor_parallel_size: int = 1
-    all_reduce: str = "nccl"
+    all_reduce: str = "auto"
     disaggregated: bool = False
     cores: int | None = None
     levels: tuple[int, ...] | None = None
@@ -47,6 +47,24 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: object) -> "DeviceSettings":
         """The part of an `EngineConfig`."""
         return msgspec.convert(config, cls, from_attributes=True)
+
+
+class LaneSizes(msgspec.Struct, frozen=True):
+    """What lanes have room for."""
+
+    pages: int
+    """Pages of the KV pool."""
+    page_size: int
+    """Tokens in a page."""
+    slots: int
+    """The most requests at a time."""
+    max_model_len: int
+    """The most tokens of one request."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV pool holds."""
+        return self.pages * self.page_size
 
 
 def load_shard(

@@ -186,6 +186,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, array_like=True, tag="adapter")
 
     slot: int
     path: str
+    digest: bytes | None = None
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):

@@ -23,7 +23,7 @@ from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.collectives import reduce_norm
 from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
-from twolane.kernels.pool import E4M3, Pool, RoundedPool
+from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
@@ -50,21 +50,34 @@ class GpuKVCache:
         page_size: tokens in a page.
         dtype: of the numbers; e4m3 has an exponent for each token and head.
         device: where.
+        allocate: makes a tensor there of a shape and a type; None: PyTorch does.
     """
 
     def __init__(
-        self, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        allocate: Callable[[Sequence[int], torch.dtype], Tensor] | None = None,
     ) -> None:
         self.page_size, self.pages = page_size, pages
         shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
 
+        def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
         def layer() -> Pool:
-            values = torch.empty(shape, dtype=dtype, device=device)
-            if dtype != E4M3:
-                return values
-            return RoundedPool(values, torch.empty(shape[:-1], dtype=torch.int8, device=device))
+            make = allocate or room
+            values = make(shape, dtype)
+            return values if dtype != E4M3 else RoundedPool(values, make(shape[:-1], torch.int8))
 
         self.layers: list[Pool] = [layer() for _ in range(spec.layers)]
+
+    def written(self, layer: int) -> WrittenPool:
+        """Where a layer's keys and values are written."""
+        return self.layers[layer]
 
     @property
     def rounded(self) -> bool:
@@ -85,7 +98,7 @@ class GpuKVCache:
 class Writes(Protocol):
     """The tokens of one forward pass: where their keys go."""
 
-    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
         What attention wants of `qkv` may stay there.
@@ -112,7 +125,7 @@ class _Blind:
 
     active: ActiveRows
 
-    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
@@ -391,12 +404,11 @@ class GpuDecoder:
             workspace: of the lane.
             products: the matrix products for the lane's share of the SMs.
         """
-        pool = kv.layers
         q, qkv, out = self.attended(workspace, len(residual))
         left: Left | None = None
         for i in range(first, last):
-            self.before_attention(i, residual, rows, pool[i], workspace, products, left)
-            rows.attend(q, qkv, pool[i], self.spec.window(i), out)
+            self.before_attention(i, residual, rows, kv.written(i), workspace, products, left)
+            rows.attend(q, qkv, kv.layers[i], self.spec.window(i), out)
             left = self.after_attention(i, residual, rows.active, workspace, products)
         if left is not None:
             left.add_into(residual)
@@ -412,7 +424,7 @@ class GpuDecoder:
         i: int,
         residual: Tensor,
         rows: Writes,
-        pool: Pool,
+        pool: WrittenPool,
         workspace: Workspace,
         products: GpuProducts,
         left: "Left | None" = None,

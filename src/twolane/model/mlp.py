@@ -226,26 +226,29 @@ class Experts:
         products: "GpuProducts",
     ) -> "Combination | None":
         """Add the experts of the normalised rows `x` [T, hidden]; see `add_into`."""
-        from twolane.kernels.experts.products import combined
-
-        left: Combination | None = None
-        for first in range(0, len(x), MLP_ROWS):
+        if len(x) <= MLP_ROWS:
+            return self._combined(x, active, buffers, products)
+        for first in range(0, len(x), MLP_ROWS):  # the buffers are used again
             rows = slice(first, min(first + MLP_ROWS, len(x)))
-            room = buffers.experts(rows.stop - rows.start, self.gate_up.scheme)
-            products.linear(x[rows], self.router, None, room.logits)
-            left = combined(
-                x[rows],
-                active.part(rows),
-                self.gate_up,
-                self.down,
-                room,
-                products,
-                normalised=self.normalised,
-            )
-            if len(x) > MLP_ROWS:  # the buffers are used again
-                left.add_into(residual[rows])
-                left = None
-        return left
+            left = self._combined(x[rows], active.part(rows), buffers, products)
+            left.add_into(residual[rows])
+        return None
+
+    def _combined(
+        self, x: Tensor, active: "ActiveRows", buffers: MlpBuffers, products: "GpuProducts"
+    ) -> "Combination":
+        """The experts of the normalised rows `x` [T, hidden], which the buffers have room for."""
+        from twolane.kernels.activations import Quantised
+        from twolane.kernels.experts.products import combined, norm_and_combined, routes_few
+
+        count, room = len(x), buffers.experts(len(x), self.gate_up.scheme)
+        weights = self.gate_up, self.down
+        if routes_few(count, self.per_token, self.router, self.gate_up):
+            rounded = room.x[:count] if isinstance(room.x, Quantised) else x
+            rows = x, None, self.router, active, *weights, rounded
+            return norm_and_combined(*rows, room, products, normalised=self.normalised)
+        products.linear(x, self.router, None, room.logits)
+        return combined(x, active, *weights, room, products, normalised=self.normalised)
 
     def write_into(
         self,
@@ -257,9 +260,10 @@ class Experts:
     ) -> None:
         """See `Mlp.write_into`."""
         assert isinstance(x, Tensor), "the router's scheme is plain"
-        left = self._add_into(out.zero_(), x, active, buffers, products)
-        if left is not None:
-            left.add_into(out)
+        if len(x) > MLP_ROWS:
+            self._add_into(out.zero_(), x, active, buffers, products)
+        else:
+            self._combined(x, active, buffers, products).write_into(out)
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""

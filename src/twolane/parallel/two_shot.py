@@ -1,31 +1,36 @@
-"""Sums of few rows over memory that all ranks map: PyTorch's two-shot all-reduce.
+"""Sums of few rows over memory that all ranks map, by PyTorch's two-shot all-reduce or own kernels.
 
 Each rank adds up its share of the numbers, reading the others' parts, and writes the sums to all:
-one hop less than NCCL takes. Its operations must not run on two streams at once (pytorch
+one hop less than NCCL takes. PyTorch's operations must not run on two streams at once (pytorch
 #189228), so only the decode lane's graphs have such memory.
 """
 
 import logging
-import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from twolane.parallel.channel import Channel
-from twolane.parallel.group import gloo, meet
+from twolane.parallel.group import meet
+from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
 
 log = logging.getLogger("twolane.cuda")
+Way = Literal["nccl", "two-shot", "joined"]
+"""How a sum goes: by NCCL, by PyTorch's two-shot all-reduce, or in one launch with the norm behind
+it."""
+WAYS: tuple[Way, ...] = get_args(Way)
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
 ALIGNED_BYTES = 16
 """Each rank's share of a sum must be a multiple of this many bytes."""
 LARGEST_BYTES = 2**22
 """Sums of more bytes go by NCCL, which moves them no slower."""
-GAIN = 0.97
-"""Share of NCCL's time that the two-shot sum may take at most, to be chosen."""
+GAIN = 0.99
+"""Share of the time with NCCL's sums that layers must be done in with others, for these to be
+chosen."""
 
 
 class Mapped(NamedTuple):
@@ -42,54 +47,59 @@ class Mapped(NamedTuple):
 class TwoShot:
     """A channel whose sums may go over shared memory; all else is the other channel's.
 
-    All ranks must call `buffer` and `choose` in the same order.
+    All ranks must call `buffer` and `choose` in the same order. Sums go by NCCL before `choose`.
 
     Args:
         channel: of the same ranks and the same lane.
         store: where they meet to map each other's memory.
-        forced: whether every sum that can goes over shared memory; `choose` decides otherwise.
-        flag_bytes: bytes of flags that others set, for kernels that sum by themselves; 0: there
-            are none.
+        ways: what `choose` decides between; one alone is taken for every sum that can go so.
+        flag_bytes: bytes of flags that others set, for kernels that sum by themselves.
     """
 
     def __init__(
         self,
         channel: Channel,
         store: dist.Store,
-        *,
-        forced: bool = False,
+        ways: Sequence[Way],
         flag_bytes: int = 0,
     ) -> None:
         self.rank, self.size = channel.rank, channel.size
         self._flag_bytes, self._addresses = flag_bytes, (0,) * self.size
-        self._channel, self._store, self._forced = channel, store, forced
+        self._channel, self._store, self._ways = channel, store, ways
         self._buffer: Tensor | None = None
         """What all ranks map; None: they cannot."""
-        self._group: dist.ProcessGroup | None = None
-        """The ranks as PyTorch knows them, by `GROUP`, for as long as this lives."""
-        self._counts: frozenset[int] = frozenset()
-        """How many numbers a sum has that goes over shared memory: none before `choose`."""
+        self._group: PeerGroup | None = None
+        """The ranks as PyTorch knows them, for as long as this lives."""
+        self._chosen: dict[int, Way] = {}
+        """How sums go, by how many numbers they have; others go by NCCL."""
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Channel.buffer`: mapped by all ranks, once."""
         assert self._buffer is None, "the lane's graphs have one buffer for sums"
-        try:
-            buffer, problem = self._map(rows, width, dtype, device), ""
-        except RuntimeError as error:
-            buffer = self._channel.buffer(rows, width, dtype, device)
-            problem = str(error).splitlines()[0]
-        problems = meet(self.rank, self.size, self._store, lambda: None, problem)
-        if not any(problems):
+        buffer, problem = None, self._problem("before", SECOND_GROUP if PeerGroup.made else "")
+        if not problem:  # or others would wait for this process
+            own = ""
+            try:
+                buffer = self._map(rows, width, dtype, device)
+            except RuntimeError as error:
+                own = str(error).splitlines()[0]
+            problem = self._problem("mapped", own)
+        if not problem:
             self._buffer = buffer
-        elif self._forced:
-            raise RuntimeError(f"two-shot sums: {next(filter(None, problems))}")
+        elif len(self._ways) == 1:
+            raise RuntimeError(f"{self._ways[0]} sums: {problem}")
         else:
-            log.warning("sums go by NCCL alone: %s", next(filter(None, problems)))
-        return buffer
+            log.warning("sums go by NCCL alone: %s", problem)
+        return self._channel.buffer(rows, width, dtype, device) if buffer is None else buffer
+
+    def _problem(self, when: str, own: str) -> str:
+        """The first rank's that has one, of which this one's is `own`."""
+        here = dist.PrefixStore(when, self._store)
+        return next(filter(None, meet(self.rank, self.size, here, lambda: None, own)), "")
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Channel.all_reduce`."""
-        if tensor.numel() in self._counts and self._shared(tensor):
+        if self._way(tensor) != "nccl":
             self._sum(tensor)
         else:
             self._channel.all_reduce(tensor)
@@ -103,62 +113,62 @@ class TwoShot:
         self._channel.gather(parts)
 
     def choose(
-        self, rows: Sequence[int], seconds: Callable[[Callable[[Tensor], None], Tensor], float]
-    ) -> dict[int, tuple[float, float]]:
+        self, rows: Sequence[int], seconds: Callable[[int], float]
+    ) -> Mapping[int, Mapping[Way, float]]:
         """Choose for each number of rows how they are summed: rank 0's clock decides for all.
 
         Args:
             rows: the numbers of rows that will be summed.
-            seconds: times one call, on the lane's stream, with the tensor it is to sum.
+            seconds: times layers with this many rows, on the lane's stream, summed as they are now.
 
         Returns:
-            Seconds of NCCL and of two-shot, by rows.
+            Seconds by rows and by way, where there is a choice.
         """
         if self._buffer is None:
             return {}
-        summed = [self._buffer[:count] for count in rows if self._shared(self._buffer[:count])]
-        if self._forced:
-            self._counts = frozenset(tensor.numel() for tensor in summed)
+        numbers = {count: self._buffer[:count].numel() for count in rows}
+        shared = [count for count in rows if self._shared(self._buffer[:count])]
+        if len(self._ways) == 1:
+            self._chosen = {numbers[count]: self._ways[0] for count in shared}
             return {}
-        by_nccl, by_two_shot = self._channel.all_reduce, self._sum
-        times = [(seconds(by_nccl, tensor), seconds(by_two_shot, tensor)) for tensor in summed]
-        faster = [int(two_shot < GAIN * nccl) for nccl, two_shot in times]
-        chosen = torch.tensor([*faster, 0], dtype=torch.int32, device=self._buffer.device)
-        self._channel.broadcast(chosen)
-        kept = zip(summed, chosen.tolist(), strict=False)
-        self._counts = frozenset(tensor.numel() for tensor, chosen in kept if chosen)
-        return {len(x): pair for x, pair in zip(summed, times, strict=True)}
+        times: dict[int, dict[Way, float]] = {}
+        for count in shared:
+            times[count] = {}
+            for way in self._ways:
+                self._chosen[numbers[count]] = way
+                times[count][way] = seconds(count)
+        best = [self._ways.index(_fastest(by_way)) for by_way in times.values()]
+        told = torch.tensor([*best, 0], dtype=torch.int32, device=self._buffer.device)
+        self._channel.broadcast(told)
+        for count, way in zip(times, told.tolist(), strict=False):
+            self._chosen[numbers[count]] = self._ways[way]
+        return times
+
+    def way(self, rows: int) -> Way:
+        """How this many rows of the buffer are summed."""
+        assert self._buffer is not None
+        return self._way(self._buffer[:rows])
 
     def mapped(self, tensor: Tensor) -> Mapped | None:
         """Where all ranks have such partial sums, for a kernel that sums them by itself; None: they
         are summed by `all_reduce`."""
-        buffer = self._buffer
-        if not self._flag_bytes or tensor.numel() not in self._counts or not self._shared(tensor):
+        if self._way(tensor) != "joined":
             return None
-        assert buffer is not None
-        flags = tuple(address + buffer.nbytes for address in self._addresses)
+        assert self._buffer is not None
+        flags = tuple(address + self._buffer.nbytes for address in self._addresses)
         return Mapped(self.rank, self._addresses, flags)
+
+    def _way(self, tensor: Tensor) -> Way:
+        return self._chosen.get(tensor.numel(), "nccl") if self._shared(tensor) else "nccl"
 
     def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory that all ranks map, with the flags behind it."""
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._group = dist.ProcessGroup(self._store, self.rank, self.size)
-        backend = gloo(self.rank, self.size, dist.PrefixStore("gloo", self._store))
-        self._group._register_backend(torch.device("cpu"), kind, backend)
-        self._group._set_default_backend(kind)
-        self._group._set_group_name(GROUP)
-        _register_process_group(GROUP, self._group)
+        self._group = PeerGroup(GROUP, self.rank, self.size, self._store)
         flagged = -(-self._flag_bytes // (width * dtype.itemsize))
-        shape = rows + flagged, width
-        memory = _SymmetricMemory.empty_strided_p2p(shape, (width, 1), dtype, device)
+        memory = self._group.empty((rows + flagged, width), dtype, device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        bases = _SymmetricMemory.rendezvous(memory, GROUP).buffer_ptrs
-        offset = memory.data_ptr() - bases[self.rank]
-        self._addresses = tuple(base + offset for base in bases)
+        self._addresses = self._group.addresses(memory)
         return memory[:rows]
 
     def _sum(self, tensor: Tensor) -> None:
@@ -175,3 +185,8 @@ class TwoShot:
             and tensor.nbytes <= LARGEST_BYTES
             and tensor.nbytes % (ALIGNED_BYTES * self.size) == 0
         )
+
+
+def _fastest(seconds: Mapping[Way, float]) -> Way:
+    """The way of least seconds, of which NCCL's count a little less than they are."""
+    return min(seconds, key=lambda way: seconds[way] * (GAIN if way == "nccl" else 1.0))

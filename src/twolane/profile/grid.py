@@ -20,7 +20,7 @@ HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Rounds of the whole plan."""
-REVISION = 6
+REVISION = 7
 """Raised when other points are planned, or they are measured in another way."""
 HYBRIDS_PER_ROUND = 4
 """Hybrid passes of a round."""
@@ -100,6 +100,10 @@ CONTEXT_ANCHORS: tuple[Run, ...] = (
     (1, 2048, 64), (1, 64, 1), (1, 512, 256), (1, 32_000, 1), (1, 8192, 16), (1, 1024, 8),
     (1, 2048, 200), (1, 128, 32), (1, 16_000, 24), (1, 1024, 128),
 )  # fmt: skip
+CROWDED_PROMPTS: tuple[Run, ...] = ((64, 0, 1), (1024, 0, 1))
+"""Prompts whose hybrid passes are measured beside the decode rows with the most context in all.
+Without such passes, those with much context have prompts on long prefixes or no graphs, and the
+context seems to cost what these do."""
 SMALLEST, LARGEST = 16, 32_000
 """Bounds on the new tokens, contexts and prefixes that are drawn."""
 
@@ -130,6 +134,11 @@ def _anchors(limits: LaneCapacity) -> Iterator[Point]:
                 yield Point(name, None, (prompt,), (contexts[j],), p, d, False)
     for i in range(len(prompts), len(contexts)):
         yield from _alone(limits, i, contexts[i])
+    crowd = max(contexts, key=lambda run: run[1] * run[2])
+    for prompt in CROWDED_PROMPTS:
+        if limits.fits((prompt,), (crowd,)):
+            name = f"{ANCHOR}/crowded+{prompt[0]}/hybrid"
+            yield Point(name, "hybrid", (prompt,), (crowd,), limits.units, limits.units, False)
 
 
 def _alone(limits: LaneCapacity, number: int, context: Run) -> Iterator[Point]:

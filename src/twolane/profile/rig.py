@@ -10,6 +10,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Run
 from twolane.lanes.base import Ticket
 from twolane.lanes.machine import MachineLanes
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
@@ -44,12 +45,10 @@ class Rig:
     """Lanes, with pages and slots for whoever measures."""
 
     lanes: MachineLanes
+    sizes: LaneSizes
+    """Those that the lanes were made with."""
     layers: int
     vocab_size: int
-    pages: int
-    page_size: int
-    slots: int
-    max_model_len: int
     batch_tokens: int
     """The largest prefill batch to measure."""
     seed: int = 0
@@ -64,7 +63,7 @@ class Rig:
     _untold: UntoldSlots = field(default_factory=UntoldSlots)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.pages))
+        self._free = list(range(self.sizes.pages))
         random.Random(self.seed).shuffle(self._free)  # as scattered as after hours of serving
 
     @property
@@ -73,11 +72,11 @@ class Rig:
         return LaneCapacity(
             units=self.lanes.units,
             levels=self.lanes.levels,
-            pool_tokens=self.pages * self.page_size,
-            page_size=self.page_size,
-            slots=self.slots,
-            max_model_len=self.max_model_len,
-            batch_tokens=min(self.batch_tokens, self.max_model_len - 1),
+            pool_tokens=self.sizes.tokens,
+            page_size=self.sizes.page_size,
+            slots=self.sizes.slots,
+            max_model_len=self.sizes.max_model_len,
+            batch_tokens=min(self.batch_tokens, self.sizes.max_model_len - 1),
         )
 
     def launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
@@ -123,7 +122,7 @@ class Rig:
     def prompts(self, runs: Sequence[Run]) -> PromptBatch:
         """Prompts of n random tokens behind r that are in the cache."""
         draw, rows, chunks = random.Random(self.seed), [], []
-        slots = iter(range(self.slots - 1, -1, -1))  # decode rows have the first ones
+        slots = iter(range(self.sizes.slots - 1, -1, -1))  # decode rows have the first ones
         for n, r, count in runs:
             for _ in range(count):
                 row = PromptRow(next(slots), r, n, samples=True)
@@ -139,7 +138,7 @@ class Rig:
 
     def _take(self, slot: int, tokens: int, prompt_tokens: int) -> None:
         """Pages for this many tokens, told with the first launch that names the slot."""
-        pages = [self._free.pop() for _ in range(-(-tokens // self.page_size))]
+        pages = [self._free.pop() for _ in range(-(-tokens // self.sizes.page_size))]
         self._held[slot] = pages
         params = RANDOM if self.own_tokens else GREEDY
         sampling = Sampling(params, slot, prompt_tokens, ())

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from twolane.engine.build import context_length, make_books
+from twolane.engine.build import make_books
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
-from twolane.engine.settings import check_settings
+from twolane.engine.settings import check_settings, context_length
 from twolane.estimate.profile import (
     Key,
     Profile,
@@ -18,7 +18,7 @@ from twolane.estimate.profile import (
     cached_profile,
 )
 from twolane.lanes.machine import Machine, load
-from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
@@ -84,7 +84,7 @@ def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
     """Return the profile of a machine before anything is measured."""
     levels, sizes = list(rig.lanes.levels), tuple(machine.pass_sizes)
     return Profile(
-        key, machine.spec, levels, rig.page_size, seed, machine=machine.kind, pass_sizes=sizes
+        key, machine.spec, levels, rig.sizes.page_size, seed, machine=machine.kind, pass_sizes=sizes
     )
 
 
@@ -149,19 +149,15 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
     """The lanes as they would serve."""
     most = context_length(config, machine.spec)
     books = make_books(config, machine, most)
-    lanes = machine.start(
-        books.total_pages, books.page_size, config.max_running, most, lambda: None, progress
-    )
+    sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, most)
+    lanes = machine.start(sizes, lambda: None, progress)
     try:
         lanes.fill_kv()
         yield Rig(
             lanes,
+            sizes,
             layers=machine.spec.layers,
             vocab_size=machine.spec.vocab_size,
-            pages=books.total_pages,
-            page_size=books.page_size,
-            slots=config.max_running,
-            max_model_len=most,
             batch_tokens=LONGEST_BATCH,
             seed=config.seed,
             clocks_settle=machine.settles,

@@ -26,6 +26,7 @@ from twolane.estimate.query import (
     prefill_slice,
 )
 from twolane.lanes.machine import Progress
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.model.spec import ModelSpec
 from twolane.sim.config import Unevenness
@@ -167,14 +168,11 @@ class EmulatedMachine(SimulatedMachine):
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Progress,
     ) -> SimLanes:
         """See `Machine.start`."""
-        lanes = super().start(pages, page_size, slots, max_model_len, notify, progress)
+        lanes = super().start(sizes, notify, progress)
         self._device.clock = lanes.clock
         return lanes

@@ -167,7 +167,7 @@ class SimLanes:
     def fill_kv(self) -> None:
         """See `MachineLanes.fill_kv`: there is no pool."""
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`.
 
         Raises:

@@ -7,6 +7,7 @@ from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
 from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
+from twolane.lanes.settings import LaneSizes
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
@@ -92,10 +93,7 @@ class SimulatedMachine:
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Progress,
     ) -> SimLanes:

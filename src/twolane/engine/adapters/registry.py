@@ -4,7 +4,6 @@ A slot is given to another adapter when no request and no launch names it any mo
 tells the pages of adapters apart by the digest of their files, as other servers and routers do.
 """
 
-import os
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from twolane.common.errors import FieldError
-from twolane.common.page_hash import DIGEST_BYTES, adapter_of, salt_bytes
+from twolane.common.page_hash import adapter_of, salt_bytes
 from twolane.engine.messages import AdapterNews
 from twolane.model.load.adapter_files import digest_of
 
@@ -20,7 +19,7 @@ from twolane.model.load.adapter_files import digest_of
 class AdapterLanes(Protocol):
     """The part of `Lanes` that loads adapters."""
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
 
     def drop_adapter(self, slot: int) -> None:
@@ -137,15 +136,17 @@ class AdapterRegistry:
             self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, slot: int, path: str) -> bytes:
-        """Load an adapter and return its digest.
+        """Load an adapter and return the digest of its files.
 
-        Files that changed meanwhile have a digest that no other has: it is not known which of them
-        were loaded.
+        Raises:
+            ValueError: it cannot be served; or its files change, so that other ranks may have read
+                others.
         """
-        before = digest_of(Path(path))
-        self._lanes.load_adapter(slot, path)
-        after = digest_of(Path(path))
-        return after if after is not None and after == before else os.urandom(DIGEST_BYTES)
+        digest = digest_of(Path(path))
+        self._lanes.load_adapter(slot, path, digest)
+        if digest is None or digest_of(Path(path)) != digest:
+            raise ValueError(f"the files in {path} change while they are read")
+        return digest
 
     def _add(self, name: str, adapter: LoadedAdapter) -> None:
         self._loaded[name] = adapter

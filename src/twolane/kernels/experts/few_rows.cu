@@ -1,7 +1,8 @@
 // Normalises up to 16 rows, multiplies them with the router, and deals them out to their experts
 // (sm_90a).
 //
-// A block normalises a row, which each of its warps multiplies with one row of the router. The last
+// A block normalises a row, unless it comes normalised, and each of its warps multiplies it with one
+// row of the router. The last
 // block to end deals the rows out: a warp chooses the experts of a row, and a mask tells which rows an
 // expert has. Rows stay where they are: the product of gate and up finds them by the mask (SPREAD in
 // skinny_gemm.cu), and writes those of an expert next to one another.
@@ -10,8 +11,9 @@
 // reads the weights at once, and everything else when that one is complete.
 //
 // The compiler is given HIDDEN, EXPERTS, PER_TOKEN, NORMALISED (the probabilities of a row's experts
-// are divided by their sum), FP8 (normalised rows are written as e4m3, each with a scale) and HALF (the
-// rest is fp16, not bf16).
+// are divided by their sum), NORM (rows are normalised and written; without it they come normalised,
+// and are written only with FP8), FP8 (rows are written as e4m3, each with a scale) and HALF (the rest
+// is fp16, not bf16).
 
 typedef unsigned int u32;
 
@@ -25,7 +27,7 @@ constexpr int OF_LANE = (EXPERTS + 31) / 32;                // experts 32 apart
 constexpr int OF_THREAD = (EXPERTS + THREADS - 1) / THREADS;  // neighbouring experts
 
 struct Arguments {
-    const unsigned short *residual, *norm, *router;
+    const unsigned short *rows_in, *norm, *router;
     const int* marks;        // a row is active where its mark is at least `least`
     unsigned short* logits;  // [rows, EXPERTS]
     char* x;                 // [rows, HIDDEN]
@@ -118,10 +120,10 @@ __device__ __forceinline__ void write(const Arguments& a, int row, const Piece (
     }
 }
 
-// Makes of a row its RMS norm, rounded where the model rounds, in `shared`.
-__device__ __forceinline__ void normalise(const Arguments& a, int row, const Piece (&norm)[OWN],
-                                          uint4* shared, bool writes) {
-    const uint4* from = reinterpret_cast<const uint4*>(a.residual) + row * PIECES;
+// Reads a row into `shared`: its RMS norm, rounded where the model rounds, or what comes normalised.
+__device__ __forceinline__ void read(const Arguments& a, int row, const Piece (&norm)[OWN],
+                                     uint4* shared, bool writes) {
+    const uint4* from = reinterpret_cast<const uint4*>(a.rows_in) + row * PIECES;
     Piece x[OWN];
     float squares = 0.0f;
 #pragma unroll
@@ -131,20 +133,26 @@ __device__ __forceinline__ void normalise(const Arguments& a, int row, const Pie
 #pragma unroll
         for (int k = 0; k < 8; ++k) squares += x[i].at(k) * x[i].at(k);
     }
+#if NORM
     const float inverse = rsqrtf(over_block<true>(squares) / HIDDEN + a.eps);
+#else
+    __syncthreads();  // all threads are through with the row before, as behind a sum over the block
+#endif
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
+#if NORM
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 pair = to_pair(x[i].at(2 * k) * inverse, x[i].at(2 * k + 1) * inverse);
             x[i].pairs[k] = to_pair(to_float(pair & 0xFFFF) * norm[i].at(2 * k),
                                     to_float(pair >> 16) * norm[i].at(2 * k + 1));
         }
+#endif
         const int piece = threadIdx.x + i * THREADS;
         if (piece < PIECES) shared[piece] = x[i].words();
     }
     __syncthreads();
-    if (writes) write(a, row, x);
+    if (writes && (NORM || FP8)) write(a, row, x);
 }
 
 // The experts of a row, by a warp: lane i has the i-th likeliest and what it counts. Of equally likely
@@ -273,14 +281,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, HIDDEN > 2048 ? 1 : 2)
         router[i].take(__ldg(reinterpret_cast<const uint4*>(a.router) + row * PIECES + 32 * i + lane));
     }
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
+    for (int i = 0; i < OWN * NORM; ++i) {
         const int piece = min(int(threadIdx.x) + i * THREADS, PIECES - 1);
         norm[i].take(__ldg(reinterpret_cast<const uint4*>(a.norm) + piece));
     }
     let_next_start();
     wait_for_previous();
     for (int row = blockIdx.x / COLUMNS; row < a.rows; row += gridDim.x / COLUMNS) {
-        normalise(a, row, norm, normal, column == 0);
+        read(a, row, norm, normal, column == 0);
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < PIECES / 32; ++i) {

@@ -36,7 +36,7 @@ class FewRowsArguments(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("residual", "norm", "router", "marks", "logits")),
+        *((name, ctypes.c_void_p) for name in ("rows_in", "norm", "router", "marks", "logits")),
         *((name, ctypes.c_void_p) for name in ("x", "x_scales", "weights", "positions", "groups")),
         *((name, ctypes.c_int) for name in ("rows", "least")),
         ("eps", ctypes.c_float),
@@ -44,8 +44,8 @@ class FewRowsArguments(ctypes.Structure):
 
 
 def norm_and_route(
-    residual: Tensor,
-    norm: Norm,
+    rows_in: Tensor,
+    norm: Norm | None,
     router: Tensor,
     active: ActiveRows,
     logits: Tensor,
@@ -57,19 +57,20 @@ def norm_and_route(
     """Normalise few rows (`serves`), multiply them with the router, and choose their experts.
 
     Args:
-        residual: [T, hidden].
-        norm: what is applied to it first.
+        rows_in: [T, hidden].
+        norm: what is applied to them first; None: they come normalised.
         router: [experts, hidden].
         active: the T rows.
         logits: [T, experts], which is filled.
-        x: [T, hidden], where the normalised rows go.
+        x: [T, hidden], where the normalised rows go; the rows themselves where these come as the
+            products behind want them.
         routing: buffers of T tokens, of which weights, positions and groups are filled. Each expert
             has one group, whose fourth number is a mask of its rows of `x`.
         normalised: whether the chosen experts' probabilities are divided by their sum.
     """
-    told = options(router, routing.per_token, x, normalised=normalised)
-    kernel = nvrtc.load(source(), told, "few_rows", 0, residual.device.index)
-    packed = arguments(residual, norm, router, active, logits, x, routing)
+    told = options(router, routing.per_token, x, norm=norm is not None, normalised=normalised)
+    kernel = nvrtc.load(source(), told, "few_rows", 0, rows_in.device.index)
+    packed = arguments(rows_in, norm, router, active, logits, x, routing)
     kernel.launch(blocks(*logits.shape), 32 * _WARPS, 0, packed, early=True)
 
 
@@ -84,7 +85,9 @@ def source() -> str:
     return nvrtc.with_hopper(Path(__file__).with_name("few_rows.cu"))
 
 
-def options(router: Tensor, per_token: int, x: Activations, *, normalised: bool) -> tuple[str, ...]:
+def options(
+    router: Tensor, per_token: int, x: Activations, *, norm: bool, normalised: bool
+) -> tuple[str, ...]:
     """What the compiler is told."""
     experts, hidden = router.shape
     values = {
@@ -92,6 +95,7 @@ def options(router: Tensor, per_token: int, x: Activations, *, normalised: bool)
         "EXPERTS": experts,
         "PER_TOKEN": per_token,
         "NORMALISED": int(normalised),
+        "NORM": int(norm),
         "FP8": int(isinstance(x, Quantised)),
         "HALF": int(router.dtype == torch.float16),
     }
@@ -99,8 +103,8 @@ def options(router: Tensor, per_token: int, x: Activations, *, normalised: bool)
 
 
 def arguments(
-    residual: Tensor,
-    norm: Norm,
+    rows_in: Tensor,
+    norm: Norm | None,
     router: Tensor,
     active: ActiveRows,
     logits: Tensor,
@@ -109,6 +113,6 @@ def arguments(
 ) -> FewRowsArguments:
     """What the kernel is given; see `norm_and_route`."""
     filled = (logits, *parts(x), routing.weights, routing.positions, routing.groups)
-    given = residual, norm.weight, router, active.marks, *filled
-    pointers = (tensor.data_ptr() for tensor in given)
-    return FewRowsArguments(*pointers, len(residual), active.least, norm.eps)
+    weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+    pointers = (tensor.data_ptr() for tensor in (router, active.marks, *filled))
+    return FewRowsArguments(rows_in.data_ptr(), weight, *pointers, len(rows_in), active.least, eps)

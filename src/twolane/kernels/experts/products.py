@@ -107,15 +107,13 @@ def combined(
 
 def routes_few(rows: int, per_token: int, router: Stored, gate_up: Stored) -> bool:
     """Whether `norm_and_combined` serves this many rows."""
-    own = gate_up.values.device.type == "cuda" and skinny_gemm.serves(
-        gate_up.values, gate_up.scheme, gated=True
-    )
+    own = skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
     return own and few_rows.serves(rows, per_token, router.values)
 
 
 def norm_and_combined(
-    residual: Tensor,
-    norm: Norm,
+    rows_in: Tensor,
+    norm: Norm | None,
     router: Stored,
     active: ActiveRows,
     gate_up: Stored,
@@ -129,13 +127,14 @@ def norm_and_combined(
     """Normalise few rows (`routes_few`) of the residual stream, and compute their experts.
 
     Args:
-        residual: [T, hidden].
-        norm: of the rows.
+        rows_in: [T, hidden].
+        norm: of the rows; None: they come normalised.
         router: [experts, hidden].
-        x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are.
+        x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are; the rows
+            themselves if they come normalised and are not rounded.
         active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
     """
-    rows = residual, norm, router.values, active
+    rows = rows_in, norm, router.values, active
     few_rows.norm_and_route(*rows, buffers.logits, x, buffers.routing, normalised=normalised)
     chosen = ExpertWay("own", few_rows.MOST_ROWS, spread=True)
     return _multiplied(chosen, x, gate_up, down, buffers, products)

@@ -262,6 +262,7 @@ def _combine(
     PER_TOKEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
     NORM: tl.constexpr,
     QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
@@ -281,8 +282,10 @@ def _combine(
         value = tl.load(outs + place * HIDDEN + column, mask=inside & (place >= 0), other=0.0)
         total += weight * value.to(tl.float32)
     at = residual + row * HIDDEN + column
-    old = tl.load(at, mask=inside, other=0.0)
-    total = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+    total = total.to(residual.dtype.element_ty)
+    if ADD:
+        old = tl.load(at, mask=inside, other=0.0)
+        total = (total.to(tl.float32) + old.to(tl.float32)).to(old.dtype)
     tl.store(at, total, mask=inside)
     if NORM:
         normal = rms_normal(total, scale, eps, HIDDEN)
@@ -380,13 +383,23 @@ class Combination:
         """Add each token's outputs, times their weights, to `residual` [T, hidden] in place."""
         self._launch(residual, None, 0.0, residual)
 
+    def write_into(self, out: Tensor) -> None:
+        """Write the sums of each token's outputs, times their weights, to `out` [T, hidden]."""
+        self._launch(out, None, 0.0, out, add=False)
+
     def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Out) -> Out:
         """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
         self._launch(residual, weight, eps, out)
         return out
 
     def _launch(
-        self, residual: Tensor, weight: Tensor | None, eps: float, out: Activations
+        self,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        out: Activations,
+        *,
+        add: bool = True,
     ) -> None:
         rows, hidden = residual.shape
         block = power_of_2(hidden)
@@ -405,6 +418,7 @@ class Combination:
             PER_TOKEN=self.routing.per_token,
             HIDDEN=hidden,
             BLOCK=block,
+            ADD=add,
             NORM=weight is not None,
             QUANTISED=isinstance(out, Quantised),
             num_warps=warps(block),

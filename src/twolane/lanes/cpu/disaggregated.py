@@ -1,28 +1,23 @@
 """Prefill and decode on halves of the cores (1P1D): this process, rank 0, decodes.
 
-Rank 1 (`prompts.py`) has the model and a KV pool of its own. It carries out the prefill lane's
-launches and pushes the keys and values of each layer into this process's pool. At the end of a
-prompt it sends the hidden states from which this process samples. This process pushes what decode
-steps write into rank 1's pool, so that both pools hold every page and prefixes are shared.
+Rank 1 is `prompts.py`; what they have to do with each other is in `lanes/disaggregated.py`.
 """
 
 import os
 from collections.abc import Callable, Sequence
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-from twolane.common.vocabulary import LaneName
-from twolane.lanes.base import Step, Ticket
+from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine
-from twolane.lanes.cpu.ranks import RankedLanes
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.followers import FollowerPool, Followers
+from twolane.lanes.disaggregated import DisaggregatedLanes
+from twolane.lanes.followers import Followers
 from twolane.lanes.sampling_points import SamplingPoints
-from twolane.lanes.settings import DeviceSettings
-from twolane.lanes.work import DecodeWork, LaunchRecord, PrefillWork, Work
+from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.work import PrefillWork
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import meet
@@ -46,7 +41,6 @@ class DecodeRunner(Runner):
     Args:
         decoder: the model.
         kv: this process's pool.
-        page_size: tokens in a page.
         slots: the most requests at a time.
         adapters: those that are loaded.
         arrivals: what rank 1 says.
@@ -56,12 +50,11 @@ class DecodeRunner(Runner):
         self,
         decoder: Decoder,
         kv: MirroredCache,
-        page_size: int,
         slots: int,
         adapters: AdapterPool | None,
         arrivals: Arrivals,
     ) -> None:
-        super().__init__(decoder, kv, page_size, slots, adapters)
+        super().__init__(decoder, kv, slots, adapters)
         self._arrivals = arrivals
 
     def _begin(self, work: PrefillWork) -> Tensor:
@@ -85,59 +78,6 @@ class DecodeRunner(Runner):
         whole = torch.empty((max(needed, default=-1) + 1, hidden.shape[1]), dtype=hidden.dtype)
         whole[needed] = hidden
         return super()._finish(whole, ends)
-
-
-class DisaggregatedLanes(RankedLanes):
-    """A prefill lane on rank 1 and a decode lane in this process, each with all of its cores.
-
-    Args:
-        lanes: this process's; their prefill lane waits for rank 1 and samples.
-        followers: rank 1.
-        kv: this process's pool.
-    """
-
-    def __init__(self, lanes: CpuLanes, followers: Followers, kv: MirroredCache) -> None:
-        self._kv = kv
-        self._logged = 0
-        """Number of launches that rank 1 was told."""
-        super().__init__(lanes, followers)
-        units = lanes.units
-        self.levels = ((units, units), (units, 0), (0, units))
-
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
-        """See `Lanes.launch`.
-
-        Raises:
-            ValueError: it is neither a slice in the prefill lane nor decode steps in the other one,
-                or a slice waits for decode steps.
-        """
-        if lane == "prefill" and isinstance(work, PrefillWork) and not after:
-            ticket = self._lanes.launch(lane, units, work, after)
-            told = replace(work, masks=(), late=())  # rank 1 does not sample
-            self._followers.log(LaunchRecord(lane, units, told, (), self._logged))
-            self._logged += 1
-            return ticket
-        if lane == "decode" and isinstance(work, DecodeWork):
-            return self._lanes.launch(lane, units, work, after)
-        raise ValueError(
-            f"{type(work).__name__} is launched in the {lane} lane, where prefill and decode have "
-            "devices of their own"
-        )
-
-    def _watch(self) -> None:
-        """Have rank 1 watched by the launches in which it takes part."""
-        self._followers.watch(_Prompts(self._lanes), lambda: self._kv.received)
-
-
-class _Prompts:
-    """The launches of the prefill lane."""
-
-    def __init__(self, lanes: CpuLanes) -> None:
-        self._lanes = lanes
-
-    def waiting(self) -> Sequence[Ticket]:
-        """See `OpenLaunches.waiting`."""
-        return [ticket for ticket in self._lanes.waiting() if ticket.lane == "prefill"]
 
 
 class DisaggregatedMachine(CpuMachine):
@@ -165,21 +105,18 @@ class DisaggregatedMachine(CpuMachine):
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> DisaggregatedLanes:
         """See `Machine.start`."""
-        shape = self._decoder.spec, pages, page_size, self._decoder.dtype
+        shape = self._decoder.spec, sizes.pages, sizes.page_size, self._decoder.dtype
         kv = MirroredCache(*shape, self._memories, rounded=self._rounded)
         for memory in self._memories:
             memory.close()
         self._rank_1.on_lost = notify
-        self._rank_1.start(FollowerPool(pages, page_size, slots, max_model_len))
+        self._rank_1.start(sizes)
         arrivals = Arrivals(self._arrivals)
-        runner = DecodeRunner(self._decoder, kv, page_size, slots, self._adapters, arrivals)
+        runner = DecodeRunner(self._decoder, kv, sizes.slots, self._adapters, arrivals)
         lanes = CpuLanes(runner, self._cores, notify)
-        return DisaggregatedLanes(lanes, self._rank_1, kv)
+        return DisaggregatedLanes(lanes, self._rank_1, lambda: kv.received)

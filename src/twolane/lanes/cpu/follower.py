@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from torch import distributed as dist
@@ -11,7 +12,8 @@ from torch import distributed as dist
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
-from twolane.lanes.following import read_log, read_pool, read_start
+from twolane.lanes.followers import FollowerStart
+from twolane.lanes.following import read_log, read_sizes, read_start
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
@@ -48,29 +50,37 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
     elif isinstance(record, DropRecord):
         lanes.drop(record.batch)
     elif isinstance(record, AdapterRecord):
-        lanes.load_adapter(record.slot, record.path)
+        try:
+            lanes.load_adapter(record.slot, record.path, record.digest)
+        except ValueError as error:  # rank 0 sees the change, too, and gives the slot to nobody
+            print(f"adapter slot {record.slot}: {error}", file=sys.stderr)
+            lanes.drop_adapter(record.slot)
 
 
-def main() -> int:
-    """Follow until the log ends; the exit code."""
-    if (start := read_start()) is None:
-        return 0
-    torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
-    settings = start.settings
-    spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
-    if (pool := read_pool()) is None:
-        return 0
-    rounded = settings.kv_cache_dtype == "fp8"
-    kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype, rounded=rounded)
-    adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    runner = OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
+def follow(runner: OrDie, start: FollowerStart) -> NoReturn:
+    """Carry out the log on this process's lanes, and end the process where the log ends."""
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log(start.answers):
         carry_out(lanes, record)
     os._exit(0)  # without what is queued: nobody waits for it
 
 
+def main() -> None:
+    """Follow until the log ends."""
+    if (start := read_start()) is None:
+        return
+    torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
+    settings = start.settings
+    spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
+    if (sizes := read_sizes()) is None:
+        return
+    rounded = settings.kv_cache_dtype == "fp8"
+    kv = KVCache(decoder.spec, sizes.pages, sizes.page_size, decoder.dtype, rounded=rounded)
+    adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
+    follow(OrDie(decoder, kv, sizes.slots, adapters), start)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -111,10 +111,10 @@ class CpuLanes:
         if (worker := self._slices.pop(batch, None)) is not None:
             worker.jobs.put(_Drop(batch))
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
         torch.set_num_threads(1)  # of the calling thread: the cores are the lanes'
-        self._runner.load_adapter(slot, path)
+        self._runner.load_adapter(slot, path, digest)
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`."""

@@ -8,10 +8,10 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
 from twolane.common.vocabulary import MachineKind
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.ranks import RankedLanes
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.followers import FollowerPool, Followers
-from twolane.lanes.settings import DeviceSettings, load_shard
+from twolane.lanes.followers import Followers
+from twolane.lanes.ranked import RankedLanes
+from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
@@ -65,20 +65,17 @@ class CpuMachine:
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> CpuLanes | RankedLanes:
         """See `Machine.start`."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
-        kv = KVCache(spec, pages, page_size, dtype, rounded=self._rounded)
-        runner = Runner(self._decoder, kv, page_size, slots, self._adapters)
+        kv = KVCache(spec, sizes.pages, sizes.page_size, dtype, rounded=self._rounded)
+        runner = Runner(self._decoder, kv, sizes.slots, self._adapters)
         lanes = CpuLanes(runner, self._cores, notify)
         if self.followers is None:
             return lanes
         self.followers.on_lost = notify
-        self.followers.start(FollowerPool(pages, page_size, slots, max_model_len))
+        self.followers.start(sizes)
         return RankedLanes(lanes, self.followers)

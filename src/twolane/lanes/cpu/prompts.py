@@ -3,8 +3,6 @@
 It is rank 1 of two: `python -m twolane.lanes.cpu.prompts`. See `disaggregated.py`.
 """
 
-import os
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -12,10 +10,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.follower import OrDie, carry_out
-from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.cpu.follower import OrDie, follow
 from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
-from twolane.lanes.following import read_log, read_pool, read_start
+from twolane.lanes.following import read_sizes, read_start
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import PrefillWork, Work
@@ -33,7 +30,6 @@ class PromptRunner(Runner):
     Args:
         decoder: the model.
         kv: this process's pool.
-        page_size: tokens in a page.
         slots: the most requests at a time.
         adapters: those that are loaded.
         arrivals: the pipe to the other process.
@@ -43,12 +39,11 @@ class PromptRunner(Runner):
         self,
         decoder: Decoder,
         kv: MirroredCache,
-        page_size: int,
         slots: int,
         adapters: AdapterPool | None,
         arrivals: int,
     ) -> None:
-        super().__init__(decoder, kv, page_size, slots, adapters)
+        super().__init__(decoder, kv, slots, adapters)
         self._arrivals = arrivals
         self._ends: Tensor | None = None
         """What the other process needs of the last hidden states of the batch at work."""
@@ -69,29 +64,25 @@ class _OrDie(OrDie, PromptRunner):
     """See `OrDie`."""
 
 
-def main() -> int:
-    """Compute prompts until the log ends; the exit code."""
+def main() -> None:
+    """Compute prompts until the log ends."""
     if (start := read_start()) is None:
-        return 0
+        return
     torch.set_num_threads(1)  # for loading, beside the other process; the lane sets its own
     settings = start.settings
     ours, theirs, arrivals = start.files
     spec, weights = load_shard(settings, "cpu", lambda *_: None)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     meet(start.rank, settings.ranks, store, lambda: None)
-    if (pool := read_pool()) is None:
-        return 0
+    if (sizes := read_sizes()) is None:
+        return
     decoder = Decoder(spec, weights)
     memories = SharedMemory(ours), SharedMemory(theirs)
     rounded = settings.kv_cache_dtype == "fp8"
-    kv = MirroredCache(spec, pool.pages, pool.page_size, decoder.dtype, memories, rounded=rounded)
+    kv = MirroredCache(spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters, arrivals)
-    lanes = CpuLanes(runner, start.cores, lambda: None)
-    for record in read_log(start.answers):
-        carry_out(lanes, record)
-    os._exit(0)  # without what is queued: nobody waits for it
+    follow(_OrDie(decoder, kv, sizes.slots, adapters, arrivals), start)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -70,13 +70,11 @@ class Runner:
         self,
         decoder: Decoder,
         kv: KVCache,
-        page_size: int,
         slots: int,
         adapters: AdapterPool | None = None,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
-        self._page_size = page_size
         self._slots = SlotTable(slots)
         self._adapters = adapters or AdapterPool(decoder.weights, 0)
         self._follows = decoder.group.rank > 0
@@ -104,10 +102,11 @@ class Runner:
         else:
             yield self._hybrid(work, late)
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
         decoder, pool = self._decoder, self._adapters
-        pool.put(slot, read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank))
+        read = read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank, digest)
+        pool.put(slot, read)
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`."""
@@ -247,7 +246,7 @@ class Runner:
         """The rows of a pass: slot, first position and number of tokens of each segment."""
         pages, adapters = self._slots.pages, self._slots.adapters
         segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
-        batch = Batch.build(segments, self._page_size)
+        batch = Batch.build(segments, self._kv.page_size)
         slots = [adapters[slot] for slot, _, _ in places]
         products = self._decoder.products
         if max(slots) >= 0:

@@ -37,8 +37,8 @@ from twolane.parallel.two_shot import TwoShot
 
 MAX_STEPS = 64
 """The longest look-ahead."""
-TIMED_CALLS, TIMED_REPLAYS = 20, 7
-"""Calls in a graph that is timed, and how many of its replays count."""
+TIMED_LAYERS, TIMED_REPLAYS = 16, 7
+"""Layers in a graph that is timed for its sums, and how many of its replays count."""
 log = logging.getLogger("twolane.cuda")
 
 
@@ -79,17 +79,6 @@ def captured(
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         queue()
     return graph
-
-
-def sum_seconds(run: Callable[[Tensor], None], tensor: Tensor) -> float:
-    """Seconds of a call with this tensor, which is filled with zeros, on torch's current stream."""
-    tensor.zero_()
-
-    def calls() -> None:
-        for _ in range(TIMED_CALLS):
-            run(tensor)
-
-    return graph_seconds(calls, TIMED_REPLAYS) / TIMED_CALLS
 
 
 class Inputs:
@@ -185,7 +174,7 @@ class DecodeGraphs:
         shares = partitions.decode_units
         gc.collect()
         with uncollected():  # to free device memory or events while a graph is captured ends it
-            self._choose_sums(partitions.capture_stream("decode", shares[0]))
+            self._choose_sums(partitions.capture_stream("decode", shares[-1]), shares[-1])
             for place, units in enumerate(shares):
 
                 def part(done: float, place: int = place) -> None:
@@ -195,24 +184,38 @@ class DecodeGraphs:
                 self.levels[units] = self._capture_level(stream, units, part)
         progress(1.0)
 
-    def _choose_sums(self, stream: torch.cuda.Stream) -> None:
+    def _choose_sums(self, stream: torch.cuda.Stream, units: int) -> None:
         """Choose how several ranks sum, for each number of rows; the same on every share."""
         channel = self.workspace.channel
         if not isinstance(channel, TwoShot):
             return
+        self._tune(stream, units)
         with torch.cuda.stream(stream):
-            times = channel.choose(self.buckets, sum_seconds)
-        for rows, (nccl, two_shot) in times.items():
-            us = nccl * 1e6, two_shot * 1e6
-            log.info("sums of %d rows: NCCL %.1f us, two-shot %.1f us", rows, *us)
+            times = channel.choose(self.buckets, partial(self._layer_seconds, self.products(units)))
+        for rows, by_way in times.items():
+            told = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
+            log.info("%d rows are summed by %s; us a layer: %s", rows, channel.way(rows), told)
+
+    def _layer_seconds(self, products: GpuProducts, rows: int) -> float:
+        """Seconds of a layer without attention, for this many rows of zeros, on torch's current
+        stream."""
+        hidden, layers = self._hidden[:rows], min(TIMED_LAYERS, self._decoder.spec.layers)
+        hidden.zero_()
+        self.workspace.get("attended", rows).zero_()
+        run = partial(self._decoder.multiply, layers, hidden, self.workspace, products)
+        return graph_seconds(run, TIMED_REPLAYS) / layers
+
+    def _tune(self, stream: torch.cuda.Stream, units: int) -> None:
+        """Choose the products of this share, unless that has been done."""
+        with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
+            adapted = self.adapters is not None
+            self._decoder.tune(self.products(units), self.buckets[-1], adapted=adapted)
 
     def _capture_level(
         self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]
     ) -> LevelGraphs:
         begun = time.monotonic()
-        with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
-            products, rows = self.products(units), self.buckets[-1]
-            self._decoder.tune(products, rows, adapted=self.adapters is not None)
+        self._tune(stream, units)
         tuning = time.monotonic() - begun
         torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
         free, begun = torch.cuda.mem_get_info()[0], time.monotonic()

@@ -21,8 +21,8 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.lanes import is_slice
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import connect, load_rank
-from twolane.lanes.cuda.runner import CudaRunner
-from twolane.lanes.following import read_log, read_pool, read_start
+from twolane.lanes.cuda.runner import CudaRunner, Queued
+from twolane.lanes.following import read_log, read_sizes, read_start
 from twolane.lanes.work import (
     AdapterRecord,
     DropRecord,
@@ -83,7 +83,7 @@ class FollowerLanes:
 
     def _load(self, record: AdapterRecord) -> None:
         torch.cuda.set_device(self._partitions.device)
-        self._runner.load_adapter(record.slot, record.path)
+        self._runner.load_adapter(record.slot, record.path, record.digest)
 
     def _launch(self, record: LaunchRecord) -> None:
         if any(update.adapter >= 0 for update in record.work.slots):
@@ -99,13 +99,17 @@ class FollowerLanes:
             for launch in self._open:
                 if launch.number in before:
                     stream.wait_event(launch.ended)
-            between = self._between if is_slice(record.lane, record.work) else None
-            if between is not None:
-                self._layers = 0
-            queued = self._runner.run(record.work, record.lane, record.units, between)
+            queued = self._run(record)
             ended.record(stream)
         self._open.append(_OpenLaunch(record.number, ended, queued.kept))
         self._last.update(dict.fromkeys(used, record.number))
+
+    def _run(self, record: LaunchRecord) -> Queued:
+        """Queue a launch on the current stream."""
+        between = self._between if is_slice(record.lane, record.work) else None
+        if between is not None:
+            self._layers = 0
+        return self._runner.run(record.work, record.lane, record.units, between)
 
     def _between(self) -> None:
         """Before a layer of a slice: what rank 0 has launched before it."""
@@ -125,10 +129,9 @@ def main() -> int:
     machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     connect(machine, start.settings.all_reduce, store, lambda: None)
-    if (pool := read_pool()) is None:
+    if (sizes := read_sizes()) is None:
         return 0
-    args = pool.pages, pool.page_size, pool.slots, pool.max_model_len
-    runner = machine.runner(*args, lambda *_: None)
+    runner = machine.runner(sizes, lambda *_: None)
     garbage.leave_out()
     try:
         FollowerLanes(runner, machine.partitions, read_log(start.answers)).follow()

@@ -10,7 +10,7 @@ from torch import Tensor
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
 from twolane.kernels.experts.routing import ActiveRows
-from twolane.kernels.pool import Pool
+from twolane.kernels.pool import Pool, WrittenPool
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
@@ -34,7 +34,7 @@ class PromptRows:
         """See `Rows.active`."""
         return ActiveRows(self.write_slots, 0)
 
-    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Writes.write`."""
         turning = self.decoder.turning(layer)
         fused.qkv_rope_write(qkv, self.positions, *turning, q, pool, self.write_slots)
@@ -113,7 +113,7 @@ class DecodeRows:
         """See `Rows.active`."""
         return ActiveRows(self.lengths, 1)
 
-    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
         where = (self.tables, self.slots, self.lengths)
         turning = self.decoder.turning(layer)

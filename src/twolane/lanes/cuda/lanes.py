@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +53,7 @@ class CudaTicket(Ticket):
 
 
 @dataclass(frozen=True, slots=True)
-class _Half:
+class HalfLaunch:
     """A launch whose end waits for masks."""
 
     ticket: CudaTicket
@@ -73,13 +73,15 @@ class _Deferred:
     ticket: CudaTicket | None = None
     after: Sequence[CudaTicket] = ()
 
-    def behind(self, other: "_Half | _Deferred") -> bool:
+    def behind(self, other: "HalfLaunch | _Deferred") -> bool:
         """Whether it must come behind that one, which was asked for earlier."""
         return not self.names.isdisjoint(other.names) or other.ticket in self.after
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class WatchedLaunch:
+    """A launch that is queued, as its watcher sees it."""
+
     ticket: CudaTicket
     begun: torch.cuda.Event
     queued: Queued
@@ -121,7 +123,7 @@ class CudaLanes:
         self._last: dict[str, CudaTicket] = {}
         """The last launch that used each of what launches share."""
         self._open: OpenTickets[CudaTicket] = OpenTickets()
-        self._halves: dict[int, _Half] = {}
+        self._halves: dict[int, HalfLaunch] = {}
         """Launches that wait for masks, by number."""
         self._told: dict[int, Sequence[TokenMask]] = {}
         """Masks of launches that have not begun, by number: a slice may be launched later."""
@@ -158,11 +160,11 @@ class CudaLanes:
         """See `Lanes.drop`; launches that are queued on the device hold what they read."""
         self._launcher.submit(partial(self._drop, batch), "slice")
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`; what this rank can read the others can."""
         torch.cuda.set_device(self._partitions.device)
-        self.runner.load_adapter(slot, path)
-        self._log(AdapterRecord(slot, path))
+        self.runner.load_adapter(slot, path, digest)
+        self._log(AdapterRecord(slot, path, digest))
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: it stays until another comes."""
@@ -197,7 +199,7 @@ class CudaLanes:
     def _go_on(self, asked: _Deferred) -> None:
         """Run what is asked for, if it must not come behind a launch that waits for masks: such a
         launch has recorded nothing yet that others could wait for on the device."""
-        earlier: list[_Half | _Deferred] = [*self._halves.values(), *self._behind]
+        earlier: list[HalfLaunch | _Deferred] = [*self._halves.values(), *self._behind]
         if any(asked.behind(other) for other in earlier):
             self._behind.append(asked)
         else:
@@ -209,7 +211,7 @@ class CudaLanes:
 
     def _end_told(self) -> None:
         """Queue the ends of launches whose masks are there, and what had to come behind them."""
-        while ready := self._halves.keys() & self._told.keys():
+        while ready := self._ready():
             for number in ready:
                 half, masks = self._halves.pop(number), self._told.pop(number)
                 self._timed(half.ticket, partial(self._end, half, masks))
@@ -217,7 +219,11 @@ class CudaLanes:
             for asked in waiting:
                 self._go_on(asked)
 
-    def _timed(self, ticket: CudaTicket, queue: Callable[[], _Watched | None]) -> None:
+    def _ready(self) -> Collection[int]:
+        """Numbers of the launches whose ends wait for nothing more."""
+        return self._halves.keys() & self._told.keys()
+
+    def _timed(self, ticket: CudaTicket, queue: Callable[[], WatchedLaunch | None]) -> None:
         """Queue a launch, or its end, and have the device watched when it has all of it."""
         asked, spent = self.clock(), self._spent
         try:
@@ -233,17 +239,17 @@ class CudaLanes:
         if watched is not None:
             self._watchers[ticket.lane].queue.put(watched)
 
-    def _end(self, half: _Half, masks: Sequence[TokenMask]) -> _Watched:
+    def _end(self, half: HalfLaunch, masks: Sequence[TokenMask]) -> WatchedLaunch:
         ticket, stream = half.ticket, half.ticket.stream
         self.runner.constrain(masks)
         with torch.cuda.stream(stream), torch.inference_mode():
             queued = Queued(half.end())
             ticket.ended.record(stream)
-        return _Watched(ticket, half.begun, queued, half.after)
+        return WatchedLaunch(ticket, half.begun, queued, half.after)
 
     def _queue(
         self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]
-    ) -> _Watched | None:
+    ) -> WatchedLaunch | None:
         """Queue a launch; None: its end waits for masks."""
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
@@ -258,13 +264,13 @@ class CudaLanes:
             self._log(LaunchRecord(ticket.lane, ticket.units, work, numbers, ticket.number))
             queued = self.runner.run(work, ticket.lane, ticket.units, between)
             if queued.end is not None:
-                self._halves[ticket.number] = _Half(
+                self._halves[ticket.number] = HalfLaunch(
                     ticket, _names(ticket.lane, work), begun, queued.end, before
                 )
             else:
                 ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
-        return None if queued.end is not None else _Watched(ticket, begun, queued, before)
+        return None if queued.end is not None else WatchedLaunch(ticket, begun, queued, before)
 
     def _drop(self, batch: int) -> None:
         self._go_on(_Deferred(frozenset((_name(batch),)), partial(self._drop_now, batch)))
@@ -341,7 +347,7 @@ class _Watcher:
     """
 
     def __init__(self, lane: LaneName, device: int, notify: Callable[[], None]) -> None:
-        self.queue: SimpleQueue[_Watched | None] = SimpleQueue()
+        self.queue: SimpleQueue[WatchedLaunch | None] = SimpleQueue()
         self._device = device
         self._notify = notify
         self._clock = DeviceClock()
@@ -361,7 +367,7 @@ class _Watcher:
             del watched, ticket  # what the launch kept is free now, not when the next one comes
             self._notify()
 
-    def _follow(self, watched: _Watched) -> None:
+    def _follow(self, watched: WatchedLaunch) -> None:
         ticket = watched.ticket
         for other in watched.after:
             other.noted.wait()

@@ -224,16 +224,22 @@ class LayerGraphs:
         it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
         until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
         counts = [n for n in LARGER if n <= self.workspace.rows]
-        most = self._steps.buckets[-1]
-        ends = most if units == self._whole else min(ENDING, most)
-        rows = max([*counts, ends])
-        residual = self.residual.new_zeros((rows, self.residual.shape[1]))
+        residual = self.residual.new_zeros((max(counts, default=0), self.residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
             for count in counts:
                 self._decoder.multiply(1, residual[:count], self.workspace, products)
-            for n in range(1, ends + 1):
-                self._decoder.head(residual[:n], self._steps.logits[:n], self.workspace, products)
+        most = self._steps.buckets[-1]
+        self.load_heads(stream, units, most if units == self._whole else min(ENDING, most))
+
+    def load_heads(self, stream: torch.cuda.Stream, units: int, most: int) -> None:
+        """Classify once as many rows as prompts may end in a slice, up to `most`; see
+        `_load_kernels`."""
+        rows = self.residual.new_zeros((most, self.residual.shape[1]))
+        products = self._steps.products(units)
+        with torch.cuda.stream(stream):
+            for n in range(1, most + 1):
+                self._decoder.head(rows[:n], self._steps.logits[:n], self.workspace, products)
         stream.synchronize()
 
     def _capture(
@@ -286,5 +292,5 @@ class LayerGraphs:
     def _before(self, units: int, size: int, adapted: bool, i: int) -> None:
         rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])
         residual, products = self.residual[:size], self._products(units, size, adapted)
-        pool = self._kv.layers[i]
+        pool = self._kv.written(i)
         self._decoder.before_attention(i, residual, rows, pool, self.workspace, products)

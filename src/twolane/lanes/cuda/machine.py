@@ -23,6 +23,7 @@ from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.layer_graphs import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import (
     DecodeRow,
     HybridWork,
@@ -76,6 +77,10 @@ class CudaMachine:
     pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
     revision = ""
+    runner_type: type[CudaRunner] = CudaRunner
+    decodes, prefills = True, True
+    """Whether this GPU takes decode steps, and whether it computes prompts: graphs are captured of
+    what it does."""
 
     def __init__(
         self,
@@ -94,6 +99,8 @@ class CudaMachine:
         """Those of the lanes, if several ranks share the model."""
         self.step_channel: Channel | None = None
         """The decode graphs', if it is not the decode lane's."""
+        self.least_free: int | None = None
+        """`free_bytes` of the rank that has the fewest, when it is known."""
         self.decoder = GpuDecoder(spec, weights, rank, ranks)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
@@ -140,37 +147,34 @@ class CudaMachine:
         return max(0, self.free_bytes() - beside - kinds * GRAPH_BYTES)
 
     def free_bytes(self) -> int:
-        """What is left of this process's share of the device's memory."""
+        """What is left of this process's share of the device's memory, and of each other rank's."""
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(free - (1 - self._utilization) * total)
+        own = int(free - (1 - self._utilization) * total)
+        return own if self.least_free is None else min(own, self.least_free)
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> CudaLanes:
         """Allocate the KV pool, capture the graphs and start the lanes.
 
         Args:
-            pages: of the KV pool.
-            page_size: tokens in a page.
-            slots: the most requests at a time.
-            max_model_len: the most tokens of one request.
+            sizes: of KV pool and slots.
             notify: called from a lane's thread whenever a ticket has news.
             progress: told ("graphs", fraction).
         """
-        # cuBLAS keeps a handle and workspaces for each thread: one thread does all of it.
-        thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
-        pool = pages, page_size, slots, max_model_len
-        runner = self._awaited(thread.submit(self.runner, *pool, progress))
+        thread = self._launching_thread()
+        runner = self._awaited(thread.submit(self.runner, sizes, progress))
         lanes = self._lanes(runner, Launcher(thread), notify)
         progress("kernels", 0.0)
-        self._warm_up(lanes, min(pages * page_size, max_model_len))
+        self._warm_up(lanes, min(sizes.tokens, sizes.max_model_len))
         return lanes
+
+    def _launching_thread(self) -> ThreadPoolExecutor:
+        """The one thread that launches: cuBLAS keeps a handle and workspaces for each."""
+        return ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
 
     def _awaited(self, future: "Future[T]") -> T:
         """The result of what the launching thread does at the start."""
@@ -183,10 +187,7 @@ class CudaMachine:
 
     def runner(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         progress: Callable[[str, float], None],
     ) -> CudaRunner:
         """Allocate the KV pool and capture the graphs, on the thread that is to launch; see
@@ -194,26 +195,34 @@ class CudaMachine:
         decoder, spec = self.decoder, self.decoder.spec
         kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
         log.info("prefill attention: %s (%s)", kernel, why)
-        kv = GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device)
-        known = Slots(slots, -(-max_model_len // page_size), self.device)
-        most, units, channels = (
-            min(max_model_len, WORKSPACE_TOKENS),
-            self.partitions.units,
-            self.channels,
-        )
+        kv = self.kv_cache(sizes)
+        known = Slots(sizes.slots, -(-sizes.max_model_len // sizes.page_size), self.device)
+        most = min(sizes.max_model_len, WORKSPACE_TOKENS)
+        units, channels = self.partitions.units, self.channels
         channel = self.step_channel or channels.get("decode")
-        steps = DecodeGraphs(decoder, kv, known, slots, units, channel, self.adapters)
-        runner = CudaRunner(decoder, kv, known, steps, most, units, channels)
+        steps = DecodeGraphs(decoder, kv, known, sizes.slots, units, channel, self.adapters)
+        runner = self.runner_type(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
-            steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
-            whole = None if runner.whole is None else runner.whole.capture
-            runner.passes.capture(
-                self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
-            )
+            if self.decodes:
+                steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
+            if self.prefills:
+                hybrid = runner.whole if self.decodes else None
+                whole = None if hybrid is None else hybrid.capture
+                runner.passes.capture(
+                    self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
+                )
+            else:
+                stream = self.partitions.capture_stream("prefill", units)
+                runner.passes.load_heads(stream, units, sizes.slots)
         _log_graphs("decode", steps.levels)
         _log_graphs("prefill", runner.passes.levels)
         _reserve_pinned()
         return runner
+
+    def kv_cache(self, sizes: LaneSizes) -> GpuKVCache:
+        """Allocate the KV pool."""
+        spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
+        return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device)
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for

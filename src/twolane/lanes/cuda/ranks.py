@@ -4,7 +4,6 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from itertools import permutations
 from typing import TypeVar
 
 import torch
@@ -16,11 +15,12 @@ from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner
-from twolane.lanes.followers import FollowerPool, Followers
-from twolane.lanes.settings import DeviceSettings, load_shard
+from twolane.lanes.followers import Followers
+from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
 from twolane.parallel.nccl import Communicator, NcclError, join, version
-from twolane.parallel.two_shot import TwoShot
+from twolane.parallel.peer_memory import map_each_other
+from twolane.parallel.two_shot import WAYS, TwoShot
 
 T = TypeVar("T")
 FOLLOWER = "twolane.lanes.cuda.follower"
@@ -74,12 +74,10 @@ def connect(
     }
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
     if all_reduce != "nccl":
-        here, joined = dist.PrefixStore("two-shot", store), all_reduce == "joined"
-        machine.step_channel = TwoShot(
-            *(channels[CHANNELS["decode"]], here),
-            forced=all_reduce != "auto",
-            flag_bytes=flag_bytes(shard.size) if joined else 0,
-        )
+        here = dist.PrefixStore("two-shot", store)
+        ways = WAYS if all_reduce == "auto" else tuple(way for way in WAYS if way == all_reduce)
+        channel, flags = channels[CHANNELS["decode"]], flag_bytes(shard.size)
+        machine.step_channel = TwoShot(channel, here, ways, flags)
     return min(int(free) for _, free in notes)
 
 
@@ -89,9 +87,8 @@ def ways_to_sum(ranks: int) -> str:
     Raises:
         NcclError: NCCL is not there.
     """
-    pairs = permutations(range(ranks), 2)
-    mapped = all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    return f"NCCL {version()}" + (" or two-shot, over memory that all map" if mapped else "")
+    mapped = " or two-shot, over memory that all map" if map_each_other(ranks) else ""
+    return f"NCCL {version()}{mapped}"
 
 
 class RankedMachine(CudaMachine):
@@ -108,22 +105,13 @@ class RankedMachine(CudaMachine):
         if ranks > there:
             raise FieldError("tensor_parallel_size", f"is {ranks}, and PyTorch finds {there} GPUs")
         self.followers = Followers(settings, FOLLOWER)
-        self._least_free: int | None = None
         super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
         followers = self.followers
-        self._least_free = connect(self, settings.all_reduce, followers.store, followers.check)
-
-    def free_bytes(self) -> int:
-        """See `CudaMachine.free_bytes`: of the rank that has the fewest."""
-        own = super().free_bytes()
-        return own if self._least_free is None else min(own, self._least_free)
+        self.least_free = connect(self, settings.all_reduce, followers.store, followers.check)
 
     def start(
         self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
+        sizes: LaneSizes,
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> CudaLanes:
@@ -136,9 +124,9 @@ class RankedMachine(CudaMachine):
             notify()
 
         self.followers.on_lost = lost
-        self.followers.start(FollowerPool(pages, page_size, slots, max_model_len))
+        self.followers.start(sizes)
         try:
-            return super().start(pages, page_size, slots, max_model_len, notify, progress)
+            return super().start(sizes, notify, progress)
         except NcclError as error:  # channels are aborted when a rank is lost
             raise self.followers.explain(error) from error
 

@@ -112,7 +112,7 @@ class _LaneMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class LaunchPlace:
     """Where a launch runs."""
 
     units: int
@@ -180,7 +180,7 @@ class CudaRunner:
         `between` is called between two layers of it that are graphs, and may run what uses nothing
         of the same (`used_by`).
         """
-        place = _Place(units, self._memory[lane], between)
+        place = LaunchPlace(units, self._memory[lane], between)
         self.slots.take(work.slots)
         self.constrain(work.masks)
         if isinstance(work, PrefillWork):
@@ -199,12 +199,13 @@ class CudaRunner:
         """Whether the end waits for masks: other ranks sample nothing."""
         return bool(work.late) and not self._decoder.follows
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
         decoder, pool = self._decoder, self.steps.adapters
         if pool is None:
             raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
-        pool.put(slot, read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank))
+        read = read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank, digest)
+        pool.put(slot, read)
 
     def drop(self, batch: int) -> None:
         """Forget a batch that is not gone on with."""
@@ -247,7 +248,7 @@ class CudaRunner:
         read = results if layers else results[: len(rows)]
         return [_read(read, alive, alive, scores, layers=layers)]
 
-    def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
+    def _prefill(self, work: PrefillWork, place: LaunchPlace) -> Queued:
         adapted = self.slots.adapted(work)
         if work.first or work.finishes or adapted:  # the first of several has enough to do
             self.slots.upload(row.slot for row in work.rows)
@@ -271,7 +272,7 @@ class CudaRunner:
         end, kept = self._sample(batch.hidden, ends, place), (before, batch)
         return Queued((), kept, end) if self._ends_late(work) else Queued(end(), kept)
 
-    def _hybrid(self, work: HybridWork, place: _Place) -> End:
+    def _hybrid(self, work: HybridWork, place: LaunchPlace) -> End:
         """Queue one pass of decode rows, which come first, and prompts."""
         ends = SamplingPoints.of(work.decode, work.prompts, work.chunks)
         whole = place.memory.whole
@@ -290,7 +291,7 @@ class CudaRunner:
             return ()
         return [_read(tokens, range(len(ends.rows)), ends.rows, {})]
 
-    def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
+    def _by_layers(self, work: HybridWork, place: LaunchPlace) -> Tensor:
         """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
         self.slots.upload(update.slot for update in work.slots)
         adapted = self.slots.adapted(work)
@@ -310,16 +311,16 @@ class CudaRunner:
         self._layers(0, layers, hidden, placed, place)
         return hidden
 
-    def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> DecodeRows:
+    def _steps_of(self, rows: Sequence[DecodeRow], place: LaunchPlace) -> DecodeRows:
         """Decode rows for a pass that is not a graph."""
         bucket = self.steps.buckets[-1]  # as the graphs of hybrid passes find them
         self.steps.inputs.send(rows, bucket, self.slots.padding, 0)
         return self.steps.rows(bucket, len(rows), place.units)
 
-    def _embed(self, tokens: Tensor, place: _Place) -> Tensor:
+    def _embed(self, tokens: Tensor, place: LaunchPlace) -> Tensor:
         return self._decoder.embed(tokens, place.memory.activations.channel)
 
-    def _open(self, batch: BatchRows, place: _Place, *, adapted: bool) -> _Pass:
+    def _open(self, batch: BatchRows, place: LaunchPlace, *, adapted: bool) -> _Pass:
         """Lay out a batch, some of whose rows may be `adapted`, and embed its tokens."""
         tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
         pages, size = self.slots.told.pages, self.kv.page_size
@@ -344,7 +345,7 @@ class CudaRunner:
         return _Pass(batch, hidden, positions, paused.write_slots[index], owners)
 
     def _layers(
-        self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: _Place
+        self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: LaunchPlace
     ) -> None:
         passes, units = place.memory.passes, place.units
         if passes is not None and passes.serves(placed, units):
@@ -364,7 +365,7 @@ class CudaRunner:
         return GpuAdaptedProducts(products, adapters, tiles)
 
     def _plans(
-        self, batch: _Pass, place: _Place, first: int, last: int
+        self, batch: _Pass, place: LaunchPlace, first: int, last: int
     ) -> dict[int | None, PrefillPlan]:
         """The batch's attention, planned once for each window and lane, dealt anew for each level.
 
@@ -378,7 +379,9 @@ class CudaRunner:
                 batch.plans[window] = plan.at(place.units)
         return batch.plans
 
-    def _plan(self, rows: Sequence[PromptRow], place: _Place, window: int | None) -> PrefillPlan:
+    def _plan(
+        self, rows: Sequence[PromptRow], place: LaunchPlace, window: int | None
+    ) -> PrefillPlan:
         spec = self._decoder.spec
         return PrefillPlan.build(
             [(row.start, row.count) for row in rows],
@@ -395,7 +398,7 @@ class CudaRunner:
             rounded=self.kv.rounded,
         )
 
-    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> End:
+    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: LaunchPlace) -> End:
         """Queue the logits where a pass ends; score what is asked for.
 
         All collectives are queued here, as they are on other ranks, which wait for no masks.
@@ -433,7 +436,7 @@ class CudaRunner:
         logits: Tensor,
         where: tuple[Tensor, Tensor],
         read: Callable[..., PendingStep],
-        place: _Place,
+        place: LaunchPlace,
     ) -> Sequence[PendingStep]:
         """Sample where a pass ends: the one step.
 
@@ -453,13 +456,13 @@ class CudaRunner:
         self.slots.last_token[slots] = valid
         return [read(tokens, range(len(places)), ends.rows, after(valid))]
 
-    def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
+    def _head(self, hidden: Tensor, logits: Tensor, place: LaunchPlace) -> Tensor:
         """The classifier, into these logits."""
         products = self.steps.products(place.units)
         self._decoder.head(hidden, logits, place.memory.activations, products)
         return logits
 
-    def _score(self, hidden: Tensor, row: ScoredRow, place: _Place) -> list[PendingScores]:
+    def _score(self, hidden: Tensor, row: ScoredRow, place: LaunchPlace) -> list[PendingScores]:
         """Score a prompt's targets, some at a time; `hidden` is the whole pass's."""
         vocab = self._decoder.spec.vocab_size
         scores = []

@@ -79,10 +79,8 @@ class BestFit:
         split = self._split(view, turn.prompts)
         decode = self._decode(view, split)
         prefill = self._prefill(view, turn.prompts, split, decode) if prefill_due else None
-        if prefill is None:
-            turn = PrefillTurn(
-                open_batch
-            )  # nothing is admitted or parked before it can be launched
+        if prefill is None:  # nothing is admitted or parked before it can be launched
+            turn = PrefillTurn(open_batch)
         plan = Plan(
             preempt=turn.preempt,
             admit=turn.admit,

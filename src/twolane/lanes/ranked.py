@@ -1,25 +1,46 @@
-"""Rank 0's lanes on a CPU, where there are several ranks."""
+"""Rank 0's lanes, where other processes carry out what they are told of its launches."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from twolane.common.vocabulary import LaneName
-from twolane.lanes.base import Ticket
-from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.base import Lanes, Ticket
 from twolane.lanes.followers import Followers
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, TokenMask, Work
+
+
+class LocalLanes(Lanes, Protocol):
+    """The lanes of this process."""
+
+    explain: Callable[[BaseException], BaseException]
+    """Finds the cause of a lane's error."""
+
+    def waiting(self) -> Sequence[Ticket]:
+        """See `OpenLaunches.waiting`."""
+        ...
+
+    def rest(self, seconds: float) -> None:
+        """See `MachineLanes.rest`."""
+
+    def fill_kv(self) -> None:
+        """See `MachineLanes.fill_kv`."""
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the threads when they are through with what is queued; wait for each so long."""
 
 
 class RankedLanes:
     """Lanes whose every launch all other ranks carry out, too, in the same order."""
 
-    def __init__(self, lanes: CpuLanes, followers: Followers) -> None:
+    def __init__(self, lanes: LocalLanes, followers: Followers) -> None:
         self._lanes, self._followers = lanes, followers
         self.units = lanes.units
         self.levels = lanes.levels
         lanes.explain = followers.explain
         self._watch()
 
-    clock = staticmethod(CpuLanes.clock)
+    clock = staticmethod(time.monotonic)
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """See `Lanes.launch`."""
@@ -40,10 +61,10 @@ class RankedLanes:
         """Have the other ranks watched."""
         self._followers.watch(self._lanes)
 
-    def load_adapter(self, slot: int, path: str) -> None:
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`; what this rank can read the others can."""
-        self._lanes.load_adapter(slot, path)
-        self._followers.log(AdapterRecord(slot, path))
+        self._lanes.load_adapter(slot, path, digest)
+        self._followers.log(AdapterRecord(slot, path, digest))
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: the other ranks keep their parts until others come."""
@@ -66,6 +87,6 @@ class RankedLanes:
         self._lanes.fill_kv()
 
     def close(self, timeout: float = 1.0) -> None:
-        """See `CpuLanes.close`; ends the other ranks, too."""
+        """See `LocalLanes.close`; ends the other ranks, too."""
         self._lanes.close(timeout)
         self._followers.close(timeout)

@@ -1,0 +1,122 @@
+"""The process that computes prompts where prefill and decode have a GPU each.
+
+It is rank 1 of two, on the second GPU: `python -m twolane.lanes.cuda.prompts`. See
+`disaggregated.py`.
+"""
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from twolane.common import garbage
+from twolane.lanes.cuda.disaggregated import MirroredMachine
+from twolane.lanes.cuda.follower import FollowerLanes
+from twolane.lanes.cuda.logit_processors import fetch
+from twolane.lanes.cuda.runner import CudaRunner, End, LaunchPlace, Queued
+from twolane.lanes.cuda.slots import upload
+from twolane.lanes.following import read_log, read_sizes, read_start
+from twolane.lanes.sampling_points import SamplingPoints
+from twolane.lanes.work import LaunchRecord, PrefillWork, Record
+from twolane.transfer.arrivals import Arrival, tell
+
+
+class CudaPromptRunner(CudaRunner):
+    """Queues slices of prompts, and brings what is sampled or scored from to the host."""
+
+    ends: Tensor | None = None
+    """Hidden states of the batch that was queued last and ends there, [R, hidden], pinned."""
+
+    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: LaunchPlace) -> End:
+        """See `CudaRunner._sample`: the other GPU samples."""
+        where = upload(np.array(ends.needed, dtype=np.int32), self._decoder.device)
+        self.ends = fetch(hidden[where])
+        return tuple
+
+
+class PromptLanes(FollowerLanes):
+    """The prefill lane, which tells rank 0 when a slice has ended.
+
+    Args:
+        runner: queues the work.
+        machine: this GPU.
+        log: what to do.
+        arrivals: the pipe to rank 0.
+    """
+
+    _runner: CudaPromptRunner
+
+    def __init__(
+        self,
+        runner: CudaPromptRunner,
+        machine: MirroredMachine,
+        log: Iterator[Record],
+        arrivals: int,
+    ) -> None:
+        super().__init__(runner, machine.partitions, log)
+        self._arrivals = arrivals
+        self._under_way: SimpleQueue[tuple[torch.cuda.Event, PrefillWork, Tensor | None]] = (
+            SimpleQueue()
+        )
+        threading.Thread(target=self._tell, name="arrivals", daemon=True).start()
+
+    def _launch(self, record: LaunchRecord) -> None:
+        super()._launch(record)
+        work = record.work
+        assert isinstance(work, PrefillWork)
+        ends, self._runner.ends = self._runner.ends, None
+        self._under_way.put((self._open[-1].ended, work, ends))
+
+    def _run(self, record: LaunchRecord) -> Queued:
+        """See `FollowerLanes._run`: nothing goes between the layers of a slice."""
+        return self._runner.run(record.work, record.lane, record.units)
+
+    def _tell(self) -> None:
+        """Wait for the end of each slice, in order, and tell rank 0."""
+        try:
+            torch.cuda.set_device(self._partitions.device)
+            while True:
+                ended, work, ends = self._under_way.get()
+                ended.synchronize()
+                tell(self._arrivals, Arrival.of(work.batch, work.last, ends))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+
+class PromptMachine(MirroredMachine):
+    """The GPU that computes prompts."""
+
+    runner_type = CudaPromptRunner
+    decodes = False
+
+
+def main() -> int:
+    """Compute prompts until the log ends; the exit code."""
+    if (start := read_start()) is None:
+        return 0
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
+    if (sizes := read_sizes()) is None:
+        return 0
+    runner = machine.runner(sizes, lambda *_: None)
+    assert isinstance(runner, CudaPromptRunner)
+    machine.meet_ready()
+    garbage.leave_out()
+    try:
+        PromptLanes(runner, machine, read_log(start.answers), start.files[0]).follow()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # without what is queued: nobody waits for it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

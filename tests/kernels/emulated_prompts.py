@@ -1,0 +1,16 @@
+"""The process that computes prompts, on an emulated GPU."""
+
+import os
+import sys
+
+from tests.kernels.emulated import install
+
+if __name__ == "__main__":
+    if os.environ.get("STACKS"):
+        import faulthandler
+
+        faulthandler.dump_traceback_later(float(os.environ["STACKS"]), exit=False)
+    install()
+    from twolane.lanes.cuda.prompts import main
+
+    sys.exit(main())
