@@ -32,6 +32,7 @@ from twolane.kernels.prefill_attention.dispatch import (
 )
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
@@ -87,9 +88,8 @@ class Rig:
         )
         if not self.pages:
             self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)
-        self.lanes = self.machine.start(
-            self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
-        )
+        sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)
+        self.lanes = self.machine.start(sizes, lambda: None, lambda *_: None)
         self.lanes.fill_kv()
         torch.cuda.synchronize()
         self.free = list(range(self.pages))

@@ -1,17 +1,19 @@
 """A model with experts on one GPU: `python benchmarks/experts.py [--router-skew S]
-[--profile SECONDS] [--out FILE]`.
+[--profile SECONDS] [--then-skew S] [--out FILE]`.
 
 With dummy weights in the true shapes: decode steps beside the bytes that they must read, prefill,
 and the cliff: what a decode step of few rows takes when prompt tokens join its pass and wake every
 expert. With `--profile`, what an estimator that was fitted on a profile of the same lanes says of
-the same passes. See `engine.py`, whose rig this takes.
+the same passes. With `--then-skew`, steps and passes once more behind routers that are skewed in
+place, into FILE-skewed.json. See `engine.py`, whose rig this takes.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from twolane.engine.predict import machine_key
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import LaunchShape, Load, decode_step, hybrid_pass
+from twolane.lanes.settings import LaneSizes
+from twolane.model.load.dummy import router_scales
 from twolane.model.spec import skewed
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import plan
@@ -161,6 +165,22 @@ def cliff(rig: Rig, details: dict) -> dict[Asked, float]:
     return took
 
 
+@contextmanager
+def skewing(rig: Rig, exponent: float) -> Iterator[None]:
+    """Skew the rig's even routers in place, as if loaded with `--router-skew`, for a while."""
+    even = rig.spec
+    rig.spec = skewed(even, exponent)
+    scales = router_scales(rig.spec.moe.shares)[:, None]
+    routers = [layer.mlp.router.values for layer in rig.machine.decoder.weights.layers]
+    before = [router.clone() for router in routers]
+    for router in routers:
+        router.copy_(router * scales.to(router.device))
+    yield
+    for router, values in zip(routers, before, strict=True):
+        router.copy_(values)
+    rig.spec = even
+
+
 def profile(rig: Rig, seconds: float, path: Path) -> Profile:
     """Return a profile taken with the rig's lanes.
 
@@ -169,12 +189,9 @@ def profile(rig: Rig, seconds: float, path: Path) -> Profile:
     machine, spec = rig.machine, rig.spec
     driven = profiling.Rig(
         rig.lanes,
+        LaneSizes(rig.pages, PAGE, rig.slots, 40_960),
         layers=spec.layers,
         vocab_size=spec.vocab_size,
-        pages=rig.pages,
-        page_size=PAGE,
-        slots=rig.slots,
-        max_model_len=40_960,
         batch_tokens=8192,
         own_tokens=True,
     )
@@ -223,6 +240,33 @@ def again(measured: Path, taken: Profile, out: Path | None) -> list[Figure]:
     return figures
 
 
+@dataclass
+class Report:
+    """What a file of results has: figures beside bars, and details."""
+
+    about: str
+    out: Path | None
+    details: dict
+    figures: list[Figure] = field(default_factory=list)
+
+    def keep(self, *more: Figure) -> None:
+        """Show these figures too, and write the file, if there is one, with all so far."""
+        self.figures.extend(more)
+        show(more)
+        if self.out:
+            content = {"figures": self.figures, "details": self.details}
+            save(self.out, provenance([self.about]), content)
+
+
+def passes(rig: Rig, report: Report) -> dict[Asked, float]:
+    """Experts that steps read, and the cliff; (pass, its seconds)."""
+    report.keep(*law(rig, report.details))
+    took = cliff(rig, report.details)
+    print(json.dumps(report.details, default=float), flush=True)
+    report.keep()
+    return took
+
+
 def started(args: argparse.Namespace) -> Rig:
     """Return the rig that is asked for."""
     if args.ranks > 1:
@@ -239,6 +283,7 @@ def main() -> int:
     parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
     parser.add_argument("--quantization", choices=("fp8",), help="see `twolane serve`")
     parser.add_argument("--profile", type=float, default=0.0, help="seconds, and predict by it")
+    parser.add_argument("--then-skew", type=float, default=0.0, help="and once more, skewed so")
     parser.add_argument("--parts", action="store_true", help="and one row's time, by breakdown.py")
     parser.add_argument("--again", type=Path, help="results whose passes are predicted, no GPU")
     parser.add_argument("--by", type=Path, help="the profile that predicts them")
@@ -247,34 +292,33 @@ def main() -> int:
     if args.again:
         show(again(args.again, Profile.read(args.by), args.out))
         return 0
-    rate, details = reading_rate(), {}
-    form = args.quantization or "bf16"
-    about = [args.model, form, f"skew {args.router_skew}", f"{args.ranks} GPUs"]
-    rig, figures = started(args), []
-    details |= {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
-
-    def keep(*more: Figure) -> None:
-        figures.extend(more)
-        show(more)
-        if args.out:
-            save(args.out, provenance(about), {"figures": figures, "details": details})
-
-    keep(*decode(rig, details, rate))
-    keep(*prefill(rig, details))
-    keep(*law(rig, details))
-    took = cliff(rig, details)
-    print(json.dumps(details, default=float), flush=True)
-    keep()
+    if args.then_skew and args.ranks > 1:
+        parser.error("--then-skew is for one GPU: other ranks keep their routers")
+    rate, rig = reading_rate(), started(args)
+    begun = {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
+    form = f"{args.model} {args.quantization or 'bf16'}, {args.ranks} GPUs"
+    report = Report(f"{form}, skew {args.router_skew}", args.out, dict(begun))
+    report.keep(*decode(rig, report.details, rate))
+    report.keep(*prefill(rig, report.details))
+    took = passes(rig, report)
+    reports = [report]
+    if args.then_skew:
+        out = args.out and args.out.with_name(f"{args.out.stem}-skewed.json")
+        other = Report(f"{form}, skew {args.then_skew}", out, begun)
+        with skewing(rig, args.then_skew):
+            other.keep(*decode(rig, other.details, rate))
+            passes(rig, other)
+        reports.append(other)
     if args.profile and args.ranks == 1:
         path = args.out or Path("experts.json")
         taken = profile(rig, args.profile, path.with_name(f"{path.stem}-profile.json"))
-        details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
-        keep(*predictions(Calibrated(taken), took, details))
+        report.details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
+        report.keep(*predictions(Calibrated(taken), took, report.details))
     if args.parts:
-        details["1 row"] = by_parts(rig, 1)
-        keep()
+        report.details["1 row"] = by_parts(rig, 1)
+        report.keep()
     rig.close()
-    return 0 if all(figure.holds for figure in figures) else 1
+    return 0 if all(figure.holds for each in reports for figure in each.figures) else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ For comparisons of minutes: the model is loaded and its graphs are made once, on
 there are ranks, and every system then serves alone, with engine and lanes as in a server but
 without HTTP. Its requests come at rates that rise by steps, `auto@6,7,8` at three. A rate holds
 if P99 of all gaps in its step is within the bound on TBT and 99 % of its requests have their first
-token in time; what is under way when the last step ends is aborted. `--simulate h200` tells first
+token in time; what is under way when the last step ends is aborted. `auto@4,5@15` has a bound of
+15 ms in place of `--tbt-ms`, so one start serves several bounds. `--simulate h200` tells first
 what a simulation of the same requests says; predictions on the GPUs are by that simulation's
 profile. Every step is printed when its system is through, and `--out` is written then.
 """
@@ -53,16 +54,26 @@ Arrivals = Sequence[tuple[float, ToEngine]]
 
 
 class Ladder(NamedTuple):
-    """A system and the rates at which it is asked."""
+    """A system, the rates at which it is asked, and its bound on TBT."""
 
     system: str
     rates: tuple[float, ...]
+    tbt_ms: float | None = None
+    """Milliseconds; None: `--tbt-ms`."""
+
+    def __str__(self) -> str:
+        bound = "" if self.tbt_ms is None else f" within {self.tbt_ms:g} ms"
+        return self.system + bound
 
     @classmethod
     def parse(cls, text: str) -> "Ladder":
-        """Return what is written SYSTEM@RATE,RATE."""
-        system, _, rates = text.partition("@")
-        return cls(system, tuple(map(float, rates.split(","))))
+        """Return what is written SYSTEM@RATE,RATE or SYSTEM@RATE,RATE@MILLISECONDS."""
+        system, rates, *bound = text.split("@")
+        return cls(system, tuple(map(float, rates.split(","))), *map(float, bound))
+
+    def bound(self, given: argparse.Namespace) -> float:
+        """The bound on TBT in seconds."""
+        return (given.tbt_ms if self.tbt_ms is None else self.tbt_ms) / 1e3
 
 
 class LivePort:
@@ -206,7 +217,7 @@ def steps_of(
     given: argparse.Namespace, ladder: Ladder, begin: float, records: Sequence[Record]
 ) -> list[dict[str, Any]]:
     """What came of each step; no step holds above one that does not."""
-    ends = begin + len(ladder.rates) * given.seconds
+    ends, bound = begin + len(ladder.rates) * given.seconds, ladder.bound(given)
     found, held = [], True
     for step, rate in enumerate(ladder.rates):
         first = begin + step * given.seconds
@@ -222,7 +233,7 @@ def steps_of(
         judged = [each for each in known if each is not None]
         share = 1 - sum(judged) / max(1, len(judged))
         p99 = float(np.percentile(gaps, 100 * IN_TIME)) if gaps else 0.0
-        held = held and share >= IN_TIME and p99 <= given.tbt_ms / 1e3
+        held = held and share >= IN_TIME and p99 <= bound
         firsts = [record.ttft for record in own if record.ttft is not None]
         found.append(
             {
@@ -231,10 +242,9 @@ def steps_of(
                 "not_known": len(own) - len(judged),
                 "first_tokens_in_time": round(share, 4),
                 "ttft_p50_s": round(float(np.median(firsts)), 3) if firsts else None,
+                "ttft_p99_s": round(float(np.percentile(firsts, 99)), 3) if firsts else None,
                 "gaps": len(gaps),
-                "gaps_in_time": round(float(np.mean(np.array(gaps) <= given.tbt_ms / 1e3)), 4)
-                if gaps
-                else None,
+                "gaps_in_time": round(float(np.mean(np.array(gaps) <= bound)), 4) if gaps else None,
                 "gap_p50_ms": round(float(np.median(gaps)) * 1e3, 2) if gaps else None,
                 "gap_p99_ms": round(p99 * 1e3, 2),
                 "holds": held,
@@ -264,7 +274,8 @@ def settings(given: argparse.Namespace) -> EngineConfig:
         model=given.model,
         load_format="dummy" if given.load_dummy else "auto",
         device="auto" if given.simulate else given.device,
-        tensor_parallel_size=1 if given.simulate else given.ranks,
+        tensor_parallel_size=1 if given.simulate else shared_by(given),
+        disaggregated=given.disaggregated,
         levels=given.levels,
         max_model_len=given.longest + 4096,
         max_running=given.max_running,
@@ -273,13 +284,18 @@ def settings(given: argparse.Namespace) -> EngineConfig:
     )
 
 
+def shared_by(given: argparse.Namespace) -> int:
+    """GPUs that share each layer."""
+    return 1 if given.disaggregated else given.ranks
+
+
 def machine_of(given: argparse.Namespace, config: EngineConfig) -> tuple[Any, EngineConfig]:
     """The machine, and the settings with a profile of it."""
     spec = SHAPES.get(given.model) or resolve(given.model, "dummy").spec()
     if given.simulate:
         gpu = GPUS[given.simulate]
-        machine = SimulatedMachine(gpu, spec, config, tp=given.ranks, seed=given.seed)
-        profile = given.profile or simulated_profile(gpu, spec, given.ranks, config)
+        machine = SimulatedMachine(gpu, spec, config, tp=shared_by(given), seed=given.seed)
+        profile = given.profile or simulated_profile(gpu, spec, shared_by(given), config)
         return machine, msgspec.structs.replace(config, profile=str(profile))
     machine = Kept(load(DeviceSettings.of(config), lambda *told: tell(given, *told)))
     if given.profile is None:
@@ -312,6 +328,7 @@ def options() -> argparse.Namespace:
     add("--levels", type=lambda text: tuple(map(int, text.split(","))))
     add("--max-running", type=int, default=128)
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH")
+    add("--disaggregated", action="store_true", help="two GPUs: one for prefill, one for decode")
     add("--profile", type=Path, help="a simulation's, of the same model and number of ranks")
     add("--true-weights", dest="load_dummy", action="store_false")
     add("--seed", type=int, default=0)
@@ -324,21 +341,22 @@ def main() -> None:
     given = options()
     given.begun, given.told, given.news = time.monotonic(), set(), threading.Event()
     names = "model", "ranks", "dataset", "tbt_ms", "seconds", "seed", "levels", "simulate"
-    about = provenance({name: getattr(given, name) for name in names})
+    about = provenance({name: getattr(given, name) for name in (*names, "disaggregated")})
     machine, config = machine_of(given, settings(given))
     found: dict[str, list[dict[str, Any]]] = {}
     for ladder in given.ladders:
         if given.within is not None and time.monotonic() - given.begun > given.within:
-            print(f"no time for {ladder.system}", flush=True)
+            print(f"no time for {ladder}", flush=True)
             continue
         name, words = parse_system(ladder.system)
-        own = msgspec.structs.replace(config, system=name, options=words)
+        slo = msgspec.structs.replace(config.slo, tbt=ladder.bound(given))
+        own = msgspec.structs.replace(config, system=name, options=words, slo=slo)
         begin, records = serve(given, machine, own, ladder)
-        found[ladder.system] = steps_of(given, ladder, begin, records)
-        held = [step["rate"] for step in found[ladder.system] if step["holds"]]
+        steps = found[str(ladder)] = steps_of(given, ladder, begin, records)
+        held = [step["rate"] for step in steps if step["holds"]]
         at = time.monotonic() - given.begun
-        print(f"{at:.1f} s: {ladder.system} holds {max(held, default=0):g} requests/s", flush=True)
-        for step in found[ladder.system]:
+        print(f"{at:.1f} s: {ladder} holds {max(held, default=0):g} requests/s", flush=True)
+        for step in steps:
             print("  " + ", ".join(f"{key} {value}" for key, value in step.items()), flush=True)
         save(given.out, about, {"simulated": bool(given.simulate), "found": found})
     if isinstance(machine, Kept):

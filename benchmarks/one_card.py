@@ -134,7 +134,7 @@ def _options() -> argparse.Namespace:
         help="flags of the servers")  # fmt: skip
     add("--model", help="model of the servers in place of the part's, for a trial")
     add("--bounds", nargs="+", type=float, help="bounds on TBT in ms in place of the parts' own")
-    add("--systems", nargs="+", default=SYSTEMS, help="these beside auto")
+    add("--systems", nargs="*", default=SYSTEMS, help="these beside auto, or none")
     add("--prompts", type=int, help="requests in a run; by default the part's")
     add("--longest", type=int, default=LONGEST, help="tokens to which prompts are cut")
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH",

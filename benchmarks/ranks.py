@@ -33,7 +33,7 @@ from twolane.lanes.cuda.decode_graphs import captured
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine, load_rank
-from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import DecodeWork, HybridWork
 from twolane.model.load.hub import resolve
@@ -104,9 +104,8 @@ class RankedRig(Rig):
             self.machine = RankedMachine(settings, progress)
         self.load_seconds = time.monotonic() - begun
         print(f"room for {self.machine.kv_bytes(40_960) / 2**30:.1f} GiB of KV", flush=True)
-        self.lanes = self.machine.start(
-            self.pages, PAGE, self.slots, 40_960, lambda: None, progress
-        )
+        sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)
+        self.lanes = self.machine.start(sizes, lambda: None, progress)
         self.lanes.fill_kv()
         self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
         self.start_seconds = time.monotonic() - begun

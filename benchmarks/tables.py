@@ -150,25 +150,59 @@ FIGURES = ("step_ms", "first_token_ms")
 """Figures of an engine without load, in ms."""
 
 
+class Bracket(NamedTuple):
+    """What is known of a goodput, in requests/s."""
+
+    low: float
+    """The highest rate that held."""
+    high: float
+    """The same, or the lowest rate that failed where nothing between was tried to its end."""
+
+    @classmethod
+    def of(cls, found: dict[str, Any] | None) -> "Bracket":
+        """What a search says, even one that was cut."""
+        if found and any(found["goodput"]):
+            return cls(median(found["goodput"]), median(found["goodput"]))
+        runs = (found or {}).get("runs", [])
+        held = [run["rate"] for run in runs if run["holds"]]
+        failed = [run["rate"] for run in runs if not run["holds"]]
+        return cls(max(held, default=0.0), min(failed, default=inf))
+
+    def over(self, other: "Bracket") -> str:
+        """This over another; empty where nothing can be said."""
+        least = self.low / other.high if other.high else 0.0
+        exact = self.low == self.high and other.low == other.high
+        return (f"{least:.2f}" if exact else f"at least {least:.2f}") if least else ""
+
+
+def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
+    """Path and file of engines that took turns on one card, an engine, and `auto` over it."""
+    for path, found in _files("side-by-side/*.json"):
+        own: dict[float, list[Bracket]] = defaultdict(list)
+        for engine in found["engines"]:
+            engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
+            engine.setdefault("prompts", found["provenance"]["workload"].get("prompts"))
+            if engine["name"].startswith("twolane") and (there := Bracket.of(engine["found"])).low:
+                own[engine["tbt_ms"]].append(there)
+        for engine in found["engines"]:
+            ratio = ""
+            if autos := own[engine["tbt_ms"]]:
+                auto = Bracket(*map(median, zip(*autos, strict=True)))
+                ratio = auto.over(Bracket.of(engine["found"]))
+            yield path, found, engine, ratio
+
+
 def side_by_side() -> Iterator[list[str]]:
     """Rows of engines that took turns on one card, of all files."""
-    for path, found in _files("side-by-side/*.json"):
-        engines = found["engines"]
-        own: dict[float, list[float]] = defaultdict(list)
-        for engine in engines:
-            engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
-            if engine["name"].startswith("twolane") and engine["found"]:
-                own[engine["tbt_ms"]] += engine["found"]["goodput"]
-        for engine in engines:
-            auto = own[engine["tbt_ms"]]
-            one = engine["found"] or {"goodput": [], "runs": [], "client_p99_ms": None}
-            ratio = median(auto) / median(one["goodput"]) if auto and any(one["goodput"]) else 0.0
-            shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
-            gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
-            place = f"{engine['name']} on {found['card']}"
-            over = f"{ratio:.2f}" if ratio else "-"
-            yield [place, *shown, f"{engine['tbt_ms']:g}", _held(one), over, gap,
-                   _made(path, found)]  # fmt: skip
+    for path, found, engine, ratio in _engines():
+        one = engine["found"] or {"goodput": [], "client_p99_ms": None}
+        shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
+        gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
+        held = [f"{engine['tbt_ms']:g}", f"{engine['prompts']}", _held(one)]
+        if engine["found"] is None:
+            held = ["-"] * len(held)
+        place = f"{engine['name']} on {found['card']}"
+        yield [place, *shown, *held, ratio or "-", gap, _made(path, found)]
 
 
 def parts(simulated: bool) -> Iterator[list[str]]:
@@ -180,10 +214,38 @@ def parts(simulated: bool) -> Iterator[list[str]]:
         place = f"{part['model']} {DATASETS[part['dataset']]}, {found['card']}"
         for each in sorted(found["found"], key=lambda one: -median(one["goodput"] or [0.0])):
             ratio, held = f"{found['ratios'].get(each['system'], 1.0):.2f}", _held(each)
-            if not each["goodput"]:
+            if not any(each["goodput"]):
                 ratio = "-"
             yield [place, f"{part['tbt_ms']:g}", f"`{each['system']}`", held, ratio,
                    _made(path, found)]  # fmt: skip
+
+
+def ladders() -> Iterator[list[str]]:
+    """Rows of systems that took turns over one loaded model, at rates that rise, of all files."""
+    steps: dict[tuple[str, str], dict[str, list[tuple[dict[str, Any], str]]]]
+    steps = defaultdict(lambda: defaultdict(list))
+    for path, found in _files("ladder/*.json"):
+        about = found["provenance"]["workload"]
+        for name, asked in {} if found["simulated"] else found["found"].items():
+            system, _, own = name.partition(" within ")
+            card = f"{about['ranks']} x {path.stem.rpartition('x')[2].partition('-')[0]}"
+            place = f"{about['model']} {DATASETS[about['dataset']]}, {card}"
+            bound = own.removesuffix(" ms") or f"{about['tbt_ms']:g}"
+            steps[place, bound][system] += [(step, _made(path, found)) for step in asked]
+    for (place, bound), systems in steps.items():
+        known = {
+            name: Bracket.of({"goodput": [], "runs": [step for step, _ in asked]})
+            for name, asked in systems.items()
+        }
+        for name, asked in sorted(systems.items(), key=lambda pair: -known[pair[0]].low):
+            last, made = max(asked, key=lambda pair: pair[0]["rate"])
+            rates = ", ".join(f"{rate:g}" for rate in sorted(step["rate"] for step, _ in asked))
+            late = f"{1 - last['first_tokens_in_time']:.0%}; {last['gap_p99_ms']:.1f}"
+            others = "auto" in known and name != "auto"
+            ratio = known["auto"].over(known[name]) if others else ""
+            held = f"{known[name].low:g}" if known[name].low else "none"
+            held += " or more" if known[name].high == inf else ""
+            yield [place, bound, f"`{name}`", rates, held, ratio or "-", late, made]
 
 
 def lengths() -> Iterator[list[str]]:
@@ -202,16 +264,14 @@ def lengths() -> Iterator[list[str]]:
 
 
 def _held(found: dict[str, Any]) -> str:
-    """The median goodput; of a search that was interrupted, what is known."""
-    if any(found["goodput"]):
-        return f"{median(found['goodput']):.1f}"
-    runs = found.get("runs", [])
-    held = [run["rate"] for run in runs if run["holds"]]
-    failed = [run["rate"] for run in runs if not run["holds"]]
-    if held:
-        return f"at least {max(held):.1f}"
-    if failed:
-        return f"less than {min(failed):.1f}"
+    """The median goodput; of a search that was cut or in which no rate held, what is known."""
+    known = Bracket.of(found)
+    if known.low == known.high:
+        return f"{known.low:.1f}"
+    if known.low:
+        return f"at least {known.low:.1f}"
+    if known.high < inf:
+        return f"less than {known.high:.1f}"
     return "0.0" if found["goodput"] else "not reached"
 
 
@@ -388,13 +448,19 @@ def summary() -> Iterator[list[str]]:
     pairs = [_rivals(searches[name]) for name in panels if not name.endswith("-flat")]
     ratios = [auto.median / best.median for auto, best in pairs]
     yield ["goodput over the best other system, tuned", _range(ratios, "bounds"), "H200s, measured"]
+    alike = [auto.median / best.median for auto, best in pairs if auto.where == best.where]
+    yield [
+        "of these, both sides on one card at one commit",
+        _range(alike, "bounds"),
+        "H200s, measured",
+    ]
     bounds = list(_bounds())
     yield [
         "the same, simulated, three patterns",
         _range([bound.ratio for bound in bounds], "bounds"),
         "simulated H200 and A100s",
     ]
-    yield from _engines()
+    yield from _beside()
     for (panel, _), served in _saturated().items():
         auto = served.pop("auto")
         best = max(served, key=served.__getitem__)
@@ -414,25 +480,22 @@ def summary() -> Iterator[list[str]]:
         yield ["cost of one launch a layer instead of one for all", cost, on]
 
 
-def _engines() -> Iterator[list[str]]:
-    """Rows of `auto` over another engine at each bound, where both have a figure."""
-    for path, found in _files("side-by-side/*.json"):
-        held: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for engine in found["engines"]:
-            name = "auto" if engine["name"].startswith("twolane") else engine["name"]
-            tbt = engine.get("tbt_ms", found.get("tbt_ms"))
-            held[tbt][name] += (engine["found"] or {"goodput": []})["goodput"]
-        for tbt, rates in held.items():
-            auto = rates.pop("auto", [])
-            others = {name: median(each) for name, each in rates.items() if any(each)}
-            if any(auto) and others:
-                best = max(others, key=others.__getitem__)
-                ratio = f"**{median(auto) / others[best]:.2f}** of {best}"
-                yield [
-                    f"goodput over another engine at {tbt:g} ms, bursts of 300 requests",
-                    f"{ratio} ({median(auto):.1f} and {others[best]:.1f} requests/s)",
-                    _made(path, found).partition(",")[0],
-                ]
+def _beside() -> Iterator[list[str]]:
+    """Rows of `auto` over the best setting of another engine for each card, model and bound."""
+    best: dict[tuple[str, str, float], tuple[Bracket, list[str]]] = {}
+    for path, found, engine, ratio in _engines():
+        tbt, there = engine["tbt_ms"], Bracket.of(engine["found"])
+        if engine["name"].startswith("twolane") or not ratio:
+            continue
+        place = found["card"], path.name.partition("-azure")[0], tbt
+        if place not in best or there > best[place][0]:
+            what = (
+                f"goodput over another engine at {tbt:g} ms, runs of {engine['prompts']} requests"
+            )
+            held = f"**{ratio}** of {engine['name']}, which holds {_held(engine['found'])}"
+            best[place] = there, [what, held, _made(path, found).partition(",")[0]]
+    for _, row in best.values():
+        yield row
 
 
 def _range(ratios: list[float], of: str) -> str:
@@ -470,14 +533,19 @@ TABLES = {
         )
         for name, simulated in (("one-card-parts", False), ("one-card-simulated", True))
     },
+    "ladders": (
+        "model, workload, GPUs|TBT bound, ms|system|asked, requests/s|holds|`auto` over it|"
+        "at the highest rate: first tokens late; P99 gap, ms|file, commit, date",
+        ladders,
+    ),
     "three-seeds": (
         "workload|TBT bound, ms|`auto`|best other system|it holds|ratio of the medians|"
         "median ratio of the patterns|file, commit, date",
         three_seeds,
     ),
     "side-by-side": (
-        "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
-        "`auto` over it|P99 gap there, ms|file, commit, date",
+        "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|"
+        "requests in a run|holds|`auto` over it|P99 gap there, ms|file, commit, date",
         side_by_side,
     ),
     "lengths": (

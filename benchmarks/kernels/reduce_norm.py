@@ -48,8 +48,8 @@ class Rig:
         self.rank, self.ranks, self.hidden = rank, ranks, hidden
         device = torch.device("cuda", rank)
         self.nccl = nccl.join(rank, ranks, store)
-        here, bytes_ = dist.PrefixStore("two-shot", store), flag_bytes(ranks)
-        self.two_shot = TwoShot(self.nccl, here, forced=True, flag_bytes=bytes_)
+        here = dist.PrefixStore("two-shot", store)
+        self.two_shot = TwoShot(self.nccl, here, ("joined",), flag_bytes(ranks))
         self.partial = self.two_shot.buffer(rows, hidden, torch.bfloat16, device)
         self.two_shot.choose([rows], lambda *_: 0.0)
         self.residual = torch.zeros(rows, hidden, device=device, dtype=torch.bfloat16)
