@@ -22,11 +22,11 @@ from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, apart, next_turn
 from tests.parity.serving import serve
-from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_PATIENCE, SIGNALS, _lives
+from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_STOP, SIGNALS, _lives
 from tests.parity.test_ranks import SEEDED
 from tests.parity.test_tiny import compare
 from twolane.engine.messages import Submit
-from twolane.lanes import base
+from twolane.lanes import base, followers
 from twolane.lanes.base import Step
 from twolane.lanes.cpu import disaggregated
 from twolane.lanes.cpu.disaggregated import DecodeRunner
@@ -151,7 +151,7 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decode steps go on without it, for longer than the engine may."""
+    """Decode steps go on without it, for longer than it may be stopped."""
     decode = DecodeRunner._decode
 
     def slow(*args: Any) -> Step:
@@ -162,8 +162,7 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
         ranks = apart(checkpoint, 256, PAGE, RUNNING)
         ranks.serve(make_system("two-stream"), [Submit("first", [5, 6, 7], SHORT)])
         monkeypatch.setattr(DecodeRunner, "_decode", slow)
-        monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
-        monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
+        monkeypatch.setattr(followers, "STOPPED_SECONDS", SHORT_STOP)
         took, said = lose(ranks, number, random.Random(turn).random())
         assert took < ENDS_WITHIN
         assert "rank 1" in said, said

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +35,7 @@ PING_SECONDS = 1.0
 PING = bytes(LENGTH_BYTES)
 """A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
 STOPPED_SECONDS = 8.0
-"""Seconds for which a rank may be stopped by a signal before launches begin."""
+"""Seconds for which a rank may be stopped by a signal, at the start, at rest and in a launch."""
 
 
 class FollowerStart(msgspec.Struct, frozen=True):
@@ -156,9 +156,7 @@ class Followers:
         """Seconds since each of ranks 1 and up last gave a sign of life, by the watch."""
         for rank, process in enumerate(self.processes, start=1):
             self._thread(self._await_end, rank, process)
-        self._started = threading.Event()
-        """Set when launches are watched; until then it is whether a rank is stopped."""
-        self._thread(self._watch_start)
+        self._thread(self._watch_stops)
 
     def check(self) -> None:
         """See that all are alive and go on.
@@ -188,7 +186,6 @@ class Followers:
             launches: those in which all ranks take part.
             progress: changes when one goes on, also before it has ended a step.
         """
-        self._started.set()
         self._thread(self._watch, launches, progress)
 
     def log(self, record: Record) -> None:
@@ -199,7 +196,6 @@ class Followers:
     def close(self, timeout: float) -> None:
         """End them: by the end of their log, or else by force."""
         self._closing.set()
-        self._started.set()
         for queue in self._queues:
             queue.put(None)
         for process in self.processes:
@@ -238,18 +234,26 @@ class Followers:
             self._found_lost.wait(EXPLAIN_SECONDS / 2)
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
 
-    def _watch_start(self) -> None:
+    def _looks(self) -> Iterator[float]:
+        """The seconds of a clock at each look at the ranks, until one is lost or all are closed.
+
+        While this process itself stands still, the clock does too.
+        """
+        looked, now = time.monotonic(), 0.0
+        while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
+            last, looked = looked, time.monotonic()
+            now += min(looked - last, LOOK_MOST_SECONDS)
+            yield now
+
+    def _watch_stops(self) -> None:
+        """Hold a rank for lost that stays stopped: it does not come back by itself."""
         since: dict[int, float] = {}
-        while not self._started.wait(LOOK_SECONDS) and self._lost is None:
-            now = time.monotonic()
-            stopped = self._stopped()
-            since = {rank: since.get(rank, now) for rank in stopped}
+        for now in self._looks():
+            since = {rank: since.get(rank, now) for rank in self._stopped()}
             for rank, begun in since.items():
                 if now - begun > STOPPED_SECONDS:
-                    self._lose(
-                        f"rank 0 of {self.size} has waited {now - begun:.1f} s for rank {rank}, "
-                        "which is stopped, at the start"
-                    )
+                    seconds = f"{now - begun:.1f} s"
+                    self._lose(f"rank {rank} of {self.size} has been stopped for {seconds}")
 
     def _stopped(self) -> list[int]:
         """Ranks that a signal has stopped."""
@@ -257,13 +261,11 @@ class Followers:
         return [rank for rank, process in processes if _is_stopped(process.pid)]
 
     def _watch(self, launches: OpenLaunches, progress: Callable[[], int]) -> None:
-        looked, now, went_on = time.monotonic(), 0.0, 0.0
+        went_on = 0.0
         before: dict[Ticket, int] = {}
         progressed = progress()
         pulse = self._pulse
-        while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
-            last, looked = looked, time.monotonic()
-            now += min(looked - last, LOOK_MOST_SECONDS)
+        for now in self._looks():
             steps = {ticket: len(ticket.steps) for ticket in launches.waiting()}
             last_progress, progressed = progressed, progress()
             if (
@@ -284,15 +286,10 @@ class Followers:
                 self._lose_silent(*late)
 
     def _lose_silent(self, rank: int, seconds: float) -> None:
-        """Hold a rank for lost that has been silent for so long while nothing is owed.
-
-        One that is stopped does not come back by itself; others may only be short of CPU time.
-        """
-        stopped = _is_stopped(self.processes[rank - 1].pid)
-        most = base.PATIENCE_SECONDS if stopped else base.UNPREDICTED_SECONDS
-        if seconds > most - PING_SECONDS:  # it may have become silent before the ping
-            why = f"rank {rank} of {self.size} has not answered for {seconds:.1f} s"
-            self._lose(why + self._who_stopped())
+        """Hold a rank for lost that has been silent for so long while nothing is owed: far longer
+        than one that is short of CPU time may be."""
+        if seconds > base.UNPREDICTED_SECONDS - PING_SECONDS:  # perhaps since before the ping
+            self._lose(f"rank {rank} of {self.size} has not answered for {seconds:.1f} s")
 
     def _overdue(self, ticket: Ticket, seconds: float) -> str:
         return (
