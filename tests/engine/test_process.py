@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.model.checkpoints import make_checkpoint
+from tests.parity.short_of_memory import SAID
 from tests.server.serving import PATIENCE
+from twolane.cli.errors import with_flags
 from twolane.common.errors import FieldError
+from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient, Event
+from twolane.model.load import weights
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -67,6 +72,26 @@ def resident(pid: int) -> float:
     """MiB of memory of a process."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def test_a_gpu_without_memory_is_one_line_that_says_what_to_set(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(SAID)
+
+    monkeypatch.setattr(weights._Loader, "weights", full)
+    with pytest.raises(FieldError) as refused:
+        build(EngineConfig(model=model, device="cpu"), lambda: None, lambda *_: None)
+    line = with_flags(str(refused.value))
+    assert "\n" not in line
+    for word in (
+        "--gpu-memory-utilization is 0.9",
+        "1.50 GiB",
+        "--quantization",
+        "--tensor-parallel-size",
+    ):
+        assert word in line
 
 
 async def until(holds: Callable[[], bool]) -> None:

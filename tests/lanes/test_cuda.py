@@ -9,12 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import distributed as dist
 
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
+from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.slots import _packed
-from twolane.lanes.work import Sampling
+from twolane.lanes.followers import FollowerStart, adapter_key
+from twolane.lanes.following import AdapterReports
+from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.work import AdapterRecord, Sampling
 from twolane.sampling import SamplingParams
 
 
@@ -25,6 +31,26 @@ def test_a_slot_bans_as_many_as_it_can(count: int) -> None:
     known = Sampling(params, seed=0, prompt_tokens=5, eos_token_ids=(2,))
     banned = (2, *params.stop_token_ids) if count < MAX_BANNED else ()
     assert np.array_equal(_packed(known), pack_params(temperature=1.0, limit=8, banned=banned))
+
+
+def test_an_adapter_that_a_gpus_rank_cannot_read_does_not_end_the_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 is told, and gives the slot to nobody."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start = FollowerStart(DeviceSettings(model=""), 1, (), store.port, 0, 0)
+
+    def read(_: int, path: str, digest: bytes | None) -> None:
+        if path == "bad":
+            raise ValueError("the files in bad have changed")
+
+    runner: Any = SimpleNamespace(load_adapter=read)
+    log = [AdapterRecord(0, path, b"", number) for number, path in enumerate(("bad", "good"))]
+    partitions: Any = SimpleNamespace(device=None)
+    FollowerLanes(runner, partitions, iter(log), AdapterReports(start)).follow()
+    told = [store.get(adapter_key(number, 1)).decode() for number in range(2)]
+    assert told == ["the files in bad have changed", ""]
 
 
 class Device:

@@ -1,13 +1,16 @@
 """Several ranks that serve one engine after the other."""
 
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 
+from tests.model.adapters import make_adapter
 from tests.model.checkpoints import VOCAB
 from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
@@ -16,6 +19,7 @@ from twolane.engine.messages import Submit
 from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.model.load.adapter_files import digest_of
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 
@@ -79,10 +83,31 @@ def apart(path: Path, pages: int, page: int, running: int, **settings: Any) -> R
     return ranks
 
 
-def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:
+def on_cpu(path: Path, size: int, pages: int, page: int, running: int, **settings: Any) -> Ranks:
     """Ranks that share the cores of this machine."""
-    settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
-    return Ranks(CpuMachine(settings, lambda *_: None), pages, page, running)
+    asked = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size, **settings)
+    return Ranks(CpuMachine(asked, lambda *_: None), pages, page, running)
+
+
+def load_where_files_differ(ranks: Ranks, base: Path, folder: Path) -> str:
+    """Load an adapter whose files are others when rank 1 reads them; return what is said."""
+    adapter = make_adapter(base, folder / "some", rank=8, seed=3)
+    other = make_adapter(base, folder / "other", rank=8, seed=4)
+    own = ranks.lanes._lanes  # type: ignore[attr-defined]
+    read = own.load_adapter
+
+    def read_before(*asked: Any) -> None:
+        read(*asked)
+        shutil.copytree(other, adapter, dirs_exist_ok=True)
+
+    own.load_adapter = read_before
+    try:
+        with pytest.raises(ValueError, match="rank 1: ") as refused:
+            ranks.lanes.load_adapter(0, str(adapter), digest_of(adapter))
+    finally:
+        del own.load_adapter
+    ranks.lanes.load_adapter(0, str(adapter), digest_of(adapter))
+    return str(refused.value)
 
 
 def next_turn(ranks: Ranks, judge: Judge, page: int) -> Served:

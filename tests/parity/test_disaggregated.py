@@ -20,7 +20,7 @@ from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
-from tests.parity.ranks import Ranks, apart, next_turn
+from tests.parity.ranks import Ranks, apart, load_where_files_differ, next_turn
 from tests.parity.serving import serve
 from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_STOP, SIGNALS, _lives
 from tests.parity.test_ranks import SEEDED
@@ -104,6 +104,12 @@ def test_adapters_answer_as_in_one_process(two: Ranks, checkpoint: Path, tmp_pat
     plain = [Submit("p", [5, 6, 8], params)]
     assert two.serve(system, asked, adapters).outputs == alone.outputs
     assert two.serve(system, plain).outputs[0] != alone.outputs[1], "the adapter changes nothing"
+
+
+def test_an_adapter_that_the_other_process_cannot_read_is_refused(
+    two: Ranks, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert "have changed" in load_where_files_differ(two, checkpoint, tmp_path)
 
 
 def test_grammars_hold_for_every_token(two: Ranks, judge: Judge, tally: Tally) -> None:

@@ -153,6 +153,14 @@ def test_a_rank_that_is_lost_while_channels_are_connected_ends_the_start(
     assert not any(_lives(process.pid) for process in begun[0].processes)
 
 
+def test_a_rank_without_memory_for_its_weights_says_what_to_set(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.short_of_memory")
+    with pytest.raises(RankLost, match=r"rank 1 of 2: gpu_memory_utilization .* 1\.50 GiB more"):
+        on_cpu(checkpoint, 2, 256, 16, 8)
+
+
 def test_a_rank_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
     ranks, news = on_cpu(checkpoint, 2, 256, 16, 8), threading.Event()
     ranks.wake = news.set

@@ -10,7 +10,7 @@ import pytest
 from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
-from tests.parity.ranks import Ranks, on_cpu
+from tests.parity.ranks import Ranks, load_where_files_differ, on_cpu
 from tests.parity.serving import serve
 from tests.server.serving import wait_for
 from twolane.engine.messages import Submit
@@ -33,7 +33,7 @@ def judge(checkpoint: Path) -> Judge:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Ranks]:
-    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING)
+    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING, lora={"some": ""}, max_lora_rank=8)
     yield ranks
     ranks.close()
     assert [process.returncode for process in ranks.processes] == [0]
@@ -97,6 +97,13 @@ def test_seeded_tokens_are_those_of_one_rank(two: Ranks, checkpoint: Path) -> No
         prefix_cache=True,
     )
     assert two.serve(system, SEEDED).outputs == alone.outputs
+
+
+def test_an_adapter_that_another_rank_cannot_read_is_refused_and_the_ranks_go_on(
+    two: Ranks, checkpoint: Path, tmp_path: Path
+) -> None:
+    assert "have changed" in load_where_files_differ(two, checkpoint, tmp_path)
+    assert two.serve(make_system("static-split", {}), SEEDED[:1]).outputs
 
 
 def test_followers_rest_when_there_is_nothing_to_do(two: Ranks) -> None:

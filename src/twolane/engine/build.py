@@ -23,7 +23,7 @@ from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
 from twolane.lanes.base import Lanes
 from twolane.lanes.machine import Machine, MachineLanes, load
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 
 DEFAULT_PAGE_SIZE = 16
@@ -59,7 +59,9 @@ def build(
         OSError: a file cannot be read or written.
     """
     check_settings(config)
-    return assemble(config, load(DeviceSettings.of(config), progress), notify, progress)
+    settings = DeviceSettings.of(config)
+    with memory_errors(settings):
+        return assemble(config, load(settings, progress), notify, progress)
 
 
 def assemble(

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from twolane.lanes import base
 from twolane.lanes.base import Ticket
 from twolane.lanes.settings import DeviceSettings, LaneSizes
-from twolane.lanes.work import Record, encode
+from twolane.lanes.work import AdapterRecord, Record, encode
 from twolane.parallel.group import RankLost
 
 LENGTH_BYTES = 4
@@ -34,6 +34,8 @@ PING_SECONDS = 1.0
 """Seconds between two pings of a rank that has nothing to do."""
 PING = bytes(LENGTH_BYTES)
 """A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
+ADAPTER_LOOK_SECONDS = 0.02
+"""Seconds between two looks whether all ranks have read an adapter."""
 STOPPED_SECONDS = 8.0
 """Seconds for which a rank may be stopped by a signal, at the start, at rest and in a launch."""
 
@@ -137,6 +139,8 @@ class Followers:
         """Where the ranks meet."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called from a thread of its own when a rank is lost."""
+        self._adapters = 0
+        """Adapters that they were told to read."""
         self._lost: RankLost | None = None
         self._found_lost = threading.Event()
         self._closing = threading.Event()
@@ -193,6 +197,27 @@ class Followers:
         encoded = encode(record)
         self._send(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 
+    def load_adapter(self, slot: int, path: str, digest: bytes | None) -> None:
+        """Have all of them read an adapter, as `Lanes.load_adapter` does; wait until they have.
+
+        Raises:
+            ValueError: one of them cannot; the message says which, and why.
+            RankLost: one of them is lost, or they are being ended.
+        """
+        self._adapters += 1
+        names = [adapter_key(self._adapters, rank) for rank in range(1, self.size)]
+        self.log(AdapterRecord(slot, path, digest, self._adapters))
+        while not self.store.check(names):
+            self.check()
+            if self._closing.wait(ADAPTER_LOOK_SECONDS):
+                raise RankLost("the ranks are being ended")
+        problems = [self.store.get(name).decode() for name in names]
+        for name in names:
+            self.store.delete_key(name)
+        for rank, problem in enumerate(problems, start=1):
+            if problem:
+                raise ValueError(f"rank {rank}: {problem}")
+
     def close(self, timeout: float) -> None:
         """End them: by the end of their log, or else by force."""
         self._closing.set()
@@ -230,6 +255,8 @@ class Followers:
 
     def _await_end(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
+        if self.store.check([key := failure_key(rank)]):
+            self._lose(f"rank {rank} of {self.size}: {self.store.get(key).decode()}")
         if code > 0:  # perhaps because it missed another one, which was killed
             self._found_lost.wait(EXPLAIN_SECONDS / 2)
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
@@ -306,6 +333,17 @@ class Followers:
             self._lost = RankLost(why)
             self._found_lost.set()
             self.on_lost()
+
+
+def adapter_key(number: int, rank: int) -> str:
+    """Key of the store under which a rank tells what came of an adapter: nothing, or why it could
+    not be read."""
+    return f"adapter-{number}-{rank}"
+
+
+def failure_key(rank: int) -> str:
+    """Key of the store under which a rank tells why it cannot start."""
+    return f"failure-{rank}"
 
 
 def _is_stopped(process: int) -> bool:

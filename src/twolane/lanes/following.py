@@ -4,19 +4,73 @@ The log comes on its standard input. It lives as long as that pipe is open, and 
 process that started it.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
+from torch import distributed as dist
 
-from twolane.lanes.followers import LENGTH_BYTES, PING, FollowerStart
-from twolane.lanes.settings import LaneSizes
-from twolane.lanes.work import Record, decode
+from twolane.lanes.followers import (
+    LENGTH_BYTES,
+    PING,
+    FollowerStart,
+    adapter_key,
+    failure_key,
+)
+from twolane.lanes.settings import LaneSizes, memory_errors
+from twolane.lanes.work import AdapterRecord, Record, decode
 
 PR_SET_PDEATHSIG = 1
+
+
+class ReadsAdapters(Protocol):
+    """What of a rank reads adapters."""
+
+    def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
+        """See `Lanes.load_adapter`."""
+
+
+class AdapterReports:
+    """Tells rank 0 what came of the adapters that this rank was told to read.
+
+    Args:
+        start: of this rank.
+    """
+
+    def __init__(self, start: FollowerStart) -> None:
+        self._rank = start.rank
+        # A client of its own: one that waits for something keeps others out.
+        self._store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+
+    def load(self, record: AdapterRecord, reader: ReadsAdapters) -> None:
+        """Read an adapter; an error is rank 0's to tell, and the slot is given to nobody then."""
+        problem = ""
+        try:
+            reader.load_adapter(record.slot, record.path, record.digest)
+        except Exception as error:
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
+        self._store.set(adapter_key(record.number, self._rank), problem)
+
+
+@contextlib.contextmanager
+def failure_told(start: FollowerStart) -> Iterator[None]:
+    """Tell rank 0 why this rank cannot start, and end the process.
+
+    Raises:
+        Exception: nobody foresaw it.
+    """
+    try:
+        with memory_errors(start.settings):
+            yield
+    except (ValueError, OSError, MemoryError) as error:
+        store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+        store.set(failure_key(start.rank), str(error) or type(error).__name__)
+        os._exit(1)  # whatever this rank has begun with others
 
 
 def read_start() -> FollowerStart | None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Lanes, Ticket
 from twolane.lanes.followers import Followers
-from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, TokenMask, Work
+from twolane.lanes.work import DropRecord, LaunchRecord, TokenMask, Work
 
 
 class LocalLanes(Lanes, Protocol):
@@ -62,9 +62,9 @@ class RankedLanes:
         self._followers.watch(self._lanes)
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
-        """See `Lanes.load_adapter`; what this rank can read the others can."""
+        """See `Lanes.load_adapter`; all ranks have read it when this returns."""
         self._lanes.load_adapter(slot, path, digest)
-        self._followers.log(AdapterRecord(slot, path, digest))
+        self._followers.load_adapter(slot, path, digest)
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: the other ranks keep their parts until others come."""

@@ -1,13 +1,20 @@
 """What lanes need of an engine's settings: the model, the device, and the sizes."""
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 
 import msgspec
+import torch
 
+from twolane.common.errors import FieldError
 from twolane.model.decoder import Weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
 from twolane.model.spec import ModelSpec
+
+TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+"""What PyTorch says of memory that it did not get."""
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +72,27 @@ class LaneSizes(msgspec.Struct, frozen=True):
     def tokens(self) -> int:
         """Tokens that the KV pool holds."""
         return self.pages * self.page_size
+
+
+@contextlib.contextmanager
+def memory_errors(settings: DeviceSettings) -> Iterator[None]:
+    """Say what to set where a GPU has too little memory to start.
+
+    Raises:
+        FieldError: it has.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        found = TRIED.search(str(error))
+        what = f" for {found[1]} more" if found else ""
+        raise FieldError(
+            "gpu_memory_utilization",
+            f"is {settings.gpu_memory_utilization:g}, and a GPU has no memory{what} to start with "
+            "this model: store its weights smaller (--quantization), share them among more GPUs "
+            "(--tensor-parallel-size), end what else uses the GPU, or, if the weights fit, lower "
+            "it",
+        ) from error
 
 
 def load_shard(

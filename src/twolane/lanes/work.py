@@ -187,6 +187,8 @@ class AdapterRecord(msgspec.Struct, frozen=True, array_like=True, tag="adapter")
     slot: int
     path: str
     digest: bytes | None = None
+    number: int = 0
+    """Its own, under which every rank tells rank 0 what came of it."""
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):

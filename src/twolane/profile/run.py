@@ -18,7 +18,7 @@ from twolane.estimate.profile import (
     cached_profile,
 )
 from twolane.lanes.machine import Machine, load
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
@@ -68,7 +68,9 @@ def take_profile(
         ValueError: a setting is wrong, or the file is the profile of something else.
     """
     check_settings(config)
-    machine = load(DeviceSettings.of(config), progress)
+    settings = DeviceSettings.of(config)
+    with memory_errors(settings):
+        machine = load(settings, progress)
     with rig_on(config, machine, progress) as rig:
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)
@@ -150,7 +152,8 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
     most = context_length(config, machine.spec)
     books = make_books(config, machine, most)
     sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, most)
-    lanes = machine.start(sizes, lambda: None, progress)
+    with memory_errors(DeviceSettings.of(config)):
+        lanes = machine.start(sizes, lambda: None, progress)
     try:
         lanes.fill_kv()
         yield Rig(

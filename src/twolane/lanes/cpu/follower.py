@@ -13,7 +13,7 @@ from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
 from twolane.lanes.followers import FollowerStart
-from twolane.lanes.following import read_log, read_sizes, read_start
+from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
@@ -49,19 +49,16 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
             raise ValueError(f"the log has launch {record.number} where {ticket.number} is due")
     elif isinstance(record, DropRecord):
         lanes.drop(record.batch)
-    elif isinstance(record, AdapterRecord):
-        try:
-            lanes.load_adapter(record.slot, record.path, record.digest)
-        except ValueError as error:  # rank 0 sees the change, too, and gives the slot to nobody
-            print(f"adapter slot {record.slot}: {error}", file=sys.stderr)
-            lanes.drop_adapter(record.slot)
 
 
 def follow(runner: OrDie, start: FollowerStart) -> NoReturn:
     """Carry out the log on this process's lanes, and end the process where the log ends."""
-    lanes = CpuLanes(runner, start.cores, lambda: None)
+    lanes, reports = CpuLanes(runner, start.cores, lambda: None), AdapterReports(start)
     for record in read_log(start.answers):
-        carry_out(lanes, record)
+        if isinstance(record, AdapterRecord):
+            reports.load(record, lanes)
+        else:
+            carry_out(lanes, record)
     os._exit(0)  # without what is queued: nobody waits for it
 
 
@@ -71,7 +68,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
     settings = start.settings
-    spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
+    with failure_told(start):
+        spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
     if (sizes := read_sizes()) is None:

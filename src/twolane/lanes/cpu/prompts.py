@@ -12,7 +12,7 @@ from torch import distributed as dist
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.follower import OrDie, follow
 from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
-from twolane.lanes.following import read_sizes, read_start
+from twolane.lanes.following import failure_told, read_sizes, read_start
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import PrefillWork, Work
@@ -71,7 +71,8 @@ def main() -> None:
     torch.set_num_threads(1)  # for loading, beside the other process; the lane sets its own
     settings = start.settings
     ours, theirs, arrivals = start.files
-    spec, weights = load_shard(settings, "cpu", lambda *_: None)
+    with failure_told(start):
+        spec, weights = load_shard(settings, "cpu", lambda *_: None)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     meet(start.rank, settings.ranks, store, lambda: None)
     if (sizes := read_sizes()) is None:

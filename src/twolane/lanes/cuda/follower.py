@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from twolane.lanes.cuda.lanes import is_slice
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import connect, load_rank
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.following import read_log, read_sizes, read_start
+from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
 from twolane.lanes.work import (
     AdapterRecord,
     DropRecord,
@@ -49,18 +49,22 @@ class FollowerLanes:
         runner: queues the work.
         partitions: the levels and their streams.
         log: what to do.
+        reports: tells rank 0 what came of adapters.
     """
 
     def __init__(
-        self, runner: CudaRunner, partitions: GreenContexts, log: Iterator[Record]
+        self,
+        runner: CudaRunner,
+        partitions: GreenContexts,
+        log: Iterator[Record],
+        reports: AdapterReports,
     ) -> None:
         self._runner, self._partitions, self._log = runner, partitions, log
+        self._reports = reports
         self._open: deque[_OpenLaunch] = deque()
         self._last: dict[str, int] = {}
         """Number of the last launch that used each of what launches share."""
         self._reader = ThreadPoolExecutor(1, "adapters")
-        self._loads: deque[Future[None]] = deque()
-        """Adapters that are being read."""
         self._layers = 0
         """Layers of the slice that is being launched that go before the next record."""
 
@@ -77,18 +81,15 @@ class FollowerLanes:
         elif isinstance(record, FillRecord):
             self._runner.kv.fill()
         elif isinstance(record, AdapterRecord):
-            self._loads.append(self._reader.submit(self._load, record))
+            self._reader.submit(self._load, record)
         else:
             raise ValueError(f"the log has {record}, and no slice is being launched")
 
     def _load(self, record: AdapterRecord) -> None:
         torch.cuda.set_device(self._partitions.device)
-        self._runner.load_adapter(record.slot, record.path, record.digest)
+        self._reports.load(record, self._runner)
 
     def _launch(self, record: LaunchRecord) -> None:
-        if any(update.adapter >= 0 for update in record.work.slots):
-            while self._loads:  # only a launch that tells of an adapter needs it to be there
-                self._loads.popleft().result()
         while self._open and self._open[0].ended.query():  # type: ignore[no-untyped-call]
             self._open.popleft()
         stream = self._partitions.stream(record.lane, record.units)
@@ -126,15 +127,18 @@ def main() -> int:
     """Follow until the log ends; the exit code."""
     if (start := read_start()) is None:
         return 0
-    machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
+    with failure_told(start):
+        machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     connect(machine, start.settings.all_reduce, store, lambda: None)
     if (sizes := read_sizes()) is None:
         return 0
-    runner = machine.runner(sizes, lambda *_: None)
+    with failure_told(start):
+        runner = machine.runner(sizes, lambda *_: None)
     garbage.leave_out()
     try:
-        FollowerLanes(runner, machine.partitions, read_log(start.answers)).follow()
+        log, reports = read_log(start.answers), AdapterReports(start)
+        FollowerLanes(runner, machine.partitions, log, reports).follow()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # whatever is queued waits for other ranks

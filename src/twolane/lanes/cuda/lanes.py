@@ -20,7 +20,6 @@ from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, End, Queued
 from twolane.lanes.followers import Followers
 from twolane.lanes.work import (
-    AdapterRecord,
     DropRecord,
     FillRecord,
     LaunchRecord,
@@ -161,10 +160,11 @@ class CudaLanes:
         self._launcher.submit(partial(self._drop, batch), "slice")
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
-        """See `Lanes.load_adapter`; what this rank can read the others can."""
+        """See `Lanes.load_adapter`; all ranks have read it when this returns."""
         torch.cuda.set_device(self._partitions.device)
         self.runner.load_adapter(slot, path, digest)
-        self._log(AdapterRecord(slot, path, digest))
+        if self._followers is not None:
+            self._followers.load_adapter(slot, path, digest)
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: it stays until another comes."""

@@ -22,7 +22,7 @@ from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.logit_processors import fetch
 from twolane.lanes.cuda.runner import CudaRunner, End, LaunchPlace, Queued
 from twolane.lanes.cuda.slots import upload
-from twolane.lanes.following import read_log, read_sizes, read_start
+from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import LaunchRecord, PrefillWork, Record
 from twolane.transfer.arrivals import Arrival, tell
@@ -48,6 +48,7 @@ class PromptLanes(FollowerLanes):
         runner: queues the work.
         machine: this GPU.
         log: what to do.
+        reports: tells rank 0 what came of adapters.
         arrivals: the pipe to rank 0.
     """
 
@@ -58,9 +59,10 @@ class PromptLanes(FollowerLanes):
         runner: CudaPromptRunner,
         machine: MirroredMachine,
         log: Iterator[Record],
+        reports: AdapterReports,
         arrivals: int,
     ) -> None:
-        super().__init__(runner, machine.partitions, log)
+        super().__init__(runner, machine.partitions, log, reports)
         self._arrivals = arrivals
         self._under_way: SimpleQueue[tuple[torch.cuda.Event, PrefillWork, Tensor | None]] = (
             SimpleQueue()
@@ -103,15 +105,18 @@ def main() -> int:
     if (start := read_start()) is None:
         return 0
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
+    with failure_told(start):
+        machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
     if (sizes := read_sizes()) is None:
         return 0
-    runner = machine.runner(sizes, lambda *_: None)
+    with failure_told(start):
+        runner = machine.runner(sizes, lambda *_: None)
     assert isinstance(runner, CudaPromptRunner)
     machine.meet_ready()
     garbage.leave_out()
     try:
-        PromptLanes(runner, machine, read_log(start.answers), start.files[0]).follow()
+        log, reports = read_log(start.answers), AdapterReports(start)
+        PromptLanes(runner, machine, log, reports, start.files[0]).follow()
     except BaseException:
         traceback.print_exc()
         os._exit(1)
