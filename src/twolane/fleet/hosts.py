@@ -1,11 +1,17 @@
 """Where replicas run: as processes of this one, or as Ray's actors."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from twolane.common.errors import FieldError
 from twolane.fleet.process import ReplicaProcess, StartError
 
+log = logging.getLogger("twolane.fleet")
+
+PLACE_SECONDS = 15.0
+"""Seconds between two lines about a replica for which the cluster has no room."""
 ACTOR_SECONDS = 10.0
 """Seconds within which an actor must answer; it does nothing but hold a process."""
 
@@ -105,11 +111,13 @@ class RayHosts:
         address: of the cluster; None starts one on this machine.
         cpus: Ray's CPUs that each replica takes.
         gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
+        replicas: how many there are at the start.
         most: how many replicas there may be.
         environment: variables beside those of this process.
 
     Raises:
         ValueError: Ray is not installed.
+        FieldError: this machine is all of the cluster, and has fewer GPUs than the replicas take.
         ConnectionError: there is no cluster at the address.
     """
 
@@ -119,6 +127,7 @@ class RayHosts:
         address: str | None,
         cpus: float,
         gpus: float,
+        replicas: int,
         most: int,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -132,7 +141,11 @@ class RayHosts:
             own = {"num_cpus": max(1, round(cpus * most + 0.5)), "object_store_memory": 80 << 20}
             own["include_dashboard"] = False
         ray.init(address=address, namespace="twolane", log_to_driver=True, **own)
-        self._ray = ray
+        if address is None and (there := ray.cluster_resources().get("GPU", 0)) < replicas * gpus:
+            ray.shutdown()
+            what = f"is {gpus:g} for each of {replicas}, and Ray finds {there:g} GPUs here"
+            raise FieldError("replica_gpus", what)
+        self._ray, self._wanted = ray, f"{cpus:g} CPUs and {gpus:g} GPUs"
         self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
         self._host = "127.0.0.1" if address is None else None
         self._arguments = list(arguments)
@@ -143,6 +156,7 @@ class RayHosts:
         """See `Hosts.start`."""
         actor = self._class.remote()
         try:
+            await self._placed(name, actor)
             how = self._arguments, self._host, self._environment
             started: ReplicaAddress = await actor.start.remote(*how)
         except self._ray.exceptions.RayError as error:
@@ -150,6 +164,17 @@ class RayHosts:
             raise StartError(str(error).strip().splitlines()[-1]) from error
         self._actors[name] = actor
         return started
+
+    async def _placed(self, name: str, actor: Any) -> None:
+        """Wait for a machine that has room for an actor; say so now and then."""
+        placed = asyncio.wrap_future(actor.__ray_ready__.remote().future())
+        while not (await asyncio.wait({placed}, timeout=PLACE_SECONDS))[0]:
+            free = await asyncio.to_thread(self._ray.available_resources)
+            log.warning(
+                "%s waits for a machine of the Ray cluster with %s; free are %g CPUs and %g GPUs",
+                *(name, self._wanted, free.get("CPU", 0), free.get("GPU", 0)),
+            )
+        placed.result()
 
     async def alive(self, name: str) -> bool:
         """See `Hosts.alive`."""

@@ -9,6 +9,7 @@ import aiohttp
 from starlette.types import ASGIApp
 
 from twolane.common import garbage
+from twolane.common.errors import FieldError
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
 from twolane.fleet.options import FleetOptions
@@ -72,11 +73,13 @@ def application(pool: Pool, session: aiohttp.ClientSession, shared: ServerOption
 def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     """Return where replicas run."""
     if options.hosts == "local":
+        if options.replica_gpus:
+            raise FieldError("replica_gpus", "is Ray's to give: --hosts local gives none away")
         return LocalHosts(arguments)
     _, most = options.bounds
-    cpus, gpus = options.replica_cpus, options.replica_gpus
+    room = options.replica_cpus, options.replica_gpus, options.replicas
     # One more than there may be: a restart starts a successor first.
-    return RayHosts(arguments, options.ray_address, cpus, gpus, most + 1)
+    return RayHosts(arguments, options.ray_address, *room, most + 1)
 
 
 async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
