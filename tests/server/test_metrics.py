@@ -12,14 +12,15 @@ import urllib.request
 from collections import Counter
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
 from twolane.engine.messages import Refused, Stats
 from twolane.frontend.liveness import Liveness
+from twolane.server.accounting import RequestAccounting
 from twolane.server.admission import Admission
+from twolane.server.availability import Availability
 from twolane.server.http.calls import Call
 from twolane.server.ops.dashboard.history import value_of
 from twolane.server.ops.metrics import (
@@ -29,7 +30,6 @@ from twolane.server.ops.metrics import (
     RequestMetrics,
     ServerMetrics,
 )
-from twolane.server.service import RequestAccounting
 from twolane.slo import Slo
 
 from .serving import PATIENCE, serving, wait_for
@@ -538,10 +538,10 @@ class TestSlo:
     def test_who_was_refused_by_the_system_was_missed(self, code, missed):
         """A system refuses good requests that would be late; the engine refuses bad ones."""
         metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0), 16)
-        service = SimpleNamespace(admission=Admission(1), metrics=metrics, draining=False)
-        service.admission.enter(1, "prompt")
-        books = RequestAccounting(service, [[5]], Call(metrics))
-        books.ended(0, Refused("r", code, "why"), time.monotonic())
+        admission = Admission(1)
+        admission.enter(1, "prompt")
+        account = RequestAccounting(admission, Availability(None), [[5]], Call(metrics))
+        account.ended(0, Refused("r", code, "why"), time.monotonic())
         for slo in ("ttft", "tbt"):
             labels = {"model_name": "model", "slo": slo, "outcome": "missed"}
             value = metrics.registry.get_sample_value("twolane:slo_requests_total", labels)

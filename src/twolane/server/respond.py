@@ -77,8 +77,8 @@ async def begin_chat(
         ClientGone: the client left meanwhile.
         ApiError: the conversation cannot be served.
     """
-    tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
-    form = await unless_gone(request, service.answer_form(chat, tokens))
+    tokens = (await unless_gone(request, service.prompts.of_chat(chat))).tokens
+    form = await unless_gone(request, service.forms.of(chat, tokens))
     return tokens, form, service.generate(chat, [tokens], call, form)
 
 

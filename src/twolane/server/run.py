@@ -319,7 +319,7 @@ async def serve_until_stopped(
     if engine.failed.is_set():
         log.error("%s", engine.failure)
         await first_of(asyncio.sleep(FAILURE_SECONDS), stop.asked.wait())
-    service.draining = True
+    service.availability.draining = True
     if not engine.failed.is_set():
         await drain(server, serving, engine, stop, options.drain_seconds)
     await end(server, serving)

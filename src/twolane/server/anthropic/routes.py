@@ -62,7 +62,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         """Count the tokens of a conversation, which may be longer than the context."""
         service.check_model(body.model)
         try:
-            tokens = await service.count_chat(body.as_chat(has_variable))
+            tokens = await service.prompts.count_chat(body.as_chat(has_variable))
         except ApiError as error:
             raise renamed(error) from error
         return json_response({"input_tokens": tokens})

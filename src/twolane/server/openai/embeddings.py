@@ -63,7 +63,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
         model = service.check_model(body.model)
         texts = embedded_texts(body)
         try:
-            prompts = await unless_gone(request, service.completion_prompts(texts))
+            prompts = await unless_gone(request, service.prompts.of_completion(texts))
             tokens = [prompt.tokens for prompt in prompts]
             generation = service.generate(texts, tokens, call)
         except ApiError as error:

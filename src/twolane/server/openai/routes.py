@@ -32,10 +32,10 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
         """Continue one or more prompts."""
         model = service.check_model(body.model)
-        prompts = await unless_gone(request, service.completion_prompts(body))
+        prompts = await unless_gone(request, service.prompts.of_completion(body))
         tokens = [prompt.tokens for prompt in prompts]
-        form = await unless_gone(request, service.answer_form(body, tokens[0]))
-        options = answer_options(body, service, form, service.echo(body, prompts))
+        form = await unless_gone(request, service.forms.of(body, tokens[0]))
+        options = answer_options(body, service, form, service.prompts.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)
@@ -49,8 +49,8 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation."""
         model = service.check_model(body.model)
-        tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
-        form = await unless_gone(request, service.answer_form(body, tokens[0]))
+        tokens = [(await unless_gone(request, service.prompts.of_chat(body))).tokens]
+        form = await unless_gone(request, service.forms.of(body, tokens[0]))
         options, writer = answer_options(body, service, form), logprob_writer(body, service)
         answer = Answer("chat", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)

@@ -35,7 +35,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
     async def load_lora_adapter(body: LoadRequest) -> Response:
         """Load an adapter from a directory of the server's; requests can ask for it by its name
         when this has been answered."""
-        service.check_available()
+        service.availability.check()
         if body.lora_name == service.model_name:
             raise refused(AdapterRefused("this is the name of the model itself"), "lora_name")
         try:
@@ -50,7 +50,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
     async def unload_lora_adapter(body: UnloadRequest) -> Response:
         """Unload an adapter: no new request gets it, and when those that have it have ended, this
         is answered."""
-        service.check_available()
+        service.availability.check()
         if body.lora_name not in service.engine.adapters.loaded:
             service.check_model(body.lora_name)
             raise refused(AdapterRefused("this is the model itself"), "lora_name")

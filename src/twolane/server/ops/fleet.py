@@ -31,7 +31,7 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
     async def chat(body: ChatRequest, request: Request, token_ids: bool = False) -> Response:
         """Return the prompt's length and landmarks of a body of /v1/chat/completions, and its
         tokens if that is asked for."""
-        prompt = await unless_gone(request, service.chat_prompt(body))
+        prompt = await unless_gone(request, service.prompts.of_chat(body))
         return landmarks(service, body, prompt.tokens, token_ids)
 
     @app.post("/fleet/landmarks/completions", response_class=Response, responses=described)
@@ -39,7 +39,7 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
         body: CompletionRequest, request: Request, token_ids: bool = False
     ) -> Response:
         """Return the same of the first prompt of a body of /v1/completions."""
-        prompts = await unless_gone(request, service.completion_prompts(body))
+        prompts = await unless_gone(request, service.prompts.of_completion(body))
         shown = token_ids and len(prompts) == 1
         return landmarks(service, body, prompts[0].tokens, shown)
 
@@ -50,8 +50,8 @@ def replica_state(service: Service, known: int) -> ReplicaState:
     return msgspec.structs.replace(
         ReplicaState.of(engine.ready, engine.stats, engine.prefixes, known),
         model=service.model_name,
-        ready=service.unavailable is None,
-        draining=service.draining,
+        ready=service.availability.problem is None,
+        draining=service.availability.draining,
         attainment=service.dashboard.attainment("ttft"),
     )
 

@@ -75,7 +75,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response, responses=probe)
     async def ready() -> Response:
         """Say whether requests can be served: 200 or 503."""
-        service.check_available()
+        service.availability.check()
         silences = service.engine.liveness.silences
         ranks = {str(rank): round(silence, 1) for rank, silence in enumerate(silences, start=1)}
         return json_response({"status": "ok", **({"ranks": ranks} if ranks else {})})
@@ -129,7 +129,7 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
     @app.post("/reset_prefix_cache", response_class=Response, responses={200: {"model": Health}})
     async def reset_prefix_cache() -> Response:
         """Empty the prefix cache: requests sent from now on reuse nothing that is in it."""
-        service.check_available()
+        service.availability.check()
         service.engine.forget_prefixes()
         return json_response({"status": "ok"})
 
@@ -145,7 +145,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         service.check_model(body.model)
-        listed = await unless_gone(request, service.tokenize(body))
+        listed = await unless_gone(request, service.prompts.tokenize(body))
         return json_response(
             {
                 "count": listed.count,
@@ -163,5 +163,5 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
         service.check_model(body.model)
-        text = await unless_gone(request, service.detokenize(body.tokens))
+        text = await unless_gone(request, service.prompts.detokenize(body.tokens))
         return json_response({"prompt": text})

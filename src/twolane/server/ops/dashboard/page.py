@@ -38,7 +38,7 @@ def about(service: Service) -> dict[str, Any]:
         "unit": "core" if ready.device == "cpu" else "SM",
         "levels": ready.levels,
         "kv_tokens": ready.kv_tokens,
-        "unavailable": service.unavailable,
+        "unavailable": service.availability.problem,
     }
 
 

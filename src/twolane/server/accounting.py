@@ -1,0 +1,102 @@
+"""The account of each request: its place in the queue, its metrics and its traces."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from twolane.engine.messages import Output, Refused
+from twolane.frontend.engine_client import EngineGone, Event
+from twolane.sampling import SamplingParams
+from twolane.server.admission import Admission
+from twolane.server.availability import Availability
+from twolane.server.http.calls import Call
+from twolane.server.openai.protocol import ChatRequest, GenerationBody
+
+if TYPE_CHECKING:  # needs an extra
+    from twolane.server.ops.tracing import RequestTrace
+
+log = logging.getLogger("twolane.server")
+
+
+class RequestAccounting:
+    """Keeps admission and metrics right for the prompts of one request.
+
+    Invariant: each prompt leaves the queue once and ends once in the metrics.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        availability: Availability,
+        prompts: Sequence[list[int]],
+        call: Call,
+        traces: "Sequence[RequestTrace]" = (),
+    ) -> None:
+        self._admission = admission
+        self._availability = availability
+        self._traces = traces
+        self._metrics = call.admit(prompts)
+        self._queued = [True] * len(prompts)
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._arrival, self._key = call.arrival, call.key
+
+    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
+        """See `Observer.tokens`."""
+        self._leave(index, served=True)
+        self._metrics[index].tokens(count, now, cached)
+        if self._traces:
+            self._traces[index].tokens(count, now, cached)
+
+    def ended(self, index: int, event: Event | None, now: float) -> None:
+        """See `Observer.ended`."""
+        self._leave(index, served=False)
+        metrics = self._metrics[index]
+        outcome: str
+        match event:
+            case Output(finish="stop" | "length" as outcome):
+                metrics.finish(outcome, now, event.times)
+            case Refused(code="broken"):
+                outcome = "model"
+                metrics.fail(outcome)
+            case Refused(code=outcome, message=message):
+                metrics.refuse(outcome, message, overload=outcome == "refused")
+            case Output() | EngineGone():
+                outcome = "shutdown" if self._availability.draining else "engine"
+                metrics.fail(outcome)
+            case None:
+                outcome = "disconnect"
+                metrics.give_up(outcome, now)
+        if self._traces:
+            self._traces[index].ended(event, outcome, now)
+        log.debug(
+            "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
+        )
+
+    def _leave(self, index: int, *, served: bool) -> None:
+        if self._queued[index]:
+            self._queued[index] = False
+            self._admission.leave(served=served, key=self._key, tokens=self._lengths[index])
+
+
+def span_attributes(
+    body: GenerationBody, params: SamplingParams, model_name: str
+) -> dict[str, str | int | float | bool | list[str]]:
+    """Return what a request asks for, by OpenTelemetry's names; what it leaves open is missing."""
+    chat = isinstance(body, ChatRequest)
+    asked = {
+        "operation.name": "chat" if chat else "text_completion",
+        "provider.name": "twolane",
+        "request.model": model_name,
+        "response.model": model_name,
+        "request.choice.count": body.choices if body.choices > 1 else None,
+        "request.stream": bool(body.stream),
+        "request.max_tokens": params.max_tokens,
+        "request.temperature": params.temperature,
+        "request.top_p": params.top_p,
+        "request.top_k": params.top_k if params.top_k > 0 else None,
+        "request.seed": params.seed,
+        "request.frequency_penalty": params.frequency_penalty,
+        "request.presence_penalty": params.presence_penalty,
+        "request.stop_sequences": list(body.stop_strings) or None,
+    }
+    return {f"gen_ai.{name}": value for name, value in asked.items() if value is not None}

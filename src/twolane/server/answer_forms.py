@@ -1,0 +1,103 @@
+"""What an answer looks like: free text, or tool calls, thinking and text after a grammar."""
+
+from collections.abc import Sequence
+
+from twolane.common.errors import FieldError
+from twolane.frontend.engine_client import EngineClient
+from twolane.frontend.fence import Crowded
+from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
+from twolane.frontend.structured.maker import GrammarMaker
+from twolane.frontend.text.codec import TextCodec
+from twolane.server.availability import Availability
+from twolane.server.http.errors import ApiError
+from twolane.server.http.gate import CLIENT
+from twolane.server.openai.protocol import ChatRequest, GenerationBody
+
+SEEN_TOKENS = 32
+"""The end of a prompt in which the marks of thinking are looked for, in tokens."""
+
+
+class AnswerForms:
+    """Finds the form of each answer, and has the grammar made that the form asks for.
+
+    Args:
+        engine: a running engine.
+        codec: the tokenizer of its model.
+        forms: what the model's answers may look like.
+        availability: whether anything is served.
+    """
+
+    def __init__(
+        self, engine: EngineClient, codec: TextCodec, forms: Forms, availability: Availability
+    ) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._forms = forms
+        self._availability = availability
+        self._maker: GrammarMaker | None = None
+        """What makes grammars, from the first one on."""
+        self._taught = False
+        """Whether the engine has the tokenizer."""
+
+    async def of(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerForm:
+        """Return the form of the answers to a prompt.
+
+        Args:
+            body: the request.
+            tokens: its first prompt.
+
+        Raises:
+            ApiError: 400, a field asks for what cannot be served; 429; 503.
+        """
+        asked, chat = body.asked, isinstance(body, ChatRequest)
+        if asked.wanted is None and not (chat and (asked.tools or self._forms.thinks)):
+            return FREE
+        try:
+            if not self._codec.has_tokenizer:
+                raise FieldError((asked.wanted or ("tools",))[0], "needs a model with a tokenizer")
+            end = self._codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
+            if isinstance(body, ChatRequest):
+                form = self._forms.of(asked, end, body.continued)
+            else:
+                form = grammar_alone(asked)
+            return await self._with_grammar(form)
+        except FieldError as error:
+            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
+
+    def teach(self) -> None:
+        """Give the engine the tokenizer, which it needs for the first request with a grammar.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if not self._taught:
+            self._engine.teach(self._codec.tokenizer_json)
+            self._taught = True
+
+    async def close(self) -> None:
+        """End the program that makes grammars."""
+        if self._maker is not None:
+            await self._maker.close()
+
+    async def _with_grammar(self, form: AnswerForm) -> AnswerForm:
+        """The form with the grammar that it asks for.
+
+        Raises:
+            FieldError: the grammar cannot be served.
+            ApiError: 429 or 503.
+        """
+        if form.wanted is None:
+            return form
+        self._availability.check()
+        if self._maker is None:
+            eos = self._engine.ready.eos_token_ids
+            self._maker = GrammarMaker(self._codec.tokenizer_json, eos)
+        try:
+            return form._replace(grammar=await self._maker.make(form.wanted, CLIENT.get()))
+        except FieldError:
+            self._availability.check()  # it may have been given up for that
+            raise
+        except Crowded as error:
+            headers = {"Retry-After": "1"}
+            message = "too many grammars wait to be made"
+            raise ApiError(429, message, code="queue_full", headers=headers) from error

@@ -1,0 +1,244 @@
+"""Prompts: the text, the tokens or the conversation of a request's body as tokens."""
+
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from twolane.frontend.engine_client import EngineClient
+from twolane.frontend.fence import Crowded
+from twolane.frontend.fields import kept_tokens
+from twolane.frontend.messages import turns_of
+from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
+from twolane.frontend.text.texts import Texts
+from twolane.server.admission import Admission
+from twolane.server.availability import Availability
+from twolane.server.http.errors import ApiError
+from twolane.server.http.gate import CLIENT
+from twolane.server.openai.answers import Echo
+from twolane.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    TokenizeRequest,
+)
+
+T = TypeVar("T")
+LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
+"""This many characters are always tokenised, and this many for each token of the context."""
+
+
+class Prompt(NamedTuple):
+    """A prompt to answer."""
+
+    tokens: list[int]
+    text: str | None = None
+    """As given; None: it was not text, or was cut."""
+
+    def last(self, most: int) -> "Prompt":
+        """Return the prompt cut to its last tokens."""
+        return self if len(self.tokens) <= most else Prompt(self.tokens[-most:])
+
+    def shown(self, codec: TextCodec, skip_special_tokens: bool) -> str:
+        """Return the prompt as text, which is empty without a tokenizer."""
+        if self.text is not None or not codec.has_tokenizer:
+            return self.text or ""
+        return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
+
+
+class Prompts:
+    """Makes prompts of what clients send, and refuses those that cannot be served.
+
+    Args:
+        engine: a running engine, whose context and vocabulary bound a prompt.
+        texts: its tokenizer and chat template.
+        admission: the queue, which bounds the prompts of one call.
+        availability: whether anything is served.
+    """
+
+    def __init__(
+        self, engine: EngineClient, texts: Texts, admission: Admission, availability: Availability
+    ) -> None:
+        self._texts = texts
+        self._admission = admission
+        self._availability = availability
+        self._context = engine.ready.max_model_len
+        self._vocabulary = engine.ready.vocab_size
+
+    async def of_completion(self, body: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion request.
+
+        Raises:
+            ApiError: 400, the prompts cannot be served; 503.
+        """
+        special = body.add_special_tokens is not False
+        prompts, all_given = [], body.prompts
+        self._admission.check_count(len(all_given) * body.choices, counted_by(body))
+        for given in all_given:
+            if isinstance(given, str) and body.prompt_token_ids is not None:
+                prompts.append(Prompt(body.prompt_token_ids, given))
+            elif isinstance(given, str):
+                self._check_text(len(given), body, "prompt")
+                encode = self._texts.encode(given, add_special_tokens=special, client=CLIENT.get())
+                prompts.append(Prompt(await self._text(encode, "prompt"), given))
+            else:
+                prompts.append(Prompt(given))
+        return self._fitted(prompts, body, "prompt")
+
+    async def of_chat(self, body: ChatRequest) -> Prompt:
+        """Return a conversation as a prompt.
+
+        Raises:
+            ApiError: 400, the conversation cannot be served; 503.
+        """
+        tokens = body.prompt_token_ids
+        if tokens is None:
+            length = sum(len(message.text) for message in body.messages)
+            self._check_text(length, body, "messages")
+            tokens = await self._rendered(body)
+        return self._fitted([Prompt(tokens)], body, "messages")[0]
+
+    async def count_chat(self, body: ChatRequest) -> int:
+        """Return how many tokens a conversation has, which may be longer than the context.
+
+        Raises:
+            ApiError: 400, the conversation cannot be served; 503.
+        """
+        self._check_length(sum(len(message.text) for message in body.messages), "messages")
+        return len(await self._rendered(body))
+
+    async def _rendered(self, body: ChatRequest) -> list[int]:
+        how = {**self._how(body), **self._for_template(body)}
+        chat = self._texts.chat(turns_of(body.messages), client=CLIENT.get(), **how)
+        return await self._text(chat, "messages")
+
+    def _for_template(self, body: ChatRequest) -> dict[str, Any]:
+        """What the chat template gets beside the messages and how to render them."""
+        more: dict[str, Any] = {"tools": body.shown_tools}
+        given = body.chat_template_kwargs or {}
+        effort = body.reasoning_effort
+        if effort is not None and self._texts.has_variable("reasoning_effort"):
+            more["variables"] = {"reasoning_effort": effort, **given}
+        elif effort == "none":
+            more["variables"] = {"enable_thinking": False, **given}
+        return more
+
+    async def tokenize(self, body: TokenizeRequest) -> Listed:
+        """Return the tokens of a text or a conversation, which may be longer than the context, and
+        their names if they are wanted.
+
+        Raises:
+            ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
+        """
+        listing = Listing(bool(body.return_token_strs))
+        if body.prompt is not None:
+            self._check_length(len(body.prompt), "prompt")
+            special = body.add_special_tokens is not False
+            job: Encode | Chat = Encode(body.prompt, special, listing)
+            return await self._text(self._texts.listed(job, CLIENT.get()), "prompt")
+        messages = body.messages or []
+        self._check_length(sum(len(message.text) for message in messages), "messages")
+        turns = [dict(turn) for turn in turns_of(messages)]
+        job = Chat(turns, {**self._how(body), "tools": body.shown_tools}, listing)
+        return await self._text(self._texts.listed(job, CLIENT.get()), "messages")
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones too.
+
+        Raises:
+            ApiError: 400, there is no tokenizer; 503.
+        """
+        self.check_ids("tokens", tokens)
+        return await self._text(self._texts.decode(tokens, CLIENT.get()), "tokens")
+
+    def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
+        """Return what of the prompts is shown before the answers."""
+        if not body.echo:
+            return None
+        hide = body.skip_special_tokens is not False
+        return Echo([prompt.shown(self._texts.codec, hide) for prompt in prompts], body.only_echo)
+
+    def _how(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """How a conversation is rendered, without what only answers need."""
+        return {"add_special_tokens": bool(body.add_special_tokens), **body.rendering}
+
+    async def _text(self, work: Coroutine[Any, Any, T], param: str) -> T:
+        """Wait for the checkpoint's programs, unless nothing is served any more."""
+        if self._availability.problem is not None:
+            work.close()
+        self._availability.check()
+        try:
+            return await work
+        except TextError as error:
+            self._availability.check()  # it may have been given up for that
+            raise refused_text(error, param) from error
+        except Crowded as error:
+            message = "too many long texts wait to be tokenised"
+            again = {"Retry-After": "1"}
+            raise ApiError(429, message, code="queue_full", headers=again) from error
+
+    def _check_length(self, length: int, param: str) -> None:
+        """Refuse a text so long that tokenising it would hold others up."""
+        most = max(LEAST_TEXT, TEXT_FACTOR * self._context)
+        if length > most:
+            message = f"{param} has {length} characters, and {most} are the most that are tokenised"
+            raise ApiError(400, message, code="invalid_value", param=param)
+
+    def _check_text(self, length: int, body: GenerationBody, param: str) -> None:
+        """Refuse at a glance what would take long to tokenise and cannot fit."""
+        least = self._texts.codec.least_tokens(length)
+        if body.truncate_prompt_tokens is not None or least == 0:
+            self._check_length(length, param)
+        if least >= self._context and body.truncate_prompt_tokens is None:
+            raise self._too_long("the prompt", f"at least {least}", param)
+
+    def _fitted(self, prompts: list[Prompt], body: GenerationBody, param: str) -> list[Prompt]:
+        """Cut the prompts as the request asks, and check them."""
+        if not prompts:
+            raise ApiError(400, "there is no prompt", code="invalid_prompt", param=param)
+        context = self._context
+        if body.truncate_prompt_tokens is not None:
+            answer = body.limit[1] or body.min_tokens
+            most = kept_tokens(body.truncate_prompt_tokens, context, answer)
+            prompts = [prompt.last(most) for prompt in prompts]
+        for place, prompt in enumerate(prompts):
+            name = "the prompt" if len(prompts) == 1 else f"prompt {place}"
+            if not prompt.tokens:
+                raise ApiError(400, f"{name} is empty", code="invalid_prompt", param=param)
+            if len(prompt.tokens) >= context:
+                raise self._too_long(name, str(len(prompt.tokens)), param)
+            self.check_ids(param, prompt.tokens)
+        return prompts
+
+    def _too_long(self, name: str, tokens: str, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"{name} has {tokens} tokens; the context has "
+            f"{self._context}, and at least one is for the answer",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+    def check_ids(self, param: str, ids: Iterable[int]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ApiError: 400.
+        """
+        largest = max(ids, default=0)
+        if largest >= self._vocabulary:
+            raise ApiError(
+                400,
+                f"{param}: token id {largest} is beyond the vocabulary of {self._vocabulary}",
+                code="invalid_value",
+                param=param,
+            )
+
+
+def refused_text(error: TextError, param: str) -> ApiError:
+    """Return the refusal of a text; `param` is at fault where the error names no field."""
+    return ApiError(400, str(error), code="invalid_prompt", param=error.param or param)
+
+
+def counted_by(body: GenerationBody) -> str:
+    """Return the field to blame when a call asks for too many answers."""
+    return "n" if body.choices > 1 else "prompt"
