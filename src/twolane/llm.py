@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -23,9 +23,10 @@ from twolane.frontend.fields import (
     read_prompt,
     read_prompts,
 )
-from twolane.frontend.generation import Delta, Generation, TextOptions
+from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
+from twolane.frontend.text.output_reader import Delta
 from twolane.frontend.text.texts import Texts
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
 from twolane.server.openai.answers import Choice
@@ -69,15 +70,6 @@ class AdapterChoice(Body):
     """The keyword that only an LLM has: a server's clients name an adapter as the model."""
 
     lora: str | None = None
-
-
-class SharedOptions(NamedTuple):
-    """What all prompts of a call share beside sampling parameters, as `Generation` takes it."""
-
-    n: int
-    text: TextOptions
-    cache_salt: str | None
-    lora: str | None
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -320,10 +312,12 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _options(self, fields: TextFields, options: GenerateOptions) -> SharedOptions:
+    def _options(self, fields: TextFields, options: GenerateOptions) -> GenerationOptions:
         self._texts.codec.check_stop(fields.stop_strings)
         lora = chosen(AdapterChoice, options).lora
-        return SharedOptions(fields.choices, fields.text_options, fields.cache_salt, lora)
+        return GenerationOptions(
+            fields.choices, fields.text_options, cache_salt=fields.cache_salt, lora=lora
+        )
 
     def _answer(
         self,
@@ -331,7 +325,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        options: SharedOptions,
+        options: GenerationOptions,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -348,7 +342,7 @@ class LLM:
     async def _answer_all(
         self,
         prompts: Sequence[tuple[str | None, list[int], SamplingParams]],
-        options: SharedOptions,
+        options: GenerationOptions,
         bar: AnswerBar,
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
@@ -376,7 +370,7 @@ class LLM:
         text: str | None,
         tokens: list[int],
         params: SamplingParams,
-        options: SharedOptions,
+        options: GenerationOptions,
     ) -> RequestOutput:
         choices = [Choice(tokens) for _ in range(options.n)]
         with self._generation(tokens, params, options) as generation:
@@ -394,7 +388,7 @@ class LLM:
         )
 
     def _pieces(
-        self, tokens: list[int], params: SamplingParams, options: SharedOptions
+        self, tokens: list[int], params: SamplingParams, options: GenerationOptions
     ) -> Iterator[CompletionOutput]:
         """Fetch the deltas of one prompt from the loop's thread, one by one."""
 
@@ -422,9 +416,9 @@ class LLM:
                 self._loop.call_soon_threadsafe(generation.close)
 
     def _generation(
-        self, tokens: list[int], params: SamplingParams, options: SharedOptions
+        self, tokens: list[int], params: SamplingParams, options: GenerationOptions
     ) -> Generation:
-        return Generation(self._engine, self._texts.codec, [tokens], [params], **options._asdict())
+        return Generation(self._engine, self._texts.codec, [tokens], [params], options)
 
     async def _end(self) -> None:
         """End the engine, and let all fail that waited for it, before the loop stops."""

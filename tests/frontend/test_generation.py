@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.engine.messages import Output
-from twolane.frontend.generation import Generation
+from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.parsers.reasoning import AnswerGate
 from twolane.frontend.text.codec import TextCodec
 from twolane.sampling import SamplingParams
@@ -112,7 +112,7 @@ def test_answers_to_a_prompt_follow_the_first_of_them_and_have_seeds_of_their_ow
     params = [SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(seed=None)]
 
     async def run():
-        Generation(engine, TextCodec(None), [[5], [6]], params, n=3).close()
+        Generation(engine, TextCodec(None), [[5], [6]], params, GenerationOptions(n=3)).close()
 
     asyncio.run(run())
     first, *_, second, _, _ = ids = [submit.id for submit in engine.submits]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from twolane.engine.messages import Output
-from twolane.frontend.generation import OutputReader, TextOptions
 from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
+from twolane.frontend.text.output_reader import OutputReader, TextOptions
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
 

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from twolane.engine.messages import TokenLogprobs
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import ReasoningParser
 from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.openai.answers import Answer, AnswerOptions
 from twolane.server.openai.logprobs import LogprobWriter, TokenPlace
 

@@ -1,8 +1,8 @@
 """What an answer has cost, as the endpoints that count by themselves report it."""
 
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import ReasoningParser
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 
 

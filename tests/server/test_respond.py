@@ -6,7 +6,7 @@ import threading
 import pytest
 from starlette.requests import Request
 
-from twolane.frontend.generation import Delta
+from twolane.frontend.text.output_reader import Delta
 from twolane.sampling import TokenLogprobs
 from twolane.server.respond import MOST_SCORED, respond
 

@@ -14,8 +14,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, first_finding, one_message, wrong
-from twolane.frontend.generation import TextOptions
 from twolane.frontend.messages import Messages, Turn, turns_of
+from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
 
 INT32_MAX = 2**31 - 1

@@ -4,22 +4,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from twolane.engine.messages import (
-    FinishReason,
-    Output,
-    PackedLogprobs,
-    Refused,
-    Submit,
-    TokenLogprobs,
-)
+from twolane.engine.messages import Output, Refused, Submit
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
-from twolane.frontend.parsers.reasoning import AnswerGate, Thinking
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.stops import StopStrings
+from twolane.frontend.text.output_reader import Delta, OutputReader, TextOptions
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -27,44 +20,24 @@ SEEDS = 2**64
 """Number of different seeds, which are signed numbers of 64 bits."""
 
 
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens become text, and which text ends an answer."""
-
-    stop: tuple[str, ...] = ()
-    """The answer ends where one of these begins."""
-    include_stop: bool = False
-    """Show what stopped the answer, string or token."""
-    skip_special_tokens: bool = True
-    thinking: Thinking | None = None
-    """Whether thinking comes first, in which stop strings do not count; None: all text counts."""
-
-
-class Delta(msgspec.Struct, frozen=True):
-    """What one engine event adds to one answer."""
-
-    index: int
-    """Index of the answer within its request."""
-    text: str
-    tokens: list[int]
-    offsets: list[int]
-    """Where in the answer's text each token begins, in characters, from before anything is held
-    back or cut off."""
-    finish: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop token or string that ended the answer; None: end of sequence, or length."""
-    cached: int | None = None
-    """Prompt tokens found in the prefix cache; with the first delta only."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One for each token, if asked for."""
-    prompt_logprobs: PackedLogprobs | None = None
-    """One for each prompt token but the first, if asked for; with the first delta only."""
-    embedding: bytes | None = None
-    """The last hidden state of the prompt's last token in float32, if asked for; with the first
-    delta only."""
-
-
 Taker = Callable[[Delta], bool]
 """Takes a delta, or says that it does not."""
+
+
+class GenerationOptions(NamedTuple):
+    """What all answers of a request share beside sampling parameters."""
+
+    n: int = 1
+    """Answers to each prompt."""
+    text: TextOptions = TextOptions()
+    priority: int = 0
+    """Requests of a lower number are served first."""
+    cache_salt: str | None = None
+    """Prefixes are reused from requests of the same salt alone."""
+    slo: Slo = Slo()
+    """Its own latency bounds; the server's where it has none."""
+    lora: str | None = None
+    """Name of the adapter that answers; None: the model itself."""
 
 
 class GenerationFailed(Exception):
@@ -114,97 +87,19 @@ class Unobserved:
 UNOBSERVED = Unobserved()
 
 
-class OutputReader:
-    """Turns the engine's news of one answer into text, and finds its stop strings.
-
-    Args:
-        index: of the answer.
-        codec: the tokenizer.
-        prompt: its tokens.
-        params: of the answer.
-        options: of its text.
-        eos_token_ids: which end an answer without being its reason to stop.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        codec: TextCodec,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        options: TextOptions,
-        eos_token_ids: Sequence[int],
-    ) -> None:
-        self.count = 0
-        """Tokens of the answer so far."""
-        self.stopped = False
-        """A stop string has come: nothing after it belongs to the answer."""
-        self._index = index
-        self._params = params
-        self._include_stop = options.include_stop
-        self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
-        self._detokenizer = codec.detokenizer(
-            prompt, skip_special_tokens=options.skip_special_tokens
-        )
-        self._stops = StopStrings(options.stop, include=options.include_stop)
-        gated = options.stop and options.thinking
-        self._gate = AnswerGate(gated) if gated else None
-        self._length = 0
-
-    def read(self, output: Output) -> Delta:
-        """Take the engine's news of this answer."""
-        texts: list[str] = []
-        offsets: list[int] = []
-        stop: int | str | None = None
-        for token in output.tokens:
-            self.count += 1
-            offsets.append(self._length)
-            last = output.finish == "stop" and len(offsets) == len(output.tokens)
-            if last and token not in self._no_reason:
-                stop = token
-            if last and not self._include_stop:
-                break
-            text, stop_string = self._show(self._detokenizer.step(token))
-            texts.append(text)
-            if stop_string is not None:
-                self.stopped, stop = True, stop_string
-                break
-        if output.finish is not None and not self.stopped:
-            text, stop_string = self._show(self._detokenizer.flush(), last=True)
-            self.stopped, stop = stop_string is not None, stop_string or stop
-            texts += [text, self._stops.flush()]
-        kept = len(offsets)
-        return Delta(
-            self._index,
-            "".join(texts),
-            output.tokens[:kept],
-            offsets,
-            "stop" if self.stopped else output.finish,
-            stop,
-            output.cached,
-            None if output.logprobs is None else output.logprobs[:kept],
-            output.prompt_logprobs,
-            output.embedding,
-        )
-
-    def _show(self, piece: str, *, last: bool = False) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string that ended it."""
-        self._length += len(piece)
-        thought, early = "", self.count < self._params.min_tokens
-        if self._gate is not None:
-            thought, piece = self._gate.feed(piece)
-            piece += self._gate.release() if early or last else ""
-        if early:
-            return thought + piece, None
-        found = self._stops.feed(piece)
-        return thought + found.text, found.stop
-
-
 class Generation:
     """One or more prompts of one request, each answered once or `n` times, side by side.
 
     Iterate over the deltas of all answers; leave the context to give up what has not ended. The
     answers to the first prompt come first: answer j of prompt i has the index i * n + j.
+
+    Args:
+        engine: a running engine.
+        codec: the tokenizer of its model.
+        prompts: tokens of each.
+        params: one for each prompt.
+        options: of all answers.
+        observer: told of every event.
 
     Raises:
         EngineError: on construction, when the engine is gone.
@@ -219,13 +114,7 @@ class Generation:
         codec: TextCodec,
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
-        *,
-        n: int = 1,
-        text: TextOptions = TextOptions(),  # noqa: B008  # frozen
-        priority: int = 0,
-        cache_salt: str | None = None,
-        slo: Slo = Slo(),  # noqa: B008  # frozen
-        lora: str | None = None,
+        options: GenerationOptions = GenerationOptions(),  # noqa: B008  # immutable
         observer: Observer = UNOBSERVED,
     ) -> None:
         self._engine = engine
@@ -236,22 +125,12 @@ class Generation:
         """Somebody iterates, and has had all that was in the queue."""
         self._readers: list[OutputReader] = []
         base = uuid.uuid4().hex
-        eos = engine.ready.eos_token_ids
-        # Those that only the tokenizer's files declare; the engine does not read them.
-        more = [t for t in codec.ends if t not in eos and t < engine.ready.vocab_size]
-        self._open = {index: f"{base}-{index}" for index in range(len(prompts) * n)}
+        self._open = {index: f"{base}-{index}" for index in range(len(prompts) * options.n)}
         try:
-            for index, id in list(self._open.items()):
-                prompt, place = divmod(index, n)
-                leader = self._open.get(index - place) if place else None
+            for index in list(self._open):
+                prompt, place = divmod(index, options.n)
                 chosen = of_answer(params[prompt], place)
-                tokens = prompts[prompt]
-                self._readers.append(
-                    OutputReader(index, codec, tokens, chosen, text, [*eos, *more])
-                )
-                ended = ended_by(chosen, more)
-                submit = Submit(id, tokens, ended, priority, slo, leader, cache_salt, lora)
-                self._submit(index, submit)
+                self._begin(index, place, codec, prompts[prompt], chosen, options)
         except TextError as error:  # of the prompt's end, behind which the answer is read
             broken = Refused(base, "broken", str(error))
             self.close(broken)
@@ -294,11 +173,33 @@ class Generation:
             self._engine.abort(id)
             self._end(index, reason, time.monotonic())
 
-    def _submit(self, index: int, submit: Submit) -> None:
-        def sink(event: Event) -> None:
-            self._receive(index, event)
-
-        self._engine.submit(submit, sink)
+    def _begin(
+        self,
+        index: int,
+        place: int,
+        codec: TextCodec,
+        tokens: list[int],
+        params: SamplingParams,
+        options: GenerationOptions,
+    ) -> None:
+        """Send an answer to the engine, which is at this place among those to its prompt."""
+        ready = self._engine.ready
+        eos = ready.eos_token_ids
+        # Those that only the tokenizer's files declare; the engine does not read them.
+        more = [token for token in codec.ends if token not in eos and token < ready.vocab_size]
+        reader = OutputReader(index, codec, tokens, params, options.text, [*eos, *more])
+        self._readers.append(reader)
+        submit = Submit(
+            self._open[index],
+            tokens,
+            ended_by(params, more),
+            options.priority,
+            options.slo,
+            self._open.get(index - place) if place else None,
+            options.cache_salt,
+            options.lora,
+        )
+        self._engine.submit(submit, partial(self._receive, index))
 
     def _receive(self, index: int, event: Event) -> None:
         """Take an event of the engine, at once: what is counted is what the client gets."""

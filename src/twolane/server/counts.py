@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from twolane.engine.messages import FinishReason
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import Piece
+from twolane.frontend.text.output_reader import Delta
 
 
 class AnswerCounts:

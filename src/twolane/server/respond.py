@@ -10,7 +10,8 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from twolane.frontend.forms import AnswerForm
-from twolane.frontend.generation import Delta, Generation, GenerationFailed, GenerationRefused
+from twolane.frontend.generation import Generation, GenerationFailed, GenerationRefused
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.calls import Call
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import error_body

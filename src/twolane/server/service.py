@@ -11,7 +11,7 @@ from twolane.common.errors import FieldError
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError
 from twolane.frontend.forms import FREE, AnswerForm, Forms
-from twolane.frontend.generation import Generation
+from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.pooling import NO_EMBEDDING, Embedding
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.texts import Texts
@@ -149,44 +149,66 @@ class Service:
         Raises:
             ApiError: 400, 429 or 503.
         """
-        params = self._formed(self.sampling(body, prompts), form)
+        params = self._params(body, prompts, form)
+        name = self.check_model(body.model)
+        lora = None if name == self.model_name else name
+        self.availability.check()
+        account = self._admit(body, params, prompts, call, lora)
+        text = replace(body.text_options, thinking=form.thinking)
+        if form.shows_special:
+            text = replace(text, skip_special_tokens=False)
+        options = GenerationOptions(
+            body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora
+        )
+        every = [params] * len(prompts)
         try:
+            if form.grammar is not None:
+                self.forms.teach()
+            return Generation(self.engine, self.codec, prompts, every, options, account)
+        except EngineError as error:
+            raise ApiError(503, str(error), code="unavailable") from error
+
+    def _params(
+        self, body: GenerationBody, prompts: Sequence[list[int]], form: AnswerForm
+    ) -> SamplingParams:
+        """The sampling parameters of a request that can be served.
+
+        Raises:
+            ApiError: 400, it cannot.
+        """
+        params = self.sampling(body, prompts)
+        try:
+            if form.grammar is not None:
+                params = replace(params, grammar=form.grammar)
             self.codec.check_stop(body.stop_strings)
+        except FieldError as error:
+            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
         except TextError as error:
             raise refused_text(error, "prompt") from error
         self._check_logprobs(body, params, prompts)
         self._check_priority(body.priority)
-        name = self.check_model(body.model)
-        lora = None if name == self.model_name else name
-        self.availability.check()
+        return params
+
+    def _admit(
+        self,
+        body: GenerationBody,
+        params: SamplingParams,
+        prompts: Sequence[list[int]],
+        call: Call,
+        lora: str | None,
+    ) -> RequestAccounting:
+        """Take the places in the queue; return what gives them back.
+
+        Raises:
+            ApiError: 429, there is no room.
+        """
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         tokens = sum(map(len, answers))
         self.admission.enter(len(answers), counted_by(body), key=call.key, tokens=tokens)
         if lora is not None:
             self.metrics.count_adapter(lora, len(answers))
         traces = self._traces(body, params, answers, call)
-        account = RequestAccounting(self.admission, self.availability, answers, call, traces)
-        text = replace(body.text_options, thinking=form.thinking)
-        if form.shows_special:
-            text = replace(text, skip_special_tokens=False)
-        try:
-            if form.grammar is not None:
-                self.forms.teach()
-            return Generation(
-                self.engine,
-                self.codec,
-                prompts,
-                [params] * len(prompts),
-                n=body.choices,
-                text=text,
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-                slo=call.slo,
-                lora=lora,
-                observer=account,
-            )
-        except EngineError as error:
-            raise ApiError(503, str(error), code="unavailable") from error
+        return RequestAccounting(self.admission, self.availability, answers, call, traces)
 
     def _check_priority(self, priority: int | None) -> None:
         """Refuse a priority where clients may have none: who has the best one has the server.
@@ -221,13 +243,6 @@ class Service:
         if asked > most:
             message = f"{param}: the answer could have {asked} log-probabilities, and {most} may be"
             raise ApiError(400, f"{message}: lower it", code="invalid_value", param=param)
-
-    def _formed(self, params: SamplingParams, form: AnswerForm) -> SamplingParams:
-        """The sampling parameters with the grammar of the form."""
-        try:
-            return params if form.grammar is None else replace(params, grammar=form.grammar)
-        except FieldError as error:
-            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
     def _traces(
         self,

@@ -8,7 +8,6 @@ import json
 import uuid
 from typing import Any
 
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -17,6 +16,7 @@ from twolane.frontend.parsers.pieces import (
     Piece,
     Reasoning,
 )
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 from twolane.server.http.errors import as_anthropic
 from twolane.server.http.events import named_event

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from twolane.engine.messages import FinishReason, PackedLogprobs, TokenLogprobs
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
 Json = dict[str, Any]

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from twolane.common.checked_json import UNREADABLE
-from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -22,6 +21,7 @@ from twolane.frontend.parsers.pieces import (
     Piece,
     Reasoning,
 )
+from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 from twolane.server.http.events import named_event
 from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool

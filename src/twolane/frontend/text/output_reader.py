@@ -1,0 +1,133 @@
+"""Turns the tokens of one answer into text, and finds where the answer ends."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from twolane.engine.messages import FinishReason, Output, PackedLogprobs, TokenLogprobs
+from twolane.frontend.parsers.reasoning import AnswerGate, Thinking
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.stops import StopStrings
+from twolane.sampling import SamplingParams
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text, and which text ends an answer."""
+
+    stop: tuple[str, ...] = ()
+    """The answer ends where one of these begins."""
+    include_stop: bool = False
+    """Show what stopped the answer, string or token."""
+    skip_special_tokens: bool = True
+    thinking: Thinking | None = None
+    """Whether thinking comes first, in which stop strings do not count; None: all text counts."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one engine event adds to one answer."""
+
+    index: int
+    """Index of the answer within its request."""
+    text: str
+    tokens: list[int]
+    offsets: list[int]
+    """Where in the answer's text each token begins, in characters, from before anything is held
+    back or cut off."""
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or string that ended the answer; None: end of sequence, or length."""
+    cached: int | None = None
+    """Prompt tokens found in the prefix cache; with the first delta only."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, if asked for."""
+    prompt_logprobs: PackedLogprobs | None = None
+    """One for each prompt token but the first, if asked for; with the first delta only."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt's last token in float32, if asked for; with the first
+    delta only."""
+
+
+class OutputReader:
+    """Turns the engine's news of one answer into text, and finds its stop strings.
+
+    Args:
+        index: of the answer.
+        codec: the tokenizer.
+        prompt: its tokens.
+        params: of the answer.
+        options: of its text.
+        eos_token_ids: which end an answer without being its reason to stop.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        codec: TextCodec,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        options: TextOptions,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.count = 0
+        """Tokens of the answer so far."""
+        self.stopped = False
+        """A stop string has come: nothing after it belongs to the answer."""
+        self._index = index
+        self._params = params
+        self._include_stop = options.include_stop
+        self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
+        self._detokenizer = codec.detokenizer(
+            prompt, skip_special_tokens=options.skip_special_tokens
+        )
+        self._stops = StopStrings(options.stop, include=options.include_stop)
+        gated = options.stop and options.thinking
+        self._gate = AnswerGate(gated) if gated else None
+        self._length = 0
+
+    def read(self, output: Output) -> Delta:
+        """Take the engine's news of this answer."""
+        texts: list[str] = []
+        offsets: list[int] = []
+        stop: int | str | None = None
+        for token in output.tokens:
+            self.count += 1
+            offsets.append(self._length)
+            last = output.finish == "stop" and len(offsets) == len(output.tokens)
+            if last and token not in self._no_reason:
+                stop = token
+            if last and not self._include_stop:
+                break
+            text, stop_string = self._show(self._detokenizer.step(token))
+            texts.append(text)
+            if stop_string is not None:
+                self.stopped, stop = True, stop_string
+                break
+        if output.finish is not None and not self.stopped:
+            text, stop_string = self._show(self._detokenizer.flush(), last=True)
+            self.stopped, stop = stop_string is not None, stop_string or stop
+            texts += [text, self._stops.flush()]
+        kept = len(offsets)
+        return Delta(
+            self._index,
+            "".join(texts),
+            output.tokens[:kept],
+            offsets,
+            "stop" if self.stopped else output.finish,
+            stop,
+            output.cached,
+            None if output.logprobs is None else output.logprobs[:kept],
+            output.prompt_logprobs,
+            output.embedding,
+        )
+
+    def _show(self, piece: str, *, last: bool = False) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string that ended it."""
+        self._length += len(piece)
+        thought, early = "", self.count < self._params.min_tokens
+        if self._gate is not None:
+            thought, piece = self._gate.feed(piece)
+            piece += self._gate.release() if early or last else ""
+        if early:
+            return thought + piece, None
+        found = self._stops.feed(piece)
+        return thought + found.text, found.stop
