@@ -1,4 +1,4 @@
-"""Prompts: the text, the tokens or the conversation of a request's body as tokens."""
+"""Prompts: what a request says as text, tokens or a conversation, as tokens of the model."""
 
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
         return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
 
 
-class Prompts:
+class PromptReader:
     """Makes prompts of what clients send, and refuses those that cannot be served.
 
     Args:

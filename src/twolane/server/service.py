@@ -27,7 +27,7 @@ from twolane.server.openai.protocol import GenerationBody
 from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.metrics import ServerMetrics
 from twolane.server.options import ServerOptions
-from twolane.server.prompts import Prompts, counted_by, refused_text
+from twolane.server.prompts import PromptReader, counted_by, refused_text
 
 if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
@@ -88,7 +88,7 @@ class Service:
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""
         self.availability = Availability(engine)
-        self.prompts = Prompts(engine, texts, self.admission, self.availability)
+        self.prompts = PromptReader(engine, texts, self.admission, self.availability)
         forms = forms or Forms(texts.template_source)
         self.forms = AnswerForms(engine, texts.codec, forms, self.availability)
         self.judge = Judge()
