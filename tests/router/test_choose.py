@@ -9,6 +9,7 @@ import pytest
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.router import table as table_module
 from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose
 from twolane.router.policies import POLICIES, RayPrefixAware
 from twolane.router.state import FORMAT, Ask, ReplicaState
@@ -201,6 +202,15 @@ def test_a_session_stays_while_that_is_not_dearer() -> None:
     assert sent_to(made, ask(range(70_000, 72_000), session="user"), 2.0) == other
 
 
+def test_the_sessions_that_asked_last_are_remembered(monkeypatch) -> None:
+    monkeypatch.setattr(table_module, "MOST_SESSIONS", 2)
+    made = table(a=state(), b=state())
+    for session in ("x", "y", "x", "z"):
+        made.sent("a", ask(session=session), 0.0)
+    homes = [made.views(ask(session=session), 0.0)[0].home for session in ("x", "y", "z")]
+    assert homes == [True, False, True]
+
+
 @pytest.mark.parametrize("change", [{"draining": True}, {"ready": False}, {"format": FORMAT + 1}])
 def test_a_replica_that_takes_nothing_is_sent_nothing(change) -> None:
     asked = ask()
@@ -261,6 +271,23 @@ def test_every_router_serves_with_what_is_ready(router) -> None:
     assert isinstance(policy(ask(), none.views(ask(), 0.0)), NoReplica)
 
 
+def test_of_equals_the_replica_goes_first_that_was_sent_nothing_for_longest() -> None:
+    made, names = table(a=state(), b=state(), c=state()), []
+    for turn in range(6):
+        asked = ask(range(turn * 10_000, turn * 10_000 + 2000))
+        choice = choose(asked, made.views(asked, 0.0))
+        assert isinstance(choice, Chosen)
+        made.ended(choice.name, made.sent(choice.name, asked, 0.0))
+        names.append(choice.name)
+    assert names == ["a", "b", "c"] * 2
+
+
+def test_round_robin_goes_round() -> None:
+    policy, made = POLICIES["round-robin"](), table(a=state(), b=state(), c=state())
+    choices = [policy(ask(), made.views(ask(), 0.0)) for _ in range(4)]
+    assert [choice.name for choice in choices if isinstance(choice, Chosen)] == list("abca")
+
+
 def test_power_of_two_takes_the_less_loaded_of_two_that_it_draws() -> None:
     policy, made = POLICIES["power-of-two"](), table(a=state(), b=state(), c=state())
     made["b"].open, made["c"].open = 1, 2
@@ -293,7 +320,7 @@ def test_ray_prefix_forgets_what_it_was_told_first() -> None:
         asked = ask(range(seed * 10_000, seed * 10_000 + 2000))
         policy(asked, made.views(asked, 0.0))
     assert 0 < len(policy._trees["a"]) <= 40
-    assert 0 < policy._sizes["a"] == sum(policy._trees["a"].values())
+    assert 0 < policy._sizes["a"] == sum(policy._trees["a"].values()) <= 40 * 512
     assert policy._matched("a", asked) > 0
 
 

@@ -135,9 +135,6 @@ class Table:
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._replicas
-
     def __getitem__(self, name: str) -> Replica:
         return self._replicas[name]
 
