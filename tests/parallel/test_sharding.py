@@ -29,7 +29,7 @@ from twolane.model.load.weights import WeightsError, _expected, _Loader, load_we
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
-from twolane.parallel.group import CpuGroup, RankLost
+from twolane.parallel.group import CpuGroup, RankLost, connected
 
 TOKENS = [5, 17, 3, 250, 99, 128, 8, 64, 201, 31]
 EIGHT = ModelSpec("llama", 3, 64, 8, 2, 8, 96, 256, 128, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -258,6 +258,29 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     first.bind("decode")
     with pytest.raises(RankLost, match=r"rank 0 of 2 waited in vain .* decode channel"):
         first.all_reduce(torch.ones(4))
+
+
+def test_the_time_to_connect_begins_when_all_ranks_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_module, "CONNECT_SECONDS", 0.5)
+    store, both = dist.HashStore(), threading.Barrier(2)
+
+    def connect(rank: int) -> str:
+        time.sleep(rank)  # the other one still loads
+        return connected("prefill", rank, 2, store, lambda: None, lambda _: str(both.wait()))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(connect, range(2))) == ["0", "1"]
+
+
+def test_a_channel_that_cannot_be_made_says_why() -> None:
+    def refused(store: dist.Store) -> None:
+        raise OSError("no interface")
+
+    asked = iter(range(100))
+    with pytest.raises(OSError, match="no interface"):
+        connected("prefill", 0, 1, dist.HashStore(), lambda: next(asked), refused)
 
 
 def test_sums_are_added_in_rank_order() -> None:

@@ -40,6 +40,8 @@ def test_memory_is_gone_with_its_tensors() -> None:
     memory = SharedMemory.new()
     tensor = memory.tensor((1000, 1000), torch.float32)
     memory.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(memory.file)
     tensor.fill_(1.0)
     assert "memfd:twolane-kv (deleted)" in Path("/proc/self/maps").read_text()
     del tensor

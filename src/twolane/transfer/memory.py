@@ -41,7 +41,7 @@ class SharedMemory:
         """
         count, begin = prod(shape), self._end
         unit = mmap.ALLOCATIONGRANULARITY
-        self._end += max(1, -(-count * dtype.itemsize // unit)) * unit
+        self._end += -(-count * dtype.itemsize // unit) * unit
         if os.fstat(self.file).st_size < self._end:
             os.ftruncate(self.file, self._end)
         memory = mmap.mmap(self.file, self._end - begin, offset=begin)
