@@ -197,6 +197,11 @@ WRITTEN = {
         *("", [("weather", {"days": '["\\ud83d"]'})]),
     ),
     "no number": (("qwen3_coder", DAYS.format("NaN")), "", [("weather", {"days": "NaN"})]),
+    "a call behind a mark that begins none": (
+        ("hermes", f"<tool_call>nothing{CALL}{{}}}}</tool_call>"),
+        *("<tool_call>nothing", [("f", {})]),
+    ),
+    "without parameters, cut": (("qwen3_coder", "<tool_call><function=f>"), "", [("f", {})]),
     "cut in the name": (("hermes", '<tool_call>{"name": "we'), '<tool_call>{"name": "we', []),
 }
 
@@ -249,6 +254,10 @@ def test_arguments_come_before_the_call_has_ended():
     parser = tools("hermes")
     pieces = parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Ro')
     assert pieces == [CallStart(0, "weather"), CallArguments(0, '{"city": "Ro')]
+
+
+def test_text_that_is_no_call_is_shown_as_soon_as_that_is_certain():
+    assert tools("qwen3_coder").feed("<tool_call>a > b")[0] == Content("<tool_call>a >")
 
 
 def test_arguments_that_are_cut_are_no_whole_object():
