@@ -33,6 +33,13 @@ def test_what_is_known_is_kept_until_the_prompt_has_other_new_tokens() -> None:
     assert less.of(waiting("a", 400)) == pytest.approx(400 / REFERENCE_TOKENS)
 
 
+def test_the_reference_is_predicted_anew_when_no_known_prompt_waits() -> None:
+    asked = view(KNOWN, waiting=[waiting("a", 500)])
+    fresh = PrefillCosts().updated(asked)
+    assert PrefillCosts(9.0, {}).updated(asked) == fresh
+    assert PrefillCosts(9.0, {"b": (1, 1.0)}).updated(asked).reference == 9.0
+
+
 def test_nothing_is_known_before_anything_was_seen() -> None:
     costs = PrefillCosts().updated(view(OnlineEstimator(), waiting=[waiting("a", 500)]))
     assert costs == PrefillCosts()
