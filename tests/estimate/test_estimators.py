@@ -58,6 +58,9 @@ def test_solo_run_finds_the_coefficients(exact):
     assert estimator.predict(decode_step(STEP), 48, beside) == estimator.predict(
         decode_step(STEP), 48
     )
+    passed = Load([*PROMPTS.n, *STEP.n], [*PROMPTS.r, *STEP.r])
+    both = 36 * synthetic.prefill_layer(PROMPTS, 132) + synthetic.decode_step(STEP, 132)
+    assert estimator.predict(hybrid_pass(passed), 132) == pytest.approx(both, rel=1e-3)
     between = estimator.predict(prefill_slice(PROMPTS, 1), 92)  # no level has as many
     assert between == pytest.approx(synthetic.prefill_layer(PROMPTS, 92), rel=0.02)
 
@@ -87,6 +90,13 @@ def test_all_levels_at_once_are_answered_as_one_by_one(profile, name):
         assert (
             estimator.predict(hybrid_pass(Load([1, 1, 900], [500, 800, 0])), 132, bound=bound) > 0
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_times_the_layers_take_about_three_times_as_long(profile, name):
+    estimator = ESTIMATORS[name](profile)
+    some, more = (estimator.predict(prefill_slice(PROMPTS, n), 132) for n in (4, 12))
+    assert more == pytest.approx(3 * some, rel=0.1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,7 @@
 """The estimator without a profile learns what it has not launched for a while."""
 
 from twolane.estimate.online import OnlineEstimator
-from twolane.estimate.query import LaunchShape, Load, hybrid_pass
+from twolane.estimate.query import LaunchShape, Load, decode_step, hybrid_pass
 
 UNITS = 2
 
@@ -52,3 +52,10 @@ def test_smaller_passes_on_other_units_are_no_bound() -> None:
     estimator.observe(hybrid(64), UNITS, 1.0)
     estimator.observe(hybrid(16), 2 * UNITS, 0.05)
     assert predicted(estimator, 64) == 1.0
+
+
+def test_a_decode_step_is_taken_to_last_longer_on_fewer_units_and_as_long_on_more() -> None:
+    estimator, step = OnlineEstimator(), decode_step(Load.decode([50] * 4))
+    estimator.observe(step, UNITS, 0.5)
+    assert estimator.predict(step, UNITS // 2) == 1.0
+    assert estimator.predict(step, 2 * UNITS) == 0.5

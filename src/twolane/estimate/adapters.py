@@ -27,7 +27,6 @@ class AdapterEstimator(Estimator):
     def __init__(self, base: Estimator) -> None:
         self.base = base
         self.promises = base.promises
-        self.lately = base.lately
         self.running = 0
         """Number of adapters of a launch of which nothing is said, such as those that a system
         asks about."""
