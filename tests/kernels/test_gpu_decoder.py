@@ -33,6 +33,7 @@ FAMILIES = (
     "llama-bias",
     pytest.param("mistral", marks=pytest.mark.full),
     "qwen2-sliding",
+    "ministral3",
     "qwen3",
     "qwen3-moe",
     "granite",

@@ -12,6 +12,7 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -65,6 +66,10 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+_MINISTRAL_ROPE = {
+    **{**YARN_ROPE, "factor": 64.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -108,6 +113,9 @@ def _configs(
         ),
         "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
         "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=YARN_ROPE),
+        "ministral3": Ministral3Config(
+            **tiny, head_dim=16, pad_token_id=0, rope_parameters=_MINISTRAL_ROPE
+        ),
         "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
         "phi3": Phi3Config(**tiny, pad_token_id=0),
         "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),

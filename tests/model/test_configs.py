@@ -101,17 +101,17 @@ def test_the_layers_with_a_window_are_those_of_transformers(architecture, more, 
     assert spec_from_config({"architectures": [architecture], **raw}).sliding_layers == layers
 
 
-def test_ministral_3_is_mistral_up_to_where_it_scales_queries():
+def test_ministral_3_is_mistral_that_scales_queries():
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0}
     rope |= {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}
     raw = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
     spec = spec_from_config({**raw, "rope_parameters": rope})
-    assert (spec.family, spec.max_positions) == ("mistral", 16384)
+    assert (spec.family, spec.max_positions) == ("mistral", 262144)
+    assert (spec.rope.query_beta, spec.rope.original_positions) == (0.1, 16384)
     assert (spec.head_dim, spec.sliding_window) == (128, None)
-    unscaled = spec_from_config({**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}})
-    assert unscaled.max_positions == 262144
-    with pytest.raises(ValueError, match="llama_4_scaling_beta"):
-        spec_from_config({**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": "much"}})
+    for wrong in ("much", -0.1):
+        with pytest.raises(ValueError, match="llama_4_scaling_beta"):
+            spec_from_config({**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": wrong}})
 
 
 def test_checkpoints_without_a_classifier_are_named_after_their_base():

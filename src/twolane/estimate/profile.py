@@ -36,7 +36,7 @@ _TIMELESS = (
     "logit_scale",
 )
 """Newer fields that do not matter to time."""
-_TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved")
+_TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved", "query_beta")
 """The same of the rotation."""
 
 ANCHOR = "anchor"

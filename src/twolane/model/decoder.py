@@ -16,7 +16,7 @@ from twolane.model.attention import Batch, KVCache
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Mlp
 from twolane.model.products import Products
-from twolane.model.rope import rotation
+from twolane.model.rope import query_scales, rotation
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
 from twolane.parallel.group import Alone, Group
@@ -186,3 +186,5 @@ class Decoder:
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
+        if spec.rope.query_beta:
+            qk[:, : spec.heads] *= query_scales(spec.rope, batch.positions).to(qk.dtype)

@@ -28,7 +28,7 @@ from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Ope
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
-from twolane.model.rope import rotation
+from twolane.model.rope import query_scales, rotation
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, Silent
@@ -98,6 +98,11 @@ class GpuKVCache:
 class Writes(Protocol):
     """The tokens of one forward pass: where their keys go."""
 
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, int [T]."""
+        ...
+
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
@@ -124,6 +129,7 @@ class _Blind:
     """Rows that neither write nor see anything: products alone are left of a pass."""
 
     active: ActiveRows
+    positions: Tensor
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
@@ -440,6 +446,8 @@ class GpuDecoder:
         if self.spec.qk_norm_whole:
             self._norm_whole(qkv, w, workspace.channel)
         rows.write(qkv, q, i, pool)
+        if self.spec.rope.query_beta:
+            q.mul_(query_scales(self.spec.rope, rows.positions).to(q.dtype))
 
     def _read(
         self,
@@ -590,7 +598,7 @@ class GpuDecoder:
     ) -> None:
         """Run layers `:last` without attention on the current stream; see `layers`."""
         marks = torch.zeros(len(residual), dtype=torch.int32, device=self.device)
-        rows = _Blind(ActiveRows(marks, 0))
+        rows = _Blind(ActiveRows(marks, 0), marks)
         self.layers(0, last, residual, rows, self._no_kv, workspace, products)
 
     @cached_property

@@ -40,6 +40,19 @@ def rotation(spec: ModelSpec, layer: int) -> Rotation:
     return Rotation(torch.cat([turned, torch.zeros(pairs - len(turned))]), scales)
 
 
+def query_scales(rope: RopeSpec, positions: Tensor) -> Tensor:
+    """The factor of the queries at each position, float32 [T, 1, 1], behind their rotation.
+
+    It is 1 + beta * ln(1 + floor(position / original_positions)), as in Llama 4 and Ministral 3.
+
+    Args:
+        rope: with a `query_beta`.
+        positions: of the tokens, int [T].
+    """
+    stretches = torch.div(positions, rope.original_positions, rounding_mode="floor")
+    return (1.0 + rope.query_beta * torch.log1p(stretches.float()))[:, None, None]
+
+
 def pair_rows(tensor: Tensor, head_dim: int, rope: RopeSpec) -> Tensor:
     """Order the rows of each head so that those that turn together are neighbours.
 

@@ -73,6 +73,9 @@ class RopeSpec:
     """The first dimensions of each head that are rotated; None: all of them."""
     interleaved: bool = False
     """Whether checkpoints have the dimensions that turn together as neighbours (GLM)."""
+    query_beta: float = 0.0
+    """How much queries grow with the logarithm of their position in units of `original_positions`
+    (Ministral 3); 0: they do not."""
 
 
 @dataclass(frozen=True)

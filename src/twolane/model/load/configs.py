@@ -523,8 +523,6 @@ def _positions(config: HFConfig, rope: RopeSpec) -> int:
     positions, chunks = config.max_position_embeddings, config.dual_chunk_attention_config
     if rope.type == "yarn":  # those of the config may be the ones before stretching
         positions = round(rope.original_positions * rope.factor)
-    if _given_rope(config).get("llama_4_scaling_beta"):  # beyond them it scales queries
-        positions = min(positions, _original_positions(_given_rope(config), config))
     if chunks is not None:  # shorter ones are within one chunk
         positions = min(positions, chunks.chunk_size - chunks.local_size)
     return positions
@@ -650,10 +648,14 @@ def _rope(config: HFConfig, family: Family) -> RopeSpec:
     rotated = int(_head_dim(config) * (1.0 if share is None else share))
     if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
+    given = _given_rope(config)
+    beta = float(given.get("llama_4_scaling_beta") or 0.0)
     return replace(
         rope,
         rotated=None if rotated == _head_dim(config) else rotated,
         interleaved=family in ("glm", "glm4"),
+        query_beta=beta,
+        original_positions=_original_positions(given, config) if beta else rope.original_positions,
     )
 
 
@@ -721,6 +723,9 @@ def _check_rope(numbers: _RopeNumbers) -> None:
         value = getattr(numbers, name)
         if value is not None and not 0.0 < value < math.inf:
             raise ValueError(f"config.json: rope_parameters: {name} must be above 0, not {value}")
+    beta = numbers.llama_4_scaling_beta
+    if beta is not None and not 0.0 <= beta < math.inf:
+        raise ValueError(f"config.json: rope_parameters: llama_4_scaling_beta cannot be {beta}")
     low, high = numbers.low_freq_factor, numbers.high_freq_factor
     if low is not None and high is not None and not low < high:
         said = f"low_freq_factor {low} must be below high_freq_factor {high}"
