@@ -253,6 +253,39 @@ OLMO2 = """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}
 {% if not loop.last %}{{ '<|assistant|>\\n' + m['content'] + eos_token + '\\n' }}{% else %}
 {{ '<|assistant|>\\n' + m['content'] + eos_token }}{% endif %}{% endif %}
 {% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
+MAGISTRAL = """{{- bos_token }}{%- for m in messages %}{%- if m.role == 'system' %}
+{{- '[SYSTEM_PROMPT]' }}{%- if m.content is string %}{{- m.content }}{%- else %}
+{%- for block in m.content %}{%- if block.type == 'thinking' %}
+{{- '[THINK]' + block.thinking + '[/THINK]' }}{%- else %}{{- block.text }}{%- endif %}
+{%- endfor %}{%- endif %}{{- '[/SYSTEM_PROMPT]' }}
+{%- elif m.role == 'user' %}{{- '[INST]' }}
+{%- if m.content is string %}{{- m.content }}{%- else %}{%- for block in m.content %}
+{%- if block.type == 'text' %}{{- block.text }}{%- else %}
+{{- raise_exception('Only text chunks are supported') }}{%- endif %}{%- endfor %}{%- endif %}
+{{- '[/INST]' }}{%- elif m.role == 'assistant' %}
+{%- if not m.content and not m.tool_calls %}{{- raise_exception('No content') }}{%- endif %}
+{%- if m.content is string %}{{- m.content }}{%- elif m.content | length > 0 %}
+{%- for block in m.content %}{%- if block.type == 'text' %}{{- block.text }}
+{%- elif block.type == 'thinking' %}{{- '[THINK]' + block.thinking + '[/THINK]' }}{%- else %}
+{{- raise_exception('Only text and thinking chunks are supported') }}{%- endif %}{%- endfor %}
+{%- endif %}{%- for call in m.tool_calls or [] %}{%- if call.id | length != 9 %}
+{{- raise_exception('Tool call must have an id of 9 characters or numbers.') }}{%- endif %}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}
+{{- call.function.arguments | tojson }}{%- endfor %}{{- eos_token }}
+{%- else %}{%- if m.tool_call_id | length != 9 %}
+{{- raise_exception('Tool message must have a tool_call_id of 9 characters') }}{%- endif %}
+{{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content + '[/TOOL_RESULTS]' }}
+{%- endif %}{%- endfor %}"""
+GLM4_0414 = """[gMASK]<sop>{%- if tools %}<|system|>
+{%- for tool in tools %}
+## {{ tool.function.name }}
+{{ tool.function | tojson }}
+{%- endfor %}{%- endif %}{%- for m in messages %}
+{%- set meta = m.get("metadata", "") %}
+{%- if m.role == 'assistant' and meta %}<|assistant|>{{ meta }}
+{{ m.content }}{%- elif m.role == 'observation' %}<|observation|>
+{{ m.content }}{%- elif m.role in ('system', 'user', 'assistant') %}<|{{ m.role }}|>
+{{ m.content }}{%- endif %}{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 TEMPLATES: dict[str, Form] = {
     "qwen2": Form(QWEN2),

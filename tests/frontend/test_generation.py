@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from twolane.engine.messages import Output
 from twolane.frontend.generation import Generation, GenerationOptions
-from twolane.frontend.parsers.reasoning import AnswerGate
+from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.sampling import SamplingParams
 
@@ -127,19 +127,19 @@ def test_answers_to_a_prompt_follow_the_first_of_them_and_have_seeds_of_their_ow
 
 @given(
     st.lists(st.sampled_from(["a", "b", "<think>", "</think>", "\n", "<th", "</"]), max_size=6),
-    st.sampled_from(["possible", "begun"]),
+    st.booleans(),
     st.lists(st.integers(0, 40)),
 )
-def test_the_answer_begins_where_the_thinking_ends_however_the_text_is_cut(parts, thinking, cuts):
+def test_the_answer_begins_where_the_thinking_ends_however_the_text_is_cut(parts, opened, cuts):
     text = "".join(parts)
     places = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
-    gate, thought, answer = AnswerGate(thinking), "", ""
+    gate, thought, answer = AnswerGate(ThinkingMarks(opened=opened)), "", ""
     for start, end in pairwise(places):
         more, said = gate.feed(text[start:end])
         assert not (answer and more)
         thought, answer = thought + more, answer + said
     answer += gate.release()
-    thinks = thinking == "begun" or text.lstrip().startswith("<think>")
+    thinks = opened or text.lstrip().startswith("<think>")
     end = text.find("</think>") if thinks else -len("</think>")
     behind = len(text) if end == -1 else end + len("</think>")
     assert (thought, answer) == (text[:behind], text[behind:])

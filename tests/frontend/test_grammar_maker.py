@@ -8,6 +8,7 @@ import pytest
 
 from twolane.common.errors import FieldError
 from twolane.frontend.fence import Limits
+from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured import maker
 from twolane.frontend.structured.jobs import Calls, Choices, GrammarJob, Regex, Schema, SchemaText
 from twolane.frontend.structured.tools import Tool
@@ -46,7 +47,8 @@ def test_grammars_of_all_kinds_are_made(tokenizer):
 
     async def run():
         async with making(tokenizer) as made:
-            jobs = [INTEGER, *[GrammarJob("x", answer, True, True) for answer in answers]]
+            how = ThinkingMarks(opened=True)
+            jobs = [INTEGER, *[GrammarJob("x", answer, how) for answer in answers]]
             return await asyncio.gather(*map(made.make, jobs))
 
     plain, *thinking = asyncio.run(run())

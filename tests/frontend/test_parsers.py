@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from twolane.frontend.forms import Asked, Forms
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import typed
-from twolane.frontend.parsers.reasoning import ReasoningParser
+from twolane.frontend.parsers.reasoning import WAYS, ReasoningParser, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.structured.tools import Tool
 from twolane.server.options import ToolForm
@@ -63,6 +63,7 @@ DEEPSEEK_31 = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+GLM = 'weather\n{"city": "Rome"}<|assistant|>f\n{}<|observation|>'
 CALL = '<tool_call>{"name": "f", "arguments": '
 DEEP = {"a": ['"}', {"b": None}]}
 SOME = {"maybe": "12", "either": 3, "sure": True}
@@ -111,6 +112,28 @@ WRITTEN = {
     ),
     "deepseek": (("deepseek_v3", DEEPSEEK), "", ROME),
     "deepseek 3.1": (("deepseek_v31", DEEPSEEK_31), "", ROME),
+    "mistral, with an id": (
+        ("mistral_args", MISTRAL_NEW.replace("[ARGS]", "[CALL_ID]abcDEF123[ARGS]")),
+        "Ok.",
+        [("weather", {"city": "Rome"}), ("f", {"a": "}"})],
+    ),
+    "glm": (("glm4_0414", GLM), "", ROME),
+    "glm, behind text": (
+        (
+            "glm4_0414",
+            "It is.\nfog\n" + GLM.replace("r\n", "r \n ").replace("<|assis", "\n<|assis"),
+        ),
+        *("It is.\nfog", ROME),
+    ),
+    "glm, behind a text of its own": (
+        ("glm4_0414", f"\nI look.\n<|assistant|>{GLM}"),
+        *("\nI look.\n", ROME),
+    ),
+    "names of tools alone": (
+        ("glm4_0414", "weather\nis a tool, and\nf\n\nweather: {"),
+        *("weather\nis a tool, and\nf\n\nweather: {", []),
+    ),
+    "no tool of the request": (("glm4_0414", 'g\n{"a": 1}'), 'g\n{"a": 1}', []),
     "no call": (("hermes", " <tool_cal {x} \n"), " <tool_cal {x} \n", []),
     "no object": (("hermes", "<tool_call>hm</tool_call>"), "<tool_call>hm</tool_call>", []),
     "no name": (("llama3_json", '{"a": 1} and so on'), '{"a": 1} and so on', []),
@@ -281,6 +304,7 @@ def test_a_long_value_is_read():
     assert len(read(tools("qwen3_coder"), [text])[2][0][1]) > 200_000
 
 
+OPENED = ThinkingMarks(opened=True)
 THOUGHT = "<think>\nSo, <b>\n\nhm.\n</think>\n\nParis </think> it is.\n"
 
 
@@ -289,16 +313,16 @@ def test_thinking_is_told_apart_however_the_text_is_cut(places):
     expected = ("So, <b>\n\nhm.", "Paris </think> it is.\n", [])
     assert read(ReasoningParser(), cuts(THOUGHT, places)) == expected
     opened = THOUGHT.removeprefix("<think>")
-    assert read(ReasoningParser(thinking=True), cuts(opened, places)) == expected
+    assert read(ReasoningParser(OPENED), cuts(opened, places)) == expected
 
 
 @pytest.mark.parametrize("begin", ["<think>", "\n <think>\n", "<think>\n\n"])
 @given(places=st.lists(st.integers(0, 100), max_size=12))
 def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
     text = begin + "Hm <think> so.</think>Yes"
-    parser = ReasoningParser(thinking=True)
+    parser = ReasoningParser(OPENED)
     assert read(parser, cuts(text, places)) == ("Hm <think> so.", "Yes", [])
-    assert read(ReasoningParser(thinking=True), ["<thi"]) == ("<thi", "", [])
+    assert read(ReasoningParser(OPENED), ["<thi"]) == ("<thi", "", [])
 
 
 @pytest.mark.parametrize(
@@ -316,12 +340,22 @@ def test_an_answer_goes_on_with_the_thinking_that_it_is_given(continued, read):
     reader = form.reader()
     reader.read("So</think>No", ended=True)
     assert (reader.content, reader.thinking) == read
-    assert (form.thinking == "begun") == bool(read[1])
+    assert form.thinking == (OPENED if read[1] else ThinkingMarks() if continued is None else None)
+
+
+def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
+    """Magistral's are, and text without special tokens would lack them."""
+    for hidden in (True, False):
+        form = Forms("[/THINK]", hides=lambda _, h=hidden: h).of(Asked(), "a")
+        assert (form.thinking, form.shows_special) == (WAYS[1], hidden)
+    reader = form.reader()
+    reader.read("[THINK]Hm[/THINK]Yes", ended=True)
+    assert (reader.thinking, reader.content) == ("Hm", "Yes")
 
 
 def test_text_without_thinking_is_as_it_is():
     assert read(ReasoningParser(), [" Paris"]) == ("", " Paris", [])
-    assert read(ReasoningParser(thinking=True), ["not yet"]) == ("not yet", "", [])
+    assert read(ReasoningParser(OPENED), ["not yet"]) == ("not yet", "", [])
     assert read(ReasoningParser(), ["  <thi"]) == ("", "  <thi", [])
 
 
@@ -334,5 +368,8 @@ def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
     assert format_of("{% if tools %}<|tool_call|>{% endif %}") == "granite"
     assert format_of("{% if tools %}functools[{% endif %}") == "phi4_mini_json"
+    assert format_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}") == "mistral_args"
+    assert format_of("{% if tools %}[TOOL_CALLS][{% endif %}") == "mistral"
+    assert format_of("{{ tools }}<|observation|>{{ m.metadata }}") == "glm4_0414"
     assert format_of("{{ messages }}<tool_call>") is None
     assert format_of(None) is None

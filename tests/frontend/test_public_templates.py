@@ -5,6 +5,7 @@ for; where it refuses, or drops what was said, the request has to be refused.
 """
 
 import json
+import re
 from functools import cache
 
 import pytest
@@ -18,7 +19,7 @@ from twolane.frontend.text.template import ChatTemplate
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 from .checkpoints import BYTES
-from .templates import TEMPLATES
+from .templates import GLM4_0414, MAGISTRAL, MISTRAL_TOOLS, TEMPLATES
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 ARGUMENTS = {"city": "Zürich <b>", "days": 2}
@@ -205,6 +206,88 @@ def test_tools_are_shown_under_the_name_that_the_template_has_for_them():
     given = {"variables": {"xml_tools": [{"name": "other"}]}, "tools": TOOLS}
     shown = codec.decode(codec.chat(turns, **given), skip_special_tokens=False)
     assert shown == "{'name': 'other'}Hi"
+
+
+def shown(source, messages, **more):
+    """The prompt of messages as clients send them."""
+    codec = TextCodec(ModelTokenizer(BACKEND, source, SPECIALS))
+    turns = turns_of(TypeAdapter(Messages).validate_python(messages))
+    return codec.decode(codec.chat(turns, **more), skip_special_tokens=False)
+
+
+def raw(source, messages, **more):
+    (text,), _ = render_jinja_template([messages], chat_template=source, **more, **SPECIALS)
+    return text
+
+
+def thinking(text):
+    return {"type": "thinking", "thinking": text}
+
+
+def test_thinking_goes_to_mistrals_templates_as_parts():
+    """As its model cards and vLLM have it; other templates get `reasoning_content`."""
+    instruct = [*texts("Be brief. "), thinking("How"), *texts("Then answer.")]
+    said = [{"role": "system", "content": instruct}, user("Q")]
+    told = [{**part, "closed": True} if "thinking" in part else part for part in instruct]
+    sent = [{"role": "system", "content": told}, user("Q")]
+    for answer in (
+        {"reasoning_content": "Hm.", "content": "A"},
+        {"reasoning": "Hm.", "content": texts("A")},
+        {"content": [thinking("Hm."), *texts("A")]},
+    ):
+        history = [*sent, {"role": "assistant", **answer}, user("R")]
+        content = [thinking("Hm."), *texts("A")]
+        plain = [*said, {"role": "assistant", "content": content}, user("R")]
+        assert shown(MAGISTRAL, history) == raw(MAGISTRAL, plain)
+    call = {**called(None)[1], "reasoning_content": "Hm."}
+    assert "[THINK]Hm.[/THINK][TOOL_CALLS]get_weather" in shown(MAGISTRAL, [user("Q"), call])
+    going = {"role": "assistant", "reasoning_content": "Hm.", "content": ""}
+    begun = shown(MAGISTRAL, [user("Q"), going], continue_final_message=True)
+    assert begun.endswith("[/INST][THINK]Hm.[/THINK]")
+    with pytest.raises(TextError, match=r"messages\[0\].content.*How"):
+        shown(TEMPLATES["qwen3"].source, sent)
+    with pytest.raises(ValueError, match="only the assistant or the system"):
+        shown(MAGISTRAL, [user([thinking("Hm.")])])
+
+
+@pytest.mark.parametrize("source", [MAGISTRAL, MISTRAL_TOOLS], ids=["magistral", "mistral"])
+def test_templates_of_short_ids_get_short_ones_of_others(source):
+    """Ids of our own answers, of Anthropic's API and others have more than 9 characters."""
+    for given in ("call_0123456789abcdef01234567", "toolu_01A", "abc-EF123", "ÄäÖöÜüßßß"):
+        turns = json.loads(json.dumps(called(None)).replace("abcDEF123", given))
+        prompt = shown(source, turns)
+        [ours] = {
+            match[0] for match in re.finditer(r"(?<![A-Z0-9])[A-Z0-9]{9}(?![A-Z0-9])", prompt)
+        }
+        assert prompt == shown(source, called(None)).replace("abcDEF123", ours)
+
+
+def test_glm_4_sees_calls_as_messages_of_their_own():
+    """GLM-4-0414: its template has the tool's name as metadata, and a role for observations."""
+    history = called("I look.")
+    history[1]["tool_calls"] *= 2
+    call = {
+        "role": "assistant",
+        "metadata": "get_weather",
+        "content": json.dumps(ARGUMENTS, ensure_ascii=False),
+    }
+    plain = [history[0], {"role": "assistant", "content": "I look."}, call, call]
+    plain.append({"role": "observation", "content": "Result5 °C"})
+    assert shown(GLM4_0414, history, tools=TOOLS) == raw(
+        GLM4_0414, plain, tools=TOOLS, add_generation_prompt=True
+    )
+    assert "I look" not in shown(GLM4_0414, called(None))
+    assert "None" not in shown(GLM4_0414, called(None))
+
+
+def test_special_tokens_are_hidden():
+    made = backend()
+    made.add_special_tokens(["[THINK]"])
+    made.add_tokens(["<think>"])
+    codec = TextCodec(ModelTokenizer(made, None, SPECIALS))
+    hidden = [codec.hides(text) for text in ("[THINK]", "<think>", "a", "none")]
+    assert hidden == [True, False, False, False]
+    assert not TextCodec(None).hides("[THINK]")
 
 
 def test_there_are_twenty_templates():

@@ -6,7 +6,7 @@ import pytest
 
 from twolane.engine.messages import TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader
-from twolane.frontend.parsers.reasoning import ReasoningParser
+from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.openai.answers import Answer, AnswerOptions
@@ -14,7 +14,7 @@ from twolane.server.openai.logprobs import LogprobWriter, TokenPlace
 
 
 def thinking():
-    return AnswerReader(ReasoningParser(thinking=True))
+    return AnswerReader(ReasoningParser(ThinkingMarks(opened=True)))
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -1,13 +1,16 @@
 """What an answer has cost, as the endpoints that count by themselves report it."""
 
 from twolane.frontend.parsers.answer import AnswerReader
-from twolane.frontend.parsers.reasoning import ReasoningParser
+from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 
 
 def test_thinking_is_counted_up_to_the_answer_and_no_further() -> None:
-    counts, reader = AnswerCounts(prompt=9), AnswerReader(ReasoningParser(thinking=True))
+    counts, reader = (
+        AnswerCounts(prompt=9),
+        AnswerReader(ReasoningParser(ThinkingMarks(opened=True))),
+    )
     deltas = [
         Delta(0, "Let me", [1, 2], [0, 3], cached=8),
         Delta(0, " see.", [3], [6]),

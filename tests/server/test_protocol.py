@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from twolane.frontend.messages import turns_of
-from twolane.frontend.text.template import as_object
+from twolane.frontend.text.template_form import as_object
 from twolane.sampling import SamplingParams
 from twolane.server.anthropic.request import MessagesRequest
 from twolane.server.http import strict_json

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.crosscheck import PROBES, disagreement
-from twolane.frontend.text.template import ChatTemplate, TemplateForm
+from twolane.frontend.text.template import ChatTemplate
+from twolane.frontend.text.template_form import TemplateForm
 from twolane.frontend.text.tokenizer import (
     Declared,
     ModelTokenizer,
@@ -132,6 +133,8 @@ def form_rows(
         beside = {"null": form.null_content, "empty text": form.empty_content}
         contents = " or ".join(name for name, taken in beside.items() if taken)
         calls = f"arguments as {form.arguments}, beside {contents}"
+    elif form.shows_calls:
+        calls = "messages of their own" if form.named_calls else "part of the content"
     yield "  tool calls", calls, ""
     yield "  developer", "a role of its own" if form.developer else "read as system", ""
     yield "  turn ends", repr(form.turn_end), ""

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from twolane.common.errors import FieldError
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import (
-    END_THINK,
     ReasoningParser,
-    Thinking,
+    ThinkingMarks,
     ends_in_thinking,
     thinking_of,
 )
@@ -30,8 +31,8 @@ class AnswerForm(NamedTuple):
     """Whether special tokens are marks that the reader needs."""
     forced_call: bool = False
     """Whether the request names the tool that is called."""
-    thinking: Thinking | None = None
-    """How the answers begin; None: without thinking."""
+    thinking: ThinkingMarks | None = None
+    """How the model thinks before these answers; None: it does not."""
 
 
 FREE = AnswerForm()
@@ -64,18 +65,23 @@ class Forms:
     Args:
         template: the model's chat template; None: it has none.
         tool_parser: a name of `FORMATS`; None: the format is found from the template.
-        thinks: whether the model thinks between marks; None: that is found from the template.
+        reasons: whether the thinking of a model that the template tells of comes apart.
+        hides: whether a text is a special token, which answers do not show.
     """
 
     def __init__(
         self,
         template: str | None,
         tool_parser: str | None = None,
-        thinks: bool | None = None,
+        *,
+        reasons: bool = True,
+        hides: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.calls = format_of(template) if tool_parser is None else tool_parser
         """How the model writes calls, a name of `FORMATS`; None: it is told of no tools."""
-        self.thinks = thinking_of(template) if thinks is None else thinks
+        self.thinking = thinking_of(template) if reasons else None
+        """How the model thinks before it answers; None: it does not."""
+        self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
 
     def of(self, asked: Asked, prompt: str, continued: str | None = None) -> AnswerForm:
         """Return the form of the answers to a conversation.
@@ -90,43 +96,49 @@ class Forms:
         """
         if asked.enforced and asked.wanted is not None:
             raise FieldError("tool_choice", f"cannot be combined with {asked.wanted[0]}")
-        if not (self.thinks or asked.tools or asked.wanted):
+        if not (self.thinking or asked.tools or asked.wanted):
             return FREE
-        opened = self.thinks and ends_in_thinking(prompt, continued)
-        closed = continued is not None or prompt.rstrip().endswith(END_THINK)
-        thinks = self.thinks and (opened or not closed)
+        thinking = self._thinking(prompt, continued)
         return AnswerForm(
-            wanted=self._wanted(asked, thinks=thinks, opened=opened),
-            reader=self._reader(asked, thinks=thinks, opened=opened),
-            shows_special=bool(asked.tools),
+            wanted=self._wanted(asked, thinking),
+            reader=self._reader(asked, thinking),
+            shows_special=bool(asked.tools) or (thinking is not None and self._hides_thinking),
             forced_call=asked.named,
-            thinking=("begun" if opened else "possible") if thinks else None,
+            thinking=thinking,
         )
 
-    def _wanted(self, asked: Asked, *, thinks: bool, opened: bool) -> GrammarJob | None:
+    def _thinking(self, prompt: str, continued: str | None) -> ThinkingMarks | None:
+        how = self.thinking
+        if how is None:
+            return None
+        opened = ends_in_thinking(how, prompt, continued)
+        closed = continued is not None or prompt.rstrip().endswith(how.end)
+        return msgspec.structs.replace(how, opened=opened) if opened or not closed else None
+
+    def _wanted(self, asked: Asked, thinking: ThinkingMarks | None) -> GrammarJob | None:
         if asked.enforced:
             several = asked.several and not asked.named
             calls = Calls(self._known_calls(), asked.enforced, several, free=False)
-            return GrammarJob("tools", calls, thinks, opened)
+            return GrammarJob("tools", calls, thinking)
         if asked.wanted is not None:
-            return GrammarJob(*asked.wanted, thinks, opened)
+            return GrammarJob(*asked.wanted, thinking)
         if any(tool.strict for tool in asked.tools):
             calls = Calls(self._known_calls(), asked.tools, asked.several, free=True)
-            return GrammarJob("tools", calls, thinks, opened)
+            return GrammarJob("tools", calls, thinking)
         return None
 
     def _reader(
-        self, asked: Asked, *, thinks: bool, opened: bool
+        self, asked: Asked, thinking: ThinkingMarks | None
     ) -> Callable[[], AnswerReader] | None:
-        if not (thinks or asked.tools):
+        if not (thinking or asked.tools):
             return None
         types = parameter_types(asked.tools)
         form = FORMATS[self._known_calls()] if asked.tools else None
 
         def reader() -> AnswerReader:
             calls = None if form is None else ToolCallParser(form, types)
-            thinking = ReasoningParser(thinking=opened) if thinks else None
-            return AnswerReader(thinking, calls, several=asked.several)
+            thoughts = None if thinking is None else ReasoningParser(thinking)
+            return AnswerReader(thoughts, calls, several=asked.several)
 
         return reader
 

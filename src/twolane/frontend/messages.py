@@ -17,13 +17,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
+from twolane.frontend.text.template_form import thinking_part
 
 Turn = dict[str, Any]
-"""A message in one form for all templates: `content` is text, a list of texts, or None."""
+"""A message in one form for all templates: `content` is text, a list of texts and of parts that are
+thinking, or None."""
 
 
 class Part(Body):
-    """A piece of a message: text, or the text of a refusal."""
+    """A piece of a message: text, the text of a refusal, or thinking (Mistral's models)."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "image_url": (),
@@ -32,25 +34,28 @@ class Part(Body):
         "audio_url": (),
         "file": (),
     }
-    inert = frozenset({"cache_control", "annotations", "logprobs"})
+    inert = frozenset({"cache_control", "annotations", "logprobs", "closed"})
     null_says_nothing = True
 
-    type: Literal["text", "refusal", "input_text", "output_text"]
-    """The last two are names of text in the Responses API, from which histories come."""
+    type: Literal["text", "refusal", "input_text", "output_text", "thinking"]
+    """Two are names of text in the Responses API, from which histories come."""
     text: str | None = None
     refusal: str | None = None
+    thinking: str | None = None
 
     @model_validator(mode="after")
     def has_its_text(self) -> "Part":
         """Refuse a part without the field that its type names."""
-        named = "refusal" if self.type == "refusal" else "text"
+        named = self.type if self.type in ("refusal", "thinking") else "text"
         if getattr(self, named) is None:
             raise wrong(named, "is required")
         return self
 
     @property
-    def shown(self) -> str:
-        """What the part says."""
+    def shown(self) -> str | dict[str, str]:
+        """What the part says, or the part if it is thinking."""
+        if self.type == "thinking":
+            return thinking_part(self.thinking or "")
         return self.text if self.text is not None else self.refusal or ""
 
 
@@ -131,6 +136,8 @@ class Message(Body):
         if self.role != "assistant":
             if self.content is None and self.role != "tool":  # a tool may return nothing
                 raise wrong("content", "is required")
+            if self.thoughts and self.role not in ("system", "developer"):
+                raise wrong("content", "has thinking, which only the assistant or the system has")
             for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
                 if getattr(self, name):
                     raise wrong(name, "belongs to messages of the assistant only")
@@ -142,12 +149,23 @@ class Message(Body):
     def text(self) -> str:
         """What the message says; its parts are joined by new lines."""
         content = self._content()
-        return content if isinstance(content, str) else "\n".join(content or ())
+        if isinstance(content, str):
+            return content
+        return "\n".join(said for said in content or () if isinstance(said, str))
+
+    @property
+    def thoughts(self) -> str:
+        """The thinking among the parts of the content."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return "\n".join(part.thinking for part in parts if part.thinking)
 
     def for_template(self) -> Turn:
         """Return the message in the form of `ChatTemplate.render`."""
         turn: Turn = {"role": self.role, "content": self._content()}
         reasoning = self.reasoning_content or self.reasoning
+        if self.role == "assistant" and isinstance(turn["content"], list):
+            turn["content"] = [said for said in turn["content"] if isinstance(said, str)]
+            reasoning = reasoning or self.thoughts
         calls = [call.for_template() for call in self.tool_calls or ()]
         others = {
             "name": self.name,
@@ -157,7 +175,7 @@ class Message(Body):
         }
         return turn | {name: value for name, value in others.items() if value is not None}
 
-    def _content(self) -> str | list[str] | None:
+    def _content(self) -> str | list[str | dict[str, str]] | None:
         if isinstance(self.content, list):
             return [part.shown for part in self.content]
         return self.refusal if not self.content and self.refusal else self.content

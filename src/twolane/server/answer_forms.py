@@ -50,7 +50,7 @@ class AnswerForms:
             ApiError: 400, a field asks for what cannot be served; 429; 503.
         """
         asked, chat = body.asked, isinstance(body, ChatRequest)
-        if asked.wanted is None and not (chat and (asked.tools or self._forms.thinks)):
+        if asked.wanted is None and not (chat and (asked.tools or self._forms.thinking)):
             return FREE
         try:
             if not self._codec.has_tokenizer:

@@ -13,10 +13,12 @@ ToolForm = Literal[
     "qwen3_coder",
     "llama3_json",
     "mistral",
+    "mistral_args",
     "granite",
     "phi4_mini_json",
     "deepseek_v3",
     "deepseek_v31",
+    "glm4_0414",
 ]
 """The names of `frontend.parsers.tool_calls.FORMATS`."""
 MetricsPrefix = Literal["twolane", "vllm", "both"]
@@ -80,8 +82,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
     """Way in which the model writes tool calls; by default it is found from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"
-    """auto: the thinking of a model whose chat template has <think> marks comes apart from its
-    answer; none: it is part of the answer."""
+    """auto: the thinking of a model whose chat template has marks for it, <think> or [THINK], comes
+    apart from its answer; none: it is part of the answer."""
     reasoning_field: Annotated[Literal["reasoning_content", "reasoning"], Option(PANEL)] = (
         "reasoning_content"
     )

@@ -212,8 +212,12 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         sampling = {}
     for field, value in sampling.items():
         log.info("%s is %g where a request says nothing, as the model recommends", field, value)
-    thinks = None if options.reasoning_parser == "auto" else False
-    forms = Forms(texts.template_source, options.tool_call_parser, thinks)
+    forms = Forms(
+        texts.template_source,
+        options.tool_call_parser,
+        reasons=options.reasoning_parser == "auto",
+        hides=texts.codec.hides,
+    )
     name = options.served_model_name or config.model
     return Service(
         engine,

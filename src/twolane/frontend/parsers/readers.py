@@ -98,6 +98,46 @@ class NamedCall:
             self.done = self._depth == 0
 
 
+class NamedLine(NamedCall):
+    """GLM-4-0414's call: the name of a tool on a line, and the arguments as a JSON object below.
+
+    No mark opens it: a line that is no tool's name, or is followed by no object, is text.
+
+    Args:
+        types: their keys are the names of the tools.
+    """
+
+    def __init__(self, types: Types) -> None:
+        super().__init__(r"(?P<name>.*)")
+        self._names = tuple(types)
+        self._longest = SPACE_BEHIND + max(map(len, self._names), default=0)
+        self._line = ""
+        self._ended = False
+
+    def feed(self, char: str) -> None:
+        """See `CallReader.feed`."""
+        if self.name is None and not (self._ended and char == "{"):
+            self.broken = not self._goes_on(char)
+            self.spare = char if self.broken else ""
+            return
+        if self.name is None:
+            self._head = [self._line.rstrip()]
+        super().feed(char)
+
+    def _goes_on(self, char: str) -> bool:
+        """Whether what is in front of the object may still become a call."""
+        if (not self._line or self._ended) and char in WHITE:
+            return True
+        if char == "\n":
+            self._ended = self._line.rstrip() in self._names
+            return self._ended
+        if self._ended or len(self._line) > self._longest:
+            return False
+        self._line += char
+        name = self._line.rstrip()
+        return any(each == name or each.startswith(self._line) for each in self._names)
+
+
 class ListedCall:
     """Mistral's call: an object of a list, as in `[{"name": …}]`, or `name[ARGS]{…}`."""
 
@@ -152,6 +192,8 @@ BEGIN_PARAMETER = re.compile(r"<parameter=[^>\n]+>\Z")
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
 ENDS = re.compile(rf"({END_FUNCTION}\s*)?({END_CALL})?\Z")
 BOTH_ENDS = re.compile(rf"{END_FUNCTION}\s*{END_CALL}\Z")
+SPACE_BEHIND = 8
+"""Characters of white space that may be behind a name on its line."""
 LONGEST_MARK = 512
 """Characters in which a mark is looked for."""
 LONGEST_LITERAL = 1 << 16

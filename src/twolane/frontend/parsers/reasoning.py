@@ -1,29 +1,41 @@
 """The thinking of reasoning models, told apart from the answer."""
 
-from typing import Literal
+import msgspec
 
 from twolane.frontend.parsers.pieces import Content, Piece, Reasoning, held_back
 
-THINK, END_THINK = "<think>", "</think>"
-Thinking = Literal["possible", "begun"]
-"""How an answer begins: it may begin with thinking, or the prompt has opened the thinking."""
+
+class ThinkingMarks(msgspec.Struct, frozen=True):
+    """The marks between which a model thinks before it answers."""
+
+    begin: str = "<think>"
+    """The mark before the thinking."""
+    end: str = "</think>"
+    """The mark behind it."""
+    opened: bool = False
+    """Whether the prompt has opened the thinking; if not, the answer may begin with it."""
+
+
+WAYS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
+"""The marks that are known: those of most models, and Mistral's."""
 
 
 class ReasoningParser:
     """Splits text at the marks around a model's thinking (`Parser`).
 
-    Thinking comes first, if at all; white space around the marks belongs to neither side.
+    ThinkingMarks comes first, if at all; white space around the marks belongs to neither side.
 
     Args:
-        thinking: whether the prompt ended inside the thinking, so that no mark opens it.
+        how: the model thinks.
     """
 
-    def __init__(self, *, thinking: bool = False) -> None:
-        self._state = "thinking" if thinking else "start"
+    def __init__(self, how: ThinkingMarks = WAYS[0]) -> None:
+        self._how = how
+        self._state = "thinking" if how.opened else "start"
         self._text = ""
-        self._blank = thinking
+        self._blank = how.opened
         """Whether white space is to be dropped: nothing but that has come since the last mark."""
-        self._opened = thinking
+        self._opened = how.opened
         """Whether the mark that opens the thinking would be there twice: models write it again."""
 
     def feed(self, text: str) -> list[Piece]:
@@ -46,27 +58,27 @@ class ReasoningParser:
         return [Reasoning(rest) if self._state == "thinking" else Content(rest)]
 
     def _open(self, pieces: list[Piece]) -> None:
-        begun = self._text.lstrip()
-        if begun.startswith(THINK):
-            self._text, self._state, self._blank = begun[len(THINK) :], "thinking", True
-        elif not THINK.startswith(begun):
+        begun, mark = self._text.lstrip(), self._how.begin
+        if begun.startswith(mark):
+            self._text, self._state, self._blank = begun[len(mark) :], "thinking", True
+        elif not mark.startswith(begun):
             self._state = "answer"
 
     def _think(self, pieces: list[Piece]) -> None:
         if self._blank:
-            self._text = self._text.lstrip()
-            if self._opened and len(self._text) < len(THINK) and THINK.startswith(self._text):
+            self._text, begin = self._text.lstrip(), self._how.begin
+            if self._opened and len(self._text) < len(begin) and begin.startswith(self._text):
                 return
             if self._opened:
                 self._opened = False
-                self._text = self._text.removeprefix(THINK).lstrip()
+                self._text = self._text.removeprefix(begin).lstrip()
             self._blank = not self._text
-        thought, mark, rest = self._text.partition(END_THINK)
+        thought, mark, rest = self._text.partition(self._how.end)
         if mark:
             self._text, self._state, self._blank = rest, "answer", True
             thought = thought.rstrip()
         else:
-            kept = held_back(thought, (END_THINK,))
+            kept = held_back(thought, (self._how.end,))
             certain = thought[: len(thought) - kept].rstrip()  # white space may be before the mark
             self._text, thought = self._text[len(certain) :], certain
         if thought:
@@ -85,11 +97,12 @@ class AnswerGate:
     """Tells the text of the answer, in which stop strings count, from the thinking before it.
 
     Args:
-        thinking: how the answer begins.
+        how: the model thinks.
     """
 
-    def __init__(self, thinking: Thinking) -> None:
-        self._state = "start" if thinking == "possible" else "thinking"
+    def __init__(self, how: ThinkingMarks) -> None:
+        self._how = how
+        self._state = "thinking" if how.opened else "start"
         self._seen = ""
         """The text that decides what follows."""
         self._held = 0
@@ -101,14 +114,14 @@ class AnswerGate:
             return "", text
         self._seen += text
         if self._state == "start":
-            begun = self._seen.lstrip()
+            begun, mark = self._seen.lstrip(), self._how.begin
             self._held += len(text)
-            if not begun.startswith(THINK):
-                return ("", "") if THINK.startswith(begun) else ("", self._answer())
+            if not begun.startswith(mark):
+                return ("", "") if mark.startswith(begun) else ("", self._answer())
             text, self._state = self.release(), "thinking"
-        thought, mark, _ = self._seen.partition(END_THINK)
+        thought, mark, _ = self._seen.partition(self._how.end)
         if not mark:
-            self._seen = self._seen[1 - len(END_THINK) :]
+            self._seen = self._seen[1 - len(self._how.end) :]
             return text, ""
         behind = len(self._seen) - len(thought) - len(mark)
         self._state = "answer"
@@ -125,18 +138,19 @@ class AnswerGate:
         return self.release()
 
 
-def thinking_of(template: str | None) -> bool:
-    """Return whether a chat template is one of a model that thinks between `<think>` marks."""
-    return template is not None and END_THINK in template
+def thinking_of(template: str | None) -> ThinkingMarks | None:
+    """Return how the model of a chat template thinks before it answers; None: it does not."""
+    return next((how for how in WAYS if template is not None and how.end in template), None)
 
 
-def ends_in_thinking(prompt: str, continued: str | None = None) -> bool:
+def ends_in_thinking(how: ThinkingMarks, prompt: str, continued: str | None = None) -> bool:
     """Return whether a prompt has opened the thinking and not closed it.
 
     Args:
+        how: the model thinks.
         prompt: the end of it.
         continued: the text of the message that the answer goes on with.
     """
-    if continued is not None and continued.rfind(THINK) > continued.rfind(END_THINK):
+    if continued is not None and continued.rfind(how.begin) > continued.rfind(how.end):
         return True
-    return prompt.rstrip().endswith(THINK)
+    return prompt.rstrip().endswith(how.begin)

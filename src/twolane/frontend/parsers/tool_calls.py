@@ -12,7 +12,14 @@ from twolane.frontend.parsers.pieces import (
     Piece,
     held_back,
 )
-from twolane.frontend.parsers.readers import CallReader, ListedCall, NamedCall, Types, XmlCall
+from twolane.frontend.parsers.readers import (
+    CallReader,
+    ListedCall,
+    NamedCall,
+    NamedLine,
+    Types,
+    XmlCall,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class CallFormat:
     again: str = ""
     """Characters with which another call begins behind one, without a mark."""
     bare: bool = False
-    """Whether an answer that begins with `again` begins with a call."""
+    """Whether an answer that begins with `again`, or as a call does, begins with a call."""
     within: tuple[str, ...] = ()
     """What a call begins with where the model leaves out the mark that should open it."""
 
@@ -53,6 +60,9 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "mistral": CallFormat(
             lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
         ),
+        "mistral_args": CallFormat(
+            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
+        ),
         "granite": CallFormat(
             lambda _: ListedCall(),
             ("<|tool_call|>",),
@@ -73,9 +83,13 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             ("<｜tool▁call▁begin｜>",),
             ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         ),
+        "glm4_0414": CallFormat(
+            NamedLine, ("\n", "<|assistant|>"), ("<|assistant|>", "<|observation|>"), bare=True
+        ),
     }
 )
-"""The formats by the names that vLLM's `--tool-call-parser` has for them."""
+"""The formats by the names that vLLM's `--tool-call-parser` has for them; it has none for the calls
+of Mistral's newer models, which are in none of its lists, and of GLM-4-0414."""
 LISTS = ("<｜tool▁calls▁begin｜>",)
 """Marks before the first call of a list, which are no text."""
 
@@ -85,11 +99,13 @@ def format_of(template: str | None) -> str | None:
     marks = (
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
+        ("[ARGS]", "mistral_args"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call|>", "granite"),
         ("functools[", "phi4_mini_json"),
         ("```json", "deepseek_v3"),
         ("<｜tool▁sep｜>", "deepseek_v31"),
+        ("<|observation|>", "glm4_0414"),
         ('"parameters": dictionary of argument name', "llama3_json"),
         ("<|python_tag|>", "llama3_json"),
     )
@@ -159,7 +175,7 @@ class ToolCallParser:
         begun = self._text.lstrip()
         if not begun:
             return False
-        if self._form.bare and begun[0] in self._form.again:
+        if self._form.bare and (not self._form.again or begun[0] in self._form.again):
             self._open()
         else:
             self._text = begun if self._calls else self._text
@@ -200,7 +216,9 @@ class ToolCallParser:
         self._raw.append(self._text[:taken])
         self._text = self._text[taken:]
         if reader.broken:
-            self._show("".join(self._raw), pieces)
+            shown, self._raw = "".join(self._raw), []
+            self._show(shown.removesuffix(reader.spare), pieces)
+            self._text = reader.spare + self._text
             self._state = "text"
             return True
         if reader.name is not None:

@@ -15,7 +15,7 @@ from twolane.common.grammars import (
     MOST_RULES,
     parser_limits,
 )
-from twolane.frontend.parsers.reasoning import END_THINK, THINK
+from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured.gbnf import is_lark, plain_gbnf
 from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
 from twolane.frontend.structured.schema import plain_schema
@@ -114,23 +114,23 @@ def check_object(schema: Mapping[str, Any]) -> None:
             raise ValueError(problem)
 
 
-def behind_thinking(grammar: str, token_of: TokenOf, *, opened: bool) -> str:
+def behind_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> str:
     """Return the grammar of an answer that follows the model's thinking.
 
     Args:
         grammar: of the answer.
         token_of: finds the marks of thinking among the added tokens.
-        opened: whether the prompt has opened the thinking; if not, the model may think or not.
+        thinking: how the model thinks; unless the prompt has opened it, it may think or not.
     """
     [answer, *others] = json.loads(grammar)["grammars"]
-    end = token_of(END_THINK)
+    end, opened = token_of(thinking.end), thinking.opened
     if end is None:
-        thought = "thought[lazy]: /(.|\\n)*" + END_THINK.replace("/", "\\/") + "/"
+        thought = "thought[lazy]: /(.|\\n)*" + re.escape(thinking.end).replace("/", "\\/") + "/"
     else:
         thought = f"thought: /(.|\\n)*/ <[{end}]>"
     lark = [
         f"start: {'thoughts' if opened else 'thoughts?'} @answer",
-        f"thoughts: {'' if opened else terminal(THINK, token_of)} thought SPACE",
+        f"thoughts: {'' if opened else terminal(thinking.begin, token_of)} thought SPACE",
         thought,
         "SPACE: /[ \\n]*/",
     ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured.tools import Tool
 
 
@@ -60,10 +61,8 @@ class GrammarJob(msgspec.Struct, frozen=True):
     field: str
     """The field of the request that asks for it."""
     answer: Wanted | Calls
-    thinks: bool = False
-    """Whether the model may think before it answers."""
-    opened: bool = False
-    """Whether the prompt has opened the thinking."""
+    thinking: ThinkingMarks | None = None
+    """How the model thinks before it answers; None: it does not."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):

@@ -91,6 +91,8 @@ def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, sever
         several: whether more than one call may be made.
     """
     marks = _Marks(token_of)
+    if form == "glm4_0414":
+        return _strict_lines(tools, marks, several=several)
     opening, (before, between, after) = OPENINGS[form], LISTS[form]
     known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
     calls = [CALLS[form](tool, marks).removeprefix(marks.of(opening)) for tool in known]
@@ -111,6 +113,22 @@ def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, sever
         *marks.rules,
     ]
     return lark_grammar("\n".join(filter(None, lark)))
+
+
+def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> str:
+    """See `strict_grammar`: a call is a line with a tool's name, and its arguments below."""
+    begin = "\\n|" + re.escape(ASSISTANT) if marks.is_text(ASSISTANT) else "\\n"
+    calls, lines = [], []
+    for i, tool in enumerate(tools):
+        schema = tool.schema if tool.strict else ANY_OBJECT
+        calls.append(f"line_{i} {marks.json(schema)}")
+        name = re.escape(tool.name).replace("/", "\\/")
+        lines.append(rf"line_{i}[lazy]: /((.|\n)*({begin}))?[ \t]*{name}[ \t]*\n/")
+    behind = f"(TEXT? {marks.of(ASSISTANT)})?"
+    start = "start: (behind call)* TEXT?" if several else "start: TEXT? | behind call SPACE?"
+    lark = [start, f"behind: {behind}", "call: " + " | ".join(calls), *lines]
+    lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
+    return lark_grammar("\n".join(lark))
 
 
 def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
@@ -179,6 +197,13 @@ def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str
     return call
 
 
+def _mistral_call(tool: Tool, marks: _Marks) -> str:
+    """The call of Mistral's models since Small 3.2, which may have an id."""
+    number = f"({marks.of('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
+    head = f"{marks.of('[TOOL_CALLS]', tool.name)} {number} {marks.of('[ARGS]')}"
+    return f"{head} {marks.json(tool.schema)}"
+
+
 def _xml_call(tool: Tool, marks: _Marks) -> str:
     whole = tool.schema
     required = whole.get("required") or ()
@@ -212,16 +237,19 @@ DEFINITIONS = frozenset(("$defs", "definitions"))
 """Keywords under which a schema has those that it refers to."""
 END_PARAMETER = "\n</parameter>\n"
 SEP = "<｜tool▁sep｜>"
+ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "hermes": _json_call("arguments", "<tool_call>", "</tool_call>"),
     "qwen3_coder": _xml_call,
     "llama3_json": _json_call("parameters", "", ""),
     "mistral": _json_call("arguments", "", ""),
+    "mistral_args": _mistral_call,
     "granite": _json_call("arguments", "", ""),
     "phi4_mini_json": _json_call("arguments", "", ""),
     "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
     "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
+    "glm4_0414": _named_call("NAME\n", tail=()),
 }
 """One call of a tool, by the names of `tool_calls.FORMATS`."""
 LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
@@ -229,10 +257,12 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "qwen3_coder": ((), ("\n",), ()),
     "llama3_json": ((), ("; ",), ()),
     "mistral": (("[TOOL_CALLS]", "["), (", ",), ("]",)),
+    "mistral_args": ((), (), ()),
     "granite": (("<|tool_call|>", "["), (", ",), ("]",)),
     "phi4_mini_json": (("functools", "["), (", ",), ("]",)),
     "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
+    "glm4_0414": ((), (ASSISTANT,), ()),
 }
 """The marks before, between and behind the calls of an answer."""
 OPENINGS: Mapping[str, str] = {
@@ -240,7 +270,9 @@ OPENINGS: Mapping[str, str] = {
     "qwen3_coder": "<tool_call>",
     "llama3_json": "<|python_tag|>",
     "mistral": "[TOOL_CALLS]",
+    "mistral_args": "[TOOL_CALLS]",
     "granite": "<|tool_call|>",
+    "glm4_0414": ASSISTANT,
     "phi4_mini_json": "functools",
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",

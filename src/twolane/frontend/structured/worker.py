@@ -91,9 +91,9 @@ def result(
 def maker(asked: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return what makes the grammar."""
     make = answer_maker(asked.answer, token_of)
-    if not asked.thinks:
+    if (thinking := asked.thinking) is None:
         return make
-    return lambda: grammars.behind_thinking(make(), token_of, opened=asked.opened)
+    return lambda: grammars.behind_thinking(make(), token_of, thinking)
 
 
 def answer_maker(answer: Wanted | Calls, token_of: grammars.TokenOf) -> grammars.Maker:

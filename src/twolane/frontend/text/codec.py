@@ -11,13 +11,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.frontend.fenced import TookTooLong, within
-from twolane.frontend.text.template import (
-    ChatTemplate,
-    Message,
-    TemplateForm,
-    as_object,
-    missing_words,
-)
+from twolane.frontend.text.template import ChatTemplate, missing_words
+from twolane.frontend.text.template_form import Message, TemplateForm, as_object
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
@@ -360,6 +355,11 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         return name.replace("\u2581", " ").encode()
 
+    def hides(self, text: str) -> bool:
+        """Return whether a text is a special token, which `skip_special_tokens` leaves out."""
+        token = None if self._backend is None else self._backend.token_to_id(text)
+        return token is not None and token in special_tokens(self._tokenizer)
+
     def check_stop(self, stop: Sequence[str]) -> None:
         """Refuse stop strings where there is no text to find them in.
 
@@ -438,10 +438,10 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
     for place, message in enumerate(messages):
         for number, call in enumerate(message.get("tool_calls", ())):
             param = f"messages[{place}].tool_calls"
-            if template.form.arguments is None and not template.form.calls_as_text:
+            if not template.form.shows_calls:
                 raise TextError("the model's chat template does not show tool calls", param=param)
             arguments = as_object(call["function"]["arguments"])
-            if template.form.arguments == "object" and isinstance(arguments, str):
+            if template.form.arguments != "text" and isinstance(arguments, str):
                 param = f"{param}[{number}].function.arguments"
                 raise TextError(f"{param} must be a JSON object", param=param)
 
@@ -460,7 +460,7 @@ def check_words(messages: Sequence[Message], text: str) -> None:
             continue
         content = message["content"]
         for said in [content] if isinstance(content, str) else content or ():
-            word = missing_words(said if isinstance(said, str) else said["text"], text)
+            word = missing_words(said if isinstance(said, str) else said["thinking"], text)
             if word is not None:
                 raise lost(f"messages[{place}].content", word)
 

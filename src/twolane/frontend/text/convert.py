@@ -21,7 +21,8 @@ from twolane.common.checked_json import read_json
 from twolane.frontend.fenced import SETUP_MEMORY, TookTooLong, limit_memory, within
 from twolane.frontend.text.decoder_regexes import check_decoder
 from twolane.frontend.text.parts import Parts, Template
-from twolane.frontend.text.template import ChatTemplate, TemplateForm
+from twolane.frontend.text.template import ChatTemplate
+from twolane.frontend.text.template_form import TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile, panics_told
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from twolane.engine.messages import FinishReason, Output, PackedLogprobs, TokenLogprobs
-from twolane.frontend.parsers.reasoning import AnswerGate, Thinking
+from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.stops import StopStrings
 from twolane.sampling import SamplingParams
@@ -19,8 +19,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     """Show what stopped the answer, string or token."""
     skip_special_tokens: bool = True
-    thinking: Thinking | None = None
-    """Whether thinking comes first, in which stop strings do not count; None: all text counts."""
+    thinking: ThinkingMarks | None = None
+    """How the model thinks first, where stop strings do not count; None: all text counts."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -80,8 +80,8 @@ class OutputReader:
             prompt, skip_special_tokens=options.skip_special_tokens
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
-        gated = options.stop and options.thinking
-        self._gate = AnswerGate(gated) if gated else None
+        gated = options.thinking if options.stop else None
+        self._gate = None if gated is None else AnswerGate(gated)
         self._length = 0
 
     def read(self, output: Output) -> Delta:

@@ -10,7 +10,6 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal, NoReturn
 
-import msgspec
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -18,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from markupsafe import escape
 
-Message = Mapping[str, Any]
+from twolane.frontend.text.template_form import Message, TemplateForm, part, thinking_part, to_json
+
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
 LONGEST_TURN_END = 100
 """A turn's end is looked for in at most this many characters behind an answer."""
@@ -67,23 +67,6 @@ def fail(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON; unlike Jinja's own filter without escapes for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
 MOST_REPEATED = 1 << 24
 """A template multiplies texts, lists and powers up to this many characters, entries or bits."""
 
@@ -119,90 +102,6 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-class TemplateForm(msgspec.Struct, frozen=True):
-    """The form in which a chat template reads messages, found by rendering some.
-
-    Templates differ: some put the content into the text as it is, some walk over its parts, some
-    take both; the arguments of a tool call are an object for most of them and text for a few.
-    """
-
-    text_roles: tuple[str, ...]
-    """The template shows the content of messages of these roles when it is text."""
-    part_roles: tuple[str, ...]
-    """The template shows the content of messages of these roles when it is a list of parts."""
-    arguments: Literal["object", "text"] | None = None
-    """The template shows a tool call whose arguments have this form; None: it shows no calls."""
-    null_content: bool = False
-    """The template takes null as the content of a message with tool calls."""
-    empty_content: bool = True
-    """The template takes empty text as the content of a message with tool calls."""
-    developer: bool = False
-    """The template has a role "developer", which is sent as "system" to all others."""
-    turn_end: str = ""
-    """The text that follows an answer, with which the model ends its turn."""
-    calls_as_text: str = ""
-    """The mark of a list of calls that stands in the content, where no calls are shown."""
-    shows_tools: bool = True
-    """The template shows the tools that the model may call."""
-
-    def adapted(self, turn: Message) -> dict[str, Any]:
-        """Return a message as the template reads it."""
-        made = dict(turn)
-        if self.calls_as_text and "tool_calls" in made:
-            made["content"] = self._calls_as_text(made["content"], made.pop("tool_calls"))
-        if made["role"] == "developer" and not self.developer:
-            made["role"] = "system"
-        made["content"] = self._content(made["role"], made.get("content"), "tool_calls" in made)
-        if "tool_calls" in made:
-            made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
-        return made
-
-    def _content(self, role: str, content: Any, with_calls: bool) -> Any:
-        if with_calls and not content:
-            if content is None:
-                return None if self.null_content else ""
-            return "" if self.empty_content else None
-        if content is None:
-            return ""
-        if isinstance(content, str):
-            wants_parts = role in self.part_roles and role not in self.text_roles
-            return [part(content)] if wants_parts else content
-        texts = [piece if isinstance(piece, str) else piece["text"] for piece in content]
-        return [part(text) for text in texts] if role in self.part_roles else "\n".join(texts)
-
-    def _calls_as_text(self, content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
-        """The content with the calls behind it, as the model has written them."""
-        functions = [call["function"] for call in calls]
-        listed = [{**each, "arguments": as_object(each["arguments"])} for each in functions]
-        texts = [content] if isinstance(content, str) else content or []
-        return "\n".join(texts) + self.calls_as_text + to_json(listed)
-
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        function = dict(call["function"])
-        if self.arguments == "object":
-            function["arguments"] = as_object(function["arguments"])
-        elif not isinstance(function["arguments"], str):
-            function["arguments"] = to_json(function["arguments"])
-        return {**call, "function": function}
-
-
-def as_object(arguments: Any) -> Any:
-    """Return the object that a text of JSON is; what is none stays text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments) if arguments.strip() else None
-    except ValueError:
-        return arguments
-    known = {} if value is None else value
-    return known if isinstance(known, dict) else arguments
-
-
-def part(text: str) -> dict[str, str]:
-    """Return a part of a message that is text."""
-    return {"type": "text", "text": text}
-
-
 MOST_WORDS = 64
 """This many words of a message are looked for from each of its ends."""
 SEEN = "SeenWord7"
@@ -215,6 +114,7 @@ RESULT: Message = {
     "name": "call_it",
     "tool_call_id": "abcDEF123",
 }
+LONG_ID = "call_abcdef0123456789abcdef01"
 TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -303,8 +203,8 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Args:
-            messages: with "role" and "content" at least; the content is text, a list of texts (the
-                parts of a message), or None beside tool calls.
+            messages: with "role" and "content" at least; the content is text, a list of texts and
+                of parts that are thinking (the parts of a message), or None beside tool calls.
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, for the model to go on with it.
             variables: further ones.
@@ -314,7 +214,7 @@ class ChatTemplate:
             TemplateError: the template refuses.
             ValueError: the last message cannot be continued: the template drops or changes it.
         """
-        turns = [self.form.adapted(message) for message in messages]
+        turns = [turn for message in messages for turn in self.form.adapted(message)]
         last = turns[-1]["content"]
         if continue_final_message:
             last, turns[-1]["content"] = continued(last)
@@ -347,8 +247,9 @@ class ChatTemplate:
 def continued(content: Any) -> tuple[str, Any]:
     """Return the text that a content ends with, and the content with the tag behind it."""
     if isinstance(content, list):
-        last = content[-1]["text"]
-        return last, [*content[:-1], part(last + TAG)]
+        said = content if content and "text" in content[-1] else [*content, part("")]
+        last = said[-1]["text"]
+        return last, [*said[:-1], part(last + TAG)]
     return content or "", (content or "") + TAG
 
 
@@ -374,6 +275,7 @@ def find_form(template: ChatTemplate) -> TemplateForm:
             # The call shows the word once.
             if shows(template, answered, times=2):
                 found.append("tool")
+    named_calls = arguments is None and shows_named_calls(template)
     if not text_roles and not part_roles:  # it refuses all that was tried
         text_roles = [*roles]
     return TemplateForm(
@@ -385,11 +287,15 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         developer=template.names_developer
         and shows(template, [{"role": "developer", "content": SEEN}, HELLO]),
         turn_end=find_turn_end(template, "assistant" in text_roles),
-        calls_as_text=find_call_mark(template) if arguments is None else "",
+        calls_as_text="" if arguments or named_calls else find_call_mark(template),
         shows_tools=any(
             TOOL["function"]["name"] in (template.tried(turns, tools=[TOOL]) or "")
             for turns in ([HELLO], role_probe("system", SEEN))
         ),
+        thinking_parts="assistant" in part_roles
+        and shows(template, role_probe("assistant", [thinking_part(SEEN), part("Hello")])),
+        named_calls=named_calls,
+        short_ids=arguments is not None and not shows(template, long_id_probe(arguments, contents)),
     )
 
 
@@ -413,6 +319,22 @@ def call_probe(arguments: Literal["object", "text"], content: str | None) -> lis
         "function": {**CALLED, "arguments": given},
     }
     return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
+
+
+def long_id_probe(
+    arguments: Literal["object", "text"], contents: Sequence[str | None]
+) -> list[Message]:
+    """Return a conversation with a tool call whose id is as long as those of answers."""
+    hello, called, result = call_probe(arguments, contents[0])
+    call = {**called["tool_calls"][0], "id": LONG_ID}
+    return [hello, {**called, "tool_calls": [call]}, {**result, "tool_call_id": LONG_ID}]
+
+
+def shows_named_calls(template: ChatTemplate) -> bool:
+    """Return whether the template shows calls as messages of their own, by the tool's name."""
+    called = {"role": "assistant", "metadata": CALLED["name"], "content": SEEN}
+    result = {"role": "observation", "content": RESULT["content"]}
+    return shows(template, [HELLO, called, result], CALLED["name"], RESULT["content"])
 
 
 def find_call_form(

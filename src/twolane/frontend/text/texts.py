@@ -26,7 +26,7 @@ from twolane.frontend.text.jobs import (
     read_result,
     unpacked,
 )
-from twolane.frontend.text.template import Message
+from twolane.frontend.text.template_form import Message
 from twolane.frontend.text.tokenizer import read_file
 from twolane.model.load.hub import ModelSource
 

@@ -15,12 +15,12 @@ import msgspec
 from tokenizers import Tokenizer
 
 from twolane.common.files import keep
-from twolane.frontend.text.template import TemplateForm
+from twolane.frontend.text.template_form import TemplateForm
 from twolane.model.load.hub import ModelSource, cache_dir
 
 log = logging.getLogger("twolane.frontend")
 
-_FORMAT = 12
+_FORMAT = 13
 """The version of `TokenizerFile` and of how it is made; files of others are made anew."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*.jinja")
 """The files of a model directory that a tokenizer may be made of."""
