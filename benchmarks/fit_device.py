@@ -1,15 +1,16 @@
 """The simulated GPU's parameters, from profiles: `python benchmarks/fit_device.py`.
 
-Fits what `sim/device.py` says of the H200 to the profiles and to `engine-h200.json`, starting
-with what it says now, and writes the parameters and how far off they are, on what was fitted and
-on the points that profiles hold out. The parameters are then copied by hand.
+Fits what `sim/gpus.py` says of a card to the profiles of it that ship and, if it is there, to what
+`engine.py` measured (`results/engine-CARD.json`), starting with what it says now, and writes the
+parameters and how far off they are, on what was fitted and on the points that profiles hold out.
+The parameters are then copied by hand.
 """
 
 import argparse
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from twolane.lanes.work import (
 from twolane.model.shapes import SHAPES
 from twolane.results.provenance import provenance, save
 from twolane.sim.device import DeviceModel
-from twolane.sim.gpus import H200, Gpu
+from twolane.sim.gpus import GPUS, Gpu
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = "qwen3-8b", "codellama-34b"
@@ -61,11 +62,17 @@ class Case(NamedTuple):
     held_out: bool
 
 
-def cases(models: Iterable[str] = MODELS) -> list[Case]:
-    """All samples of their profiles on an H200."""
+def profiles(card: str) -> Mapping[str, Path]:
+    """By model, the profiles of that card that ship."""
+    paths = {model: SHIPPED / f"{model}-{card}.json" for model in MODELS}
+    return {model: path for model, path in paths.items() if path.exists()}
+
+
+def cases(profiles: Mapping[str, Path]) -> list[Case]:
+    """All samples of these models' profiles."""
     found = []
-    for model in models:
-        for sample in Profile.read(SHIPPED / f"{model}-h200.json").samples:
+    for model, path in profiles.items():
+        for sample in Profile.read(path).samples:
             what, running = f"{sample.kind} alone", [(_work(sample, sample.kind), sample.units)]
             if sample.beside is not None:
                 other = OTHER[sample.kind]
@@ -75,11 +82,14 @@ def cases(models: Iterable[str] = MODELS) -> list[Case]:
     return found
 
 
-def figures() -> list[Case]:
-    """Those of `engine-h200.json`, another card's."""
-    details = msgspec.json.decode((RESULTS / "engine-h200.json").read_bytes())["details"]
+def figures(card: str) -> list[Case]:
+    """What `engine.py` measured on one such card; none without its file."""
+    path = RESULTS / f"engine-{card}.json"
+    if not path.exists():
+        return []
+    details = msgspec.json.decode(path.read_bytes())["details"]
     alone = details["qwen3-8b"]
-    found = []
+    found: list[Case] = []
 
     def add(model: str, seconds: float, *running: tuple[Work, int]) -> None:
         found.append(Case(model, "figures", running, seconds, held_out=False))
@@ -175,11 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "device-h200.json")
-    out = parser.parse_args().out
-    measured = cases()
-    fitted = [*figures(), *(case for case in measured if not case.held_out)]
-    gpu = fit(H200, fitted)
+    parser.add_argument("--card", choices=GPUS, default="h200", help="what profiles are of")
+    parser.add_argument("--out", type=Path, help="by default device-CARD.json in results")
+    given = parser.parse_args()
+    card, shipped = given.card, profiles(given.card)
+    if not shipped:
+        parser.error(f"--card: no profile of {card} ships; `twolane profile` takes one")
+    measured = cases(shipped)
+    fitted = [*figures(card), *(case for case in measured if not case.held_out)]
+    gpu = fit(GPUS[card], fitted)
     for name in FITTED:
         print(f"    {name}={getattr(gpu, name):g},")
     tables = {
@@ -191,7 +205,8 @@ def main() -> None:
             for what, (n, bias, mean) in rows.items():
                 print(f"{samples}: {model}, {what}: {n} samples, {bias:+.1f} %, {mean:.1f} %")
     parameters = {name: getattr(gpu, name) for name in FITTED}
-    about = provenance([f"{model}-h200.json" for model in MODELS])
+    about = provenance([path.name for path in shipped.values()])
+    out = given.out or RESULTS / f"device-{card}.json"
     save(out, about, {"parameters": parameters, "samples_bias_mean_percent": tables})
 
 

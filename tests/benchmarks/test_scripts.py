@@ -190,6 +190,8 @@ def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):
 def test_the_device_model_is_fitted_to_profiles(tmp_path):
     run("fit_device.py", "--out", tmp_path / "device.json", cwd=tmp_path)
     assert len(saved(tmp_path / "device.json")["parameters"]) > 20
+    with pytest.raises(AssertionError, match="no profile of a100-80gb ships"):
+        run("fit_device.py", "--card", "a100-80gb", cwd=tmp_path)
 
 
 def test_the_house_is_counted(tmp_path):
