@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.test_constraints import tokenizer
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import LAYERS, make_checkpoint, reference
+from tests.model.checkpoints import LAYERS
 from tests.parity.constrained import compare, constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
@@ -23,18 +23,8 @@ SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
-
-
-@pytest.fixture(scope="module")
-def judge(path: Path) -> Judge:
-    return Judge(reference(path))
-
-
-@pytest.fixture(scope="module")
-def machine(path: Path) -> CudaMachine:
-    spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
+def machine(checkpoint: Path) -> CudaMachine:
+    spec, weights = load_weights(resolve(str(checkpoint)), dtype="float32", device="cuda")
     return CudaMachine(spec, weights, LEVELS[1:2])
 
 
@@ -55,11 +45,11 @@ def test_tokens(schedule: str, machine: CudaMachine, judge: Judge, tally: Tally)
     assert bool(served.preemptions) == (turn % 2 == 0)
 
 
-def test_tokens_on_two_ranks(path: Path, judge: Judge) -> None:
+def test_tokens_on_two_ranks(checkpoint: Path, judge: Judge) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings = DeviceSettings(
-        model=str(path),
+        model=str(checkpoint),
         dtype="float32",
         device="cuda",
         levels=LEVELS[1:2],

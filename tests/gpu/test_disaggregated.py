@@ -14,7 +14,7 @@ from tests.gpu.serving import PAGE, mark_unwritten, needs_to_map_memory
 from tests.gpu.serving import serve as serve_on_one
 from tests.gpu.test_ranks import SEEDED, needs
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import VOCAB
 from tests.parity import serving
 from tests.parity.constrained import compare as compare_constrained
 from tests.parity.constrained import constrained, judges_of
@@ -60,16 +60,6 @@ def on_two(settings: DeviceSettings, pages: int = PAGES) -> Ranks:
     pool = ranks.lanes._lanes.runner.kv
     mark_unwritten((*pool.layers, *pool.other.layers))
     return ranks
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("apart") / "model", seed=1)
-
-
-@pytest.fixture(scope="module")
-def judge(checkpoint: Path) -> Judge:
-    return Judge(reference(checkpoint))
 
 
 @pytest.fixture(scope="module")

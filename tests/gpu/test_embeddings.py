@@ -9,7 +9,6 @@ from transformers import AutoModel
 
 from tests.gpu.serving import LEVELS
 from tests.gpu.test_broken import SOUND, serve
-from tests.model.checkpoints import make_checkpoint
 from twolane.engine.messages import Output, Submit
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.load.hub import resolve
@@ -20,17 +19,12 @@ EMBEDS = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, embeds=T
 TEXTS = [[(7 * i + 3 * j) % 240 + 5 for j in range(1 + 37 * i % 300)] for i in range(12)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
-
-
 @pytest.mark.parametrize("system", ["static-split", "chunked", "auto"])
-def test_embeddings_are_those_of_transformers(path: Path, system: str) -> None:
-    spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
+def test_embeddings_are_those_of_transformers(checkpoint: Path, system: str) -> None:
+    spec, weights = load_weights(resolve(str(checkpoint)), dtype="float32", device="cuda")
     submits = [Submit(f"text {i}", text, EMBEDS) for i, text in enumerate(TEXTS)]
     events = serve(CudaMachine(spec, weights, LEVELS), system, [*SOUND, *submits])
-    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
     for submit in submits:
         [event] = events[submit.id]
         assert isinstance(event, Output) and event.embedding is not None

@@ -51,27 +51,23 @@ SCHEDULES = ("static-split-k3", "chunked-48", "every-layer")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
-
-
-@pytest.fixture(scope="module")
-def adapters(base: Path) -> dict[str, Path]:
+def adapters(checkpoint: Path) -> dict[str, Path]:
     return {
         f"rank-{rank}": make_adapter(
-            base, base.parent / f"rank-{rank}", rank=rank, seed=rank, strength=0.5
+            checkpoint, checkpoint.parent / f"rank-{rank}", rank=rank, seed=rank, strength=0.5
         )
         for rank in RANKS
     }
 
 
 @pytest.fixture(scope="module")
-def judges(base: Path, adapters: dict[str, Path]) -> dict[str | None, Judge]:
+def judges(checkpoint: Path, adapters: dict[str, Path]) -> dict[str | None, Judge]:
     """What transformers says of the base, and of each adapter merged into it."""
     merged = {
-        name: merge(base, path, base.parent / f"merged-{name}") for name, path in adapters.items()
+        name: merge(checkpoint, path, checkpoint.parent / f"merged-{name}")
+        for name, path in adapters.items()
     }
-    return {name: Judge(reference(path)) for name, path in {None: base, **merged}.items()}
+    return {name: Judge(reference(path)) for name, path in {None: checkpoint, **merged}.items()}
 
 
 def machine_with(base: Path, slots: int) -> CudaMachine:
@@ -102,7 +98,7 @@ def check(submits: list[Submit], served: Served, judges: dict[str | None, Judge]
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tokens_are_those_of_merged_weights(
     schedule: str,
-    base: Path,
+    checkpoint: Path,
     adapters: dict[str, Path],
     judges: dict[str | None, Judge],
 ) -> None:
@@ -110,7 +106,7 @@ def test_tokens_are_those_of_merged_weights(
     pages = SMALL if schedule == "static-split-k3" else 2048
     submits = asked()
     served = serve(
-        machine_with(base, len(adapters)),
+        machine_with(checkpoint, len(adapters)),
         schedules(LAYERS)[schedule](),
         submits,
         pages=pages,
@@ -123,13 +119,13 @@ def test_tokens_are_those_of_merged_weights(
 
 
 def test_two_ranks_say_what_merged_weights_say(
-    base: Path, adapters: dict[str, Path], judges: dict[str | None, Judge]
+    checkpoint: Path, adapters: dict[str, Path], judges: dict[str | None, Judge]
 ) -> None:
     """Each rank has its part of A or of B, which is cut as the base's matrix is."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings = DeviceSettings(
-        model=str(base),
+        model=str(checkpoint),
         dtype="float32",
         device="cuda",
         levels=LEVELS,
@@ -238,10 +234,12 @@ def bits(machine: CudaMachine) -> tuple[list[Tensor], set]:
     return seen, taken
 
 
-def test_without_adapters_bits_and_graphs_are_those_of_a_server_that_has_none(base: Path) -> None:
+def test_without_adapters_bits_and_graphs_are_those_of_a_server_that_has_none(
+    checkpoint: Path,
+) -> None:
     with torch.inference_mode():
-        alone, kinds = bits(machine_with(base, 0))
-        beside, others = bits(machine_with(base, 2))
+        alone, kinds = bits(machine_with(checkpoint, 0))
+        beside, others = bits(machine_with(checkpoint, 2))
     assert kinds == others and all(not kind[-1] for kind in kinds)
     for one, other in zip(alone, beside, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)

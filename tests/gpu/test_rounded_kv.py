@@ -1,12 +1,13 @@
 """Over an FP8 KV cache on the GPU tokens are those of a CPU, whatever is reused and however cut."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import LAYERS, VOCAB, load_decoder, make_checkpoint
+from tests.model.checkpoints import LAYERS, VOCAB, load_decoder
 from tests.model.doubled import doubled
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
@@ -42,11 +43,11 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaMachine, Judge]:
+def both(checkpoint: Path) -> tuple[CudaMachine, Judge]:
     """A GPU with a model, and the same on the CPU."""
-    path = make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
-    spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
-    judge = Judge(Reference(load_decoder(resolve(str(path)))), SURE)
+    source = resolve(str(checkpoint))
+    spec, weights = load_weights(source, dtype="float32", device="cuda")
+    judge = Judge(Reference(load_decoder(source)), SURE)
     return CudaMachine(spec, weights, LEVELS, kv_cache_dtype="fp8"), judge
 
 

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +40,12 @@ from twolane.transfer.arrivals import Arrivals
 from twolane.transfer.memory import SharedMemory
 from twolane.transfer.mirror import MirroredCache
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS, FULL_WORLDS = 2, 200
 UNWRITTEN = 1e3
 """What nobody wrote must not be read: it would show."""
 LATE_SECONDS = 0.01
 """Seconds by which a faulty pool pushes too late."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class LatePrompts(Late, PromptRunner):

@@ -55,17 +55,10 @@ from twolane.parallel.group import CpuGroup
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS, FULL_WORLDS = 4, 100
 DELAY = 0.004
 """Most seconds that a rank is held up before a step."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

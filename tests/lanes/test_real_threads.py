@@ -26,6 +26,7 @@ from twolane.lanes.cpu.runner import LateMasks, Runner
 from twolane.lanes.work import Work
 from twolane.systems.registry import System, make_system
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = 12
 FULL_WORLDS = 300
 PATIENCE = 60.0
@@ -37,15 +38,6 @@ SYSTEMS: dict[str, Callable[[int], System]] = {
         "static-split", {"slice_seconds": "0", "look_ahead": "3"}
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """For the requests alone, too: a tiny model gains nothing from a team of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Watched:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.test_constraints import tokenizer
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
+from tests.model.checkpoints import VOCAB, load_decoder
 from tests.parity.constrained import compare as compare_constrained
 from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
@@ -41,16 +41,6 @@ PAGES = 34
 REQUESTS = random_requests(VOCAB)
 ROUNDS, FULL_ROUNDS = 1, 20
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("apart") / "model", seed=1)
-
-
-@pytest.fixture(scope="module")
-def judge(checkpoint: Path) -> Judge:
-    return Judge(reference(checkpoint))
 
 
 @pytest.fixture(scope="module")

@@ -38,11 +38,6 @@ SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("lost") / "model", seed=1)
-
-
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest) -> range:
     return range(FULL_ROUNDS if request.config.getoption("--full") else ROUNDS)

@@ -22,16 +22,6 @@ PAGES, PAGE, RUNNING = 96, 16, 8
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("ranks") / "model", seed=1)
-
-
-@pytest.fixture(scope="module")
-def judge(checkpoint: Path) -> Judge:
-    return Judge(reference(checkpoint))
-
-
-@pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Ranks]:
     ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING, lora={"some": ""}, max_lora_rank=8)
     yield ranks
