@@ -114,6 +114,9 @@ class Nearby:
     def log(self, record: Record) -> None:
         self._records.put(encode(record))
 
+    def load_adapter(self, slot: int, path: str, digest: bytes | None) -> None:
+        self.lanes.load_adapter(slot, path, digest)
+
     def watch(self, *launches: object) -> None:
         """Nobody is taken away here."""
 
