@@ -315,6 +315,29 @@ def test_more_gpus_than_kv_heads_have_each_head_several_times() -> None:
     assert spec.kv_heads == 4
 
 
+@pytest.mark.parametrize("reused", [0, 4096])
+@pytest.mark.parametrize("tokens", [192, 256, 320, 384, 512])
+def test_a_hybrid_pass_of_two_h200s(tokens: int, reused: int) -> None:
+    """Within 9 %, of which the model's parameters were fitted to three of the ten."""
+    file = RESULTS / "ranks-qwen3-14b-2xh200-auto-passes.json"
+    measured = json.loads(file.read_text())["figures"]["hybrid_ms"][f"{tokens} on {reused}"]
+    work = HybridWork(decode(10, 2048).rows, (prompt(tokens - 10, reused),))
+    [took] = seconds("qwen3-14b", (work, 132), tp=2)
+    assert took * 1e3 == pytest.approx(measured, rel=0.09)
+
+
+def test_rows_of_half_tiles_take_several_ranks_longer_than_more_rows() -> None:
+    """Of some hundred rows; one rank has kernels for them, and many rows have one such tile."""
+
+    def took(tokens: int, tp: int) -> float:
+        work = HybridWork(decode(10, 2048).rows, (prompt(tokens - 10),))
+        return seconds("qwen3-14b", (work, 132), tp=tp)[0]
+
+    for half in (192, 320):
+        assert took(half, 2) > took(half + 64, 2) and took(half, 1) < took(half + 64, 1)
+    assert 0.9 < took(576, 2) / took(640, 2) < 1.0
+
+
 @pytest.mark.parametrize(
     ("model", "measured"),
     [

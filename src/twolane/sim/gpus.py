@@ -86,8 +86,18 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of each of the 2 (tp - 1) hops of such an all-reduce's ring."""
     bulk_seconds: float = 1.8e-5
     """Seconds of an all-reduce of many bytes, beside those of its bytes."""
+    bulk_bytes: float = 1.5e6
+    """Number of bytes beyond which an all-reduce is one of many bytes, even if one of few would be
+    faster."""
     behind_seconds: float = 2.0e-6
-    """Seconds by which kernels wait longer behind an all-reduce than behind each other."""
+    """Seconds by which kernels of a decode step wait longer behind an all-reduce than behind each
+    other."""
+    pass_behind_seconds: float = 7.6e-6
+    """The same in a prefill slice or hybrid pass."""
+    half_tile_share: float = 1.0
+    """Rate of products of some hundred rows that 128 does not divide, where several ranks share the
+    layers, as a fraction of that of other products of passes: their kernels have tiles of 64 rows.
+    """
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
 
@@ -122,8 +132,10 @@ H200 = Gpu(
     split_seconds=2.04e-5,
     sampling_seconds=5.73e-5,
     link_bandwidth=310e9,
+    half_tile_share=0.74,
 )
-"""Fitted by `benchmarks/fit_device.py`; docs/design/simulation.md compares it with measurements."""
+"""Fitted by `benchmarks/fit_device.py`, and what concerns passes of several ranks by
+`benchmarks/fit_ranks.py`; docs/design/simulation.md compares it with measurements."""
 _HBM3 = 3.35 / 4.8  # the H100's fraction of the H200's bandwidth, by the data sheets
 """Bandwidth of an H100's memory, as a share of an H200's."""
 H100 = msgspec.structs.replace(
@@ -168,7 +180,7 @@ H20 = msgspec.structs.replace(
 )
 """The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
 fractions. So little arithmetic does not reach the power cap."""
-FORMULAS = 11
+FORMULAS = 12
 """Version of the formulas that times are computed with; it is raised when they change."""
 
 

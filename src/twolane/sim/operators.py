@@ -26,6 +26,8 @@ KERNELS, EXPERT_KERNELS = 10, 6
 """Number of small kernels in a layer, and how many experts add."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
+HALF_TILE_ROWS = 512
+"""Number of rows from which on products have tiles of twice as many rows whatever their number."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
 """Cost of a large tile of attention beside that of its keys, and of splitting some tiles, both in
 the time of a key."""
@@ -155,7 +157,9 @@ class OperatorCosts:
         if cost is None:
             shapes = self._shapes
             fixed = KERNELS * self._gpu.kernel_seconds
-            fixed += 2 * self._gpu.behind_seconds * (self._tp > 1)
+            if self._tp > 1:
+                gpu = self._gpu
+                fixed += 2 * (gpu.behind_seconds if decode else gpu.pass_behind_seconds)
             small = self._stream(tokens * shapes.small_bytes, units)._replace(
                 fixed=fixed, linked=2 * self._all_reduce(tokens, units)
             )
@@ -230,13 +234,33 @@ class OperatorCosts:
         rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
         flops = [2.0 / rate * rows * inputs * outputs for inputs, outputs in products]
         work = sum(flops)
+        if self._tp > 1 and not decode:
+            work = sum(
+                f * self._half_tiles(rows, outputs, units)
+                for f, (_, outputs) in zip(flops, products, strict=True)
+            )
         if tokens >= 2 * TILE and not decode:
             # A kernel with 132 blocks takes as long on 116 SMs as on 66: twice as long as on 132.
             turns = math.ceil(gpu.units / units) * units / gpu.units
-            sizes = [tokens * outputs for _, outputs in products]
+            sizes = [max(1.0, tokens * outputs) for _, outputs in products]
             parts = [gpu.one_grid / (gpu.one_grid + size) for size in sizes]
             work += (turns - 1.0) * sum(f * part for f, part in zip(flops, parts, strict=True))
         return self._bounded(work, sum(flops), moved, units, decode=decode)
+
+    def _half_tiles(self, rows: int, outputs: float, units: int) -> float:
+        """How many times as long a product of a pass takes since 128 is no divisor of its rows.
+
+        Of some hundred rows its kernel has tiles of 64 rows and 128 outputs. It is slower, and the
+        SMs take these in turns. Of more rows it has tiles of 128, the last of which is half empty.
+        Only the former was measured, and on two ranks.
+        """
+        if rows <= 2 * TILE or rows % (2 * TILE) == 0 or not outputs:
+            return 1.0
+        if rows >= HALF_TILE_ROWS:
+            return (rows + TILE) / rows
+        tiles = rows / TILE * math.ceil(outputs / (2 * TILE))
+        turns = math.ceil(tiles / units) * units / (rows / TILE * outputs / (2 * TILE))
+        return turns / self._gpu.half_tile_share
 
     def square(self, size: int, units: int) -> Cost:
         """A product of two square matrices of this size, in bfloat16."""
@@ -336,11 +360,14 @@ class OperatorCosts:
 
         Few bytes go with a flag beside each word, so that the link carries twice as many, and need
         not be waited for; many go without, behind a start that takes longer (NCCL's LL and Simple).
+        NCCL changes from one to the other by the number of bytes, before the second is faster.
         """
         if self._tp == 1:
             return 0.0
         gpu, hops = self._gpu, 2 * (self._tp - 1)
-        moved = hops / self._tp * tokens * self._shapes.hidden * ITEM / gpu.link_bandwidth
+        summed = tokens * self._shapes.hidden * ITEM
+        moved = hops / self._tp * summed / gpu.link_bandwidth
         quick = gpu.link_seconds + hops * gpu.hop_seconds + 2 * moved
-        seconds = min(quick, gpu.bulk_seconds + moved)
+        bulk = gpu.bulk_seconds + moved
+        seconds = bulk if summed > gpu.bulk_bytes else min(quick, bulk)
         return seconds * max(1.0, gpu.link_units / units)
