@@ -18,6 +18,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from twolane.estimate.query import Floats
+from twolane.kernels.sizes import SIZES
 from twolane.lanes.work import DecodeRow, HybridWork, PromptRow
 from twolane.model.shapes import SHAPES
 from twolane.results.provenance import provenance, save
@@ -83,7 +84,8 @@ def simulated(gpu: Gpu, passes: Seconds) -> Seconds:
             none = dict.fromkeys(("link_seconds", "hop_seconds", "bulk_seconds"), 0.0)
             none |= {"behind_seconds": 0.0, "pass_behind_seconds": 0.0}
             changed |= none | {"link_bandwidth": math.inf}
-        device = DeviceModel(msgspec.structs.replace(gpu, **changed), SHAPES[MODEL], RANKS)
+        own = msgspec.structs.replace(gpu, **changed)
+        device = DeviceModel(own, SHAPES[MODEL], RANKS, pass_sizes=SIZES)
         for each in passes:
             [seconds] = device.seconds([device.steps(each.work, UNITS)[0]])
             found[each] = (found[each][0], seconds) if summed else (seconds, 0.0)

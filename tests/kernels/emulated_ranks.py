@@ -52,7 +52,8 @@ def main(path: Path, size: int) -> None:
         lora_endpoints=True,
         max_loras=1,
     )
-    ranks = Ranks(RankedMachine(settings, lambda *_: None), 12, 16, 4)
+    machine = RankedMachine(settings, lambda *_: None)
+    ranks = Ranks(machine, 12, 16, 4)
     print("started", file=sys.stderr, flush=True)
     said = {}
     systems = {
@@ -69,7 +70,8 @@ def main(path: Path, size: int) -> None:
         print(name, file=sys.stderr, flush=True)
     ranks.close()
     codes = [process.returncode for process in ranks.processes]
-    print(json.dumps({"said": said, "codes": codes, "submits": json.dumps(REQUESTS)}))
+    found = {"said": said, "codes": codes, "sizes": machine.pass_sizes}
+    print(json.dumps({**found, "submits": json.dumps(REQUESTS)}))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,15 @@ from twolane.systems.registry import make_system
 @pytest.mark.full
 @pytest.mark.timeout(2400)
 def test_ranks_say_what_one_says(tmp_path: Path) -> None:
-    """Both ranks make the same collectives in the same order, or they would wait for ever."""
+    """Both ranks make the same collectives in the same order, or they would wait for ever.
+
+    By rank 0's times passes of 16 rows are padded to 32; by the other rank's they would not be.
+    """
     path = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
     adapter = make_adapter(path, tmp_path / "tuned", rank=5)
     found = ran("tests.kernels.emulated_ranks", str(path), "2")
     assert list(found["said"]) == ["static-split", "chunked", "random"]
+    assert found["sizes"] == [32, 64]
     right = alone(path, adapter, found)
     for name, said in found["said"].items():
         assert said == right, name

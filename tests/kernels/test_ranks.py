@@ -6,7 +6,7 @@ Here they are threads that take turns.
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +21,8 @@ from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.sizes import SIZES
+from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.work import TokenMask, used_by
@@ -232,6 +234,22 @@ def either_lane(world: World) -> None:
         world.prefill(running, 20, lane)
         world.decode([running], 1, lane)
         world.run([running], [(other, 6)], lane)
+
+
+def test_ranks_pad_passes_to_the_same_sizes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that rank 0's times are for: each rank's own times are a little different."""
+
+    def seconds(self: LayerGraphs, size: int) -> float:
+        return float(size) if self._decoder.follows or size not in (192, 320) else 2.0 * size
+
+    def scenario(world: World) -> None:
+        world.passes._choose_sizes(torch.Stream("cpu"))
+        assert {*SIZES} - {*world.passes.sizes} == {192, 320}
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(LayerGraphs, "_tune", lambda *_: None)
+    monkeypatch.setattr(LayerGraphs, "_layer_seconds", seconds)
+    on_ranks(2, path, scenario)
 
 
 def test_launches_that_sum_over_one_channel_exclude_each_other(

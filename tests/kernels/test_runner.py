@@ -134,6 +134,7 @@ class World:
             self.adapters.put(slot, read_adapter(adapter, self.right.shard, self.right.dtype))
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
+        self.passes.sizes = SIZES
         self.whole._logits.fill_(float("nan"))
         self.split: list[bool] = []
         self.masks: tuple[TokenMask, ...] = ()
@@ -150,6 +151,7 @@ class World:
     def capture_slices(self, size: int) -> None:
         """Have the layers of slices in graphs, of one size."""
         passes, layers = self.passes, range(self.spec.layers)
+        passes.sizes = (size,)
         parts = passes._before, passes.after
         made = {
             (size, kind): [
@@ -269,7 +271,6 @@ def fakes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.Stream("cpu"))
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     monkeypatch.setattr(module, "WHOLE", LARGEST)
-    monkeypatch.setattr(module, "SIZES", SIZES)
     monkeypatch.setattr(runner_module, "served", lambda decoder: True)
     monkeypatch.setattr(runner_module, "_read", at_once)
 

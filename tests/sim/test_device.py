@@ -12,6 +12,7 @@ import pytest
 from twolane.engine.config import EngineConfig
 from twolane.estimate.profile import SHIPPED, Neighbour, Profile, Sample
 from twolane.estimate.query import Kind
+from twolane.kernels.sizes import SIZES
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -322,7 +323,8 @@ def test_a_hybrid_pass_of_two_h200s(tokens: int, reused: int) -> None:
     file = RESULTS / "ranks-qwen3-14b-2xh200-auto-passes.json"
     measured = json.loads(file.read_text())["figures"]["hybrid_ms"][f"{tokens} on {reused}"]
     work = HybridWork(decode(10, 2048).rows, (prompt(tokens - 10, reused),))
-    [took] = seconds("qwen3-14b", (work, 132), tp=2)
+    device = DeviceModel(quiet(H200), SHAPES["qwen3-14b"], tp=2, pass_sizes=SIZES)
+    [took] = device.seconds([device.steps(work, 132)[0]])
     assert took * 1e3 == pytest.approx(measured, rel=0.09)
 
 
@@ -331,11 +333,25 @@ def test_rows_of_half_tiles_take_several_ranks_longer_than_more_rows() -> None:
 
     def took(tokens: int, tp: int) -> float:
         work = HybridWork(decode(10, 2048).rows, (prompt(tokens - 10),))
-        return seconds("qwen3-14b", (work, 132), tp=tp)[0]
+        device = DeviceModel(quiet(H200), SHAPES["qwen3-14b"], tp=tp, pass_sizes=SIZES)
+        return device.seconds([device.steps(work, 132)[0]])[0]
 
     for half in (192, 320):
         assert took(half, 2) > took(half + 64, 2) and took(half, 1) < took(half + 64, 1)
     assert 0.9 < took(576, 2) / took(640, 2) < 1.0
+
+
+def test_passes_are_not_padded_to_sizes_that_are_no_faster_than_larger_ones() -> None:
+    """A pass of 320 tokens takes two ranks what it takes with 384 rows, which is less."""
+    one, two = (DeviceModel(quiet(H200), SHAPES["qwen3-14b"], tp) for tp in (1, 2))
+    assert tuple(one.pass_sizes) == SIZES
+    assert {*SIZES} - {*two.pass_sizes} == {192, 320}
+    unpadded = DeviceModel(quiet(H200), SHAPES["qwen3-14b"], 2, pass_sizes=SIZES)
+    work = HybridWork(decode(10, 2048).rows, (prompt(310),))
+    saved = [d.seconds([d.steps(work, 132)[0]])[0] for d in (two, unpadded)]
+    assert 0.85 < saved[0] / saved[1] < 0.95
+    again = DeviceModel(H200, SHAPES["qwen3-14b"], 2).steps(work, 132)
+    assert DeviceModel(H200, SHAPES["qwen3-14b"], 2).steps(work, 132) == again  # noise is the same
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The sizes that kernels and CUDA graphs are made for; this module does not import torch."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SIZES: tuple[int, ...] = (*range(64, 384 + 1, 64), 512, 576, *range(640, 2048 + 1, 128))
-"""Tokens of prefill and hybrid passes. On an H200 products of 192, 320 or 576 rows take 8 to 12 %
-less time than of 64 more; of 448, 704 or 832 they take as long."""
+"""Tokens that prefill and hybrid passes may be padded to. On one H200 products of Qwen3-8B with
+192, 320 or 576 rows take 8 to 12 % less time than with 64 more; with 448, 704 or 832 they take as
+long. `worth_padding_to` leaves out sizes for which the latter holds where a model is served."""
+WORTH = 0.98
+"""A size is worth padding to if it takes less than this fraction of the next larger one's time."""
 WHOLE = 1024
 """Tokens of the largest hybrid pass whose layers are one graph; larger ones take the GPU several
 times as long as launching takes the host."""
@@ -37,3 +40,19 @@ def padded(count: int, sizes: Sequence[int], step: int = 1) -> int:
     if not sizes or count > sizes[-1]:
         return -(-count // step) * step
     return sizes[bisect_left(sizes, count)]
+
+
+def worth_padding_to(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the sizes that take less time than the next larger one of them, ascending.
+
+    Libraries multiply some numbers of rows badly: more rows take no longer, so a pass of such a
+    size had better be padded further, or be given more tokens. `WHOLE` is among them in any case.
+
+    Args:
+        seconds: what a pass with that many tokens takes, by size.
+    """
+    kept: list[int] = []
+    for size in sorted(seconds, reverse=True):
+        if not kept or size == WHOLE or seconds[size] < WORTH * seconds[kept[-1]]:
+            kept.append(size)
+    return tuple(reversed(kept))

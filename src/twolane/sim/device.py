@@ -33,6 +33,7 @@ from twolane.kernels.sizes import (
     SIZES,
     WHOLE,
     padded,
+    worth_padding_to,
 )
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
@@ -59,6 +60,7 @@ class DeviceModel:
         tp: GPUs that share each layer (tensor parallelism).
         seed: of the noise.
         storage: how wide weights and KV cache are.
+        pass_sizes: tokens that passes are padded to, ascending; None: those that are worth it.
 
     Raises:
         ValueError: the model's heads cannot be shared by this many GPUs.
@@ -71,6 +73,7 @@ class DeviceModel:
         tp: int = 1,
         seed: int = 0,
         storage: Storage = BFLOAT16,
+        pass_sizes: Sequence[int] | None = None,
     ) -> None:
         self.gpu = gpu
         self.spec = spec
@@ -81,6 +84,9 @@ class DeviceModel:
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._steps: dict[tuple[int, int], Cost] = {}
+        if pass_sizes is None:
+            pass_sizes = worth_padding_to({size: self._multiplied(size) for size in SIZES})
+        self.pass_sizes = pass_sizes
 
     # --- what the lanes ask -------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class DeviceModel:
         if tiles is not None:
             pairs, split = tiles
             attention = self._operators.attend(prompts, units, pairs)
-            computed = padded(tokens, SIZES)
+            computed = padded(tokens, self.pass_sizes)
             layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
                 attention
             )
@@ -199,7 +205,7 @@ class DeviceModel:
 
     def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> Cost:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
-        computed = padded(tokens, SIZES)
+        computed = padded(tokens, self.pass_sizes)
         layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
             self._operators.attend(prompts, units)
         )
@@ -222,17 +228,26 @@ class DeviceModel:
         reads = units * self.gpu.unit_bandwidth / self.gpu.bandwidth
         return self._demand(cost, units, reads, cost.memory)
 
-    def _pass(self, cost: Cost, units: int) -> Demand:
-        """Demand of a prefill slice or a hybrid pass."""
+    def _multiplied(self, tokens: int) -> float:
+        """Seconds of a pass's layer without attention, on the whole device and without noise."""
+        units = self.gpu.units
+        layer = self._operators.layer(tokens, units, decode=False)
+        [seconds] = DeviceModel.seconds(self, [self._pass(layer, units, scale=1.0)])
+        return seconds
+
+    def _pass(self, cost: Cost, units: int, scale: float | None = None) -> Demand:
+        """Demand of a prefill slice or a hybrid pass; `scale`: of its seconds, instead of noise."""
         gpu = self.gpu
         reads = gpu.in_flight * cost.bytes / (cost.alone * gpu.bandwidth)
         busy = cost.clocked + cost.streamed - cost.memory
         waits = gpu.product_waits * cost.memory + gpu.arithmetic_waits * busy
-        return self._demand(cost, units, reads, waits)
+        return self._demand(cost, units, reads, waits, scale)
 
-    def _demand(self, cost: Cost, units: int, reads: float, waits: float) -> Demand:
+    def _demand(
+        self, cost: Cost, units: int, reads: float, waits: float, scale: float | None = None
+    ) -> Demand:
         alone = cost.alone
-        scale = self._next_noise()
+        scale = self._next_noise() if scale is None else scale
         busy = self.gpu.unit_flops * self.gpu.product_share * alone
         return Demand(
             cost.fixed * scale,

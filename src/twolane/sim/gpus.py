@@ -180,7 +180,7 @@ H20 = msgspec.structs.replace(
 )
 """The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
 fractions. So little arithmetic does not reach the power cap."""
-FORMULAS = 12
+FORMULAS = 13
 """Version of the formulas that times are computed with; it is raised when they change."""
 
 

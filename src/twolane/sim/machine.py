@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
-from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
+from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
 from twolane.lanes.settings import LaneSizes
 from twolane.model.spec import ModelSpec
@@ -49,7 +49,6 @@ class SimulatedMachine:
 
     kind: MachineKind = "simulated"
     settles = False
-    pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
 
     def __init__(
@@ -65,6 +64,7 @@ class SimulatedMachine:
         self._storage = storage = storage_of(config, spec)
         model = DisaggregatedDevice if config.disaggregated else DeviceModel
         self.device = model(gpu, spec, tp, seed, storage)
+        self.pass_sizes: Sequence[int] = self.device.pass_sizes
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)

@@ -24,7 +24,7 @@ from twolane.kernels.prefill_attention.batch import AttentionBatch, Block, laid_
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import Replayed
 from twolane.kernels.sampling import Sampler
-from twolane.kernels.sizes import SIZES, WHOLE, padded
+from twolane.kernels.sizes import WHOLE, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, places_of, token_ids
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
@@ -106,7 +106,7 @@ class HybridGraphs:
                 graph.replay()  # the first time takes longer
             return graph
 
-        for size in [size for size in reversed(SIZES) if size <= WHOLE]:
+        for size in [size for size in reversed(self._passes.sizes) if size <= WHOLE]:
             for split, adapted in product((False, True), self._passes.kinds):
                 kind = size, split, adapted
                 self._passed[kind] = made(partial(self._pass, *kind))
@@ -131,7 +131,7 @@ class HybridGraphs:
         lists, split = attention
         self._slots.upload(update.slot for update in work.slots)
         counts = np.array([len(work.decode), rows, len(pages)])
-        size = padded(rows, SIZES)
+        size = padded(rows, self._passes.sizes)
         adapted = self._slots.adapted(work)
         own = [counts, *self._rows(work), *_ends(ends), *self._owners_of(work, size, adapted)]
         self._block.send([*own, *lists, pages])

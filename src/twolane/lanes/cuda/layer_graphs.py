@@ -10,9 +10,11 @@ Even so a pass of 36 layers takes the host 3.5 to 10 ms, more than a bound of 9 
 small hybrid passes are graphs as a whole, where their attention can be in one (`whole.py`).
 
 A pass is padded to the next size that has graphs. Padding is written to no page, and a row's
-results are nobody else's, so what it computes does not matter.
+results are nobody else's, so what it computes does not matter. Sizes at which products are as slow
+as with more rows have no graphs: layers of every size are timed before (`worth_padding_to`).
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ from twolane.common.garbage import uncollected
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
-from twolane.kernels.sizes import SIZES, padded
+from twolane.kernels.runtime.timing import graph_seconds
+from twolane.kernels.sizes import SIZES, padded, worth_padding_to
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -34,6 +37,9 @@ from twolane.lanes.cuda.slots import Slots
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.gpu_lora import GpuAdaptedProducts
 
+log = logging.getLogger("twolane.cuda")
+TIMED_LAYERS, TIMED_REPLAYS = 4, 5
+"""Layers in a graph that is timed for its size, and how many of its replays count."""
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
 chooses depends on what their number is divisible by, too."""
@@ -106,6 +112,8 @@ class LayerGraphs:
         """Workspace of the attention in graphs."""
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, PassGraphs] = {}
+        self.sizes: Sequence[int] = SIZES
+        """Tokens that passes are padded to, ascending."""
         self._whole = 0
         """SMs that hybrid batches run on."""
 
@@ -125,13 +133,12 @@ class LayerGraphs:
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with uncollected():  # to free device memory or events while a graph is captured ends it
+            self._choose_sizes(partitions.capture_stream("prefill", self._whole))
             for place, units in enumerate(shares):
                 progress(place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
                 begun = time.monotonic()
-                with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
-                    products, adapted = self._steps.products(units), self._adapters is not None
-                    self._decoder.tune_passes(products, adapted=adapted)
+                self._tune(stream, units)
                 tuning = time.monotonic() - begun
                 self._load_kernels(stream, units)
                 torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
@@ -139,7 +146,7 @@ class LayerGraphs:
                 # The largest first: the others find their memory.
                 layers = {
                     (size, adapted): self._capture(stream, units, size, adapted)
-                    for size in reversed(SIZES)
+                    for size in reversed(self.sizes)
                     for adapted in self.kinds
                 }
                 if whole is not None and units == self._whole:
@@ -147,6 +154,43 @@ class LayerGraphs:
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
                 self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
         progress(1.0)
+
+    def _tune(self, stream: torch.cuda.Stream, units: int) -> None:
+        """Choose how passes multiply on this share, unless that has been done."""
+        with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
+            adapted = self._adapters is not None
+            self._decoder.tune_passes(self._steps.products(units), adapted=adapted)
+
+    def _choose_sizes(self, stream: torch.cuda.Stream) -> None:
+        """Choose the sizes that have graphs by layers on the whole device, for every share.
+
+        Ranks sum rows together, so all of them have the sizes that rank 0 has chosen.
+        """
+        self._tune(stream, self._whole)
+        device, channel = self.residual.device, self.workspace.channel
+        with torch.cuda.stream(stream):
+            seconds = {size: self._layer_seconds(size) for size in SIZES}
+            kept = worth_padding_to(seconds)
+            if channel is not None:
+                told = torch.tensor([size in kept for size in SIZES], dtype=torch.int32)
+                told = told.to(device)
+                channel.broadcast(told)
+                kept = tuple(s for s, worth in zip(SIZES, told.tolist(), strict=True) if worth)
+        self.residual.zero_()
+        self.sizes = kept
+        left = [size for size in SIZES if size not in kept]
+        if left:
+            log.info("passes of %s tokens are padded further: more rows take no longer", left)
+
+    def _layer_seconds(self, size: int) -> float:
+        """Seconds of a layer without attention for a pass of random rows, on torch's current
+        stream and the whole device."""
+        layers = min(TIMED_LAYERS, self._decoder.spec.layers)
+        hidden, products = self.residual[:size], self._steps.products(self._whole)
+        hidden.normal_()
+        self.workspace.get("attended", size).normal_()
+        run = partial(self._decoder.multiply, layers, hidden, self.workspace, products)
+        return graph_seconds(run, TIMED_REPLAYS) / layers
 
     @property
     def kinds(self) -> Sequence[bool]:
@@ -179,7 +223,7 @@ class LayerGraphs:
             between: called before each layer; may run what has nothing of these buffers.
         """
         count, decoder = len(hidden), self._decoder
-        size = padded(count, SIZES)
+        size = padded(count, self.sizes)
         residual = self.residual[:count]
         residual.copy_(hidden)
         self.positions[:count].copy_(placed.positions)

@@ -74,7 +74,6 @@ class CudaMachine:
 
     kind: MachineKind = "cuda"
     settles = True
-    pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
     revision = ""
     runner_type: type[CudaRunner] = CudaRunner
@@ -95,6 +94,8 @@ class CudaMachine:
         most_rank: int = MOST_RANK,
     ) -> None:
         self.tp = ranks
+        self.pass_sizes: Sequence[int] = SIZES
+        """See `Machine.pass_sizes`: those of the graphs, when there are some."""
         self.channels: Mapping[LaneName, Channel] = {}
         """Those of the lanes, if several ranks share the model."""
         self.step_channel: Channel | None = None
@@ -211,6 +212,7 @@ class CudaMachine:
                 runner.passes.capture(
                     self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
                 )
+                self.pass_sizes = runner.passes.sizes
             else:
                 stream = self.partitions.capture_stream("prefill", units)
                 runner.passes.load_heads(stream, units, sizes.slots)
