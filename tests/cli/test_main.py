@@ -64,9 +64,41 @@ def test_every_engine_setting_has_an_option():
 
 
 @pytest.mark.parametrize("group", [Commands, BenchCommands])
+def test_help_shows_every_name_whole_on_a_narrow_terminal(group):
+    prefix = ("bench",) if group is BenchCommands else ()
+    for name in set(group.lines) - {"bench"}:
+        lines = run(*prefix, name, "--help", variables={"COLUMNS": "60"}).stdout.splitlines()
+        shown = " ".join(lines)
+        for param in group.load(name).params:
+            for flag in (*param.opts, *param.secondary_opts):
+                assert not flag.startswith("-") or flag in shown
+            assert (param.envvar or "") in shown
+
+
+@pytest.mark.parametrize("group", [Commands, BenchCommands])
 def test_a_group_says_of_a_command_what_the_command_says_of_itself(group):
     for name, line in group.lines.items():
         assert " ".join(group.load(name).help.split()).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "variable, args, said",
+    [
+        ("", ("--port", "99999"), "--port must be at most 65535"),
+        ("", ("--port", "x"), "--port must be an integer"),
+        ("x", (), "TWOLANE_PORT must be an integer"),
+        ("", ("--dtype", "half"), "--dtype 'half' is not one of 'auto', 'float32', "),
+        ("", ("--lora", "a"), "--lora a: write NAME=PATH"),
+        ("", ("--option", "a=1"), "--option 'a' is a setting of a system: name the system, too, "),
+    ],
+)
+def test_a_wrong_value_is_told_in_plain_words(variable, args, said, capsys, monkeypatch):
+    monkeypatch.setenv("TWOLANE_PORT", variable)
+    monkeypatch.setattr(sys, "argv", ["twolane", "serve", MODEL, *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"twolane: {said}")
 
 
 def test_an_option_of_another_server_is_answered_by_what_to_use_instead(capsys, monkeypatch):
@@ -106,8 +138,8 @@ def test_what_is_wrong_in_a_file_or_a_variable_is_one_line(tmp_path):
     file = tmp_path / "serve.yaml"
     for text, words in (
         ("model: x\nprot: 3", (str(file), "line 2", "did you mean 'port'?")),
-        ("model: x\nport: -1", (f"{file}: Invalid value for '--port'",)),
-        ("model: x\npage-size: 0", ("--page-size", "or equal to 1")),
+        ("model: x\nport: -1", (f"{file}: --port must be at least 0",)),
+        ("model: x\npage-size: 0", ("--page-size", "at least 1")),
     ):
         file.write_text(text)
         result = run("serve", "--config", str(file))
@@ -151,8 +183,8 @@ def test_version():
             ("--max-positions", "100", "--max-model-len", "200"),
             ("--max-model-len 200", "--max-positions 100"),
         ),
-        (("--page-size", "0"), ("--page-size", "or equal to 1")),
-        (("--max-model-len", "1"), ("--max-model-len", "or equal to 2")),
+        (("--page-size", "0"), ("--page-size", "at least 1")),
+        (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
         (("--cores", "0"), ("--cores", "between 1 and")),
         (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
         (("--system", "static-split", "--option", "nope=1"), ("--option 'nope'", "decode_units")),
@@ -163,19 +195,19 @@ def test_version():
         ),
         (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
         (("--host", ""), ("--host must not be empty",)),
-        (("--option", "decode_units=1"), ("--option 'decode_units'", "no system")),
+        (("--option", "decode_units=1"), ("--option 'decode_units'", "by --system")),
         (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--trace", "/"), ("--trace / cannot be written",)),
         (("--profile", "/"), ("--profile / cannot be read",)),
         (("--trace", "x" * 300), ("--trace x", "cannot be written")),
         (("--lora", "a=" + "x" * 300), ("--lora a=x", "no such directory")),
-        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "or equal to 0")),
-        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "or equal to 0")),
+        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "at least 0")),
+        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "at least 0")),
         (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "added to --slo-ttft-ms")),
         (
             ("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"),
-            ("--slo-ttft-per-1k-ms", "or equal to 0"),
+            ("--slo-ttft-per-1k-ms", "at least 0"),
         ),
         (("--dtype", "int4"), ("--dtype", "bfloat16")),
         (("--port", "99999"), ("--port", "65535")),

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from twolane.model.load import hub
+from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.load.hub import ModelNotFound, PullError, pull, resolve
 from twolane.model.spec import UnsupportedModel
 
@@ -305,3 +306,25 @@ def test_of_a_repository_only_what_is_read_is_fetched():
         wanted + others, allow_patterns=list(hub._HUB_FILES), ignore_patterns=list(hub._HUB_NOT)
     )
     assert list(chosen) == wanted
+
+
+@pytest.mark.parametrize(
+    "name, files, said",
+    [
+        ("folder", (), "is a directory without config.json, so it is no model$"),
+        ("folder", ("m.gguf",), r"to serve the GGUF file in it, name .*folder/m\.gguf$"),
+        ("folder/no.gguf", (), r"^there is no file .*no\.gguf$"),
+    ],
+)
+def test_a_path_without_a_model_is_told_from_a_hub_id(name, files, said, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for file in files:
+        (tmp_path / "folder" / file).touch()
+    with pytest.raises(ModelNotFound, match=said):
+        resolve(str(tmp_path / name))
+
+
+def test_a_file_that_is_no_gguf_is_told_so(tmp_path):
+    (tmp_path / "m.gguf").write_text("no model at all")
+    with pytest.raises(ValueError, match=r"does not begin with GGUF$"):
+        GGUFFile(tmp_path / "m.gguf")

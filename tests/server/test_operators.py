@@ -95,7 +95,9 @@ def test_what_is_not_served_is_refused_with_the_reason(server, path):
 
 
 def test_by_default_nobody_empties_the_prefix_cache(tiny):
-    assert tiny.request("/reset_prefix_cache", {})[0] == 404
+    status, _, body = tiny.request("/reset_prefix_cache", {})
+    assert status == 404
+    assert "--admin-endpoints" in str(body)
 
 
 def test_a_batch_file_is_answered(model, tmp_path):

@@ -349,6 +349,14 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
         ),
         (CompletionRequest, {"prompt": "x", "": 1}, "", "unknown field ''"),
         (
+            *(CompletionRequest, {"prompt": "x", "max_tokns": 1}, "max_tokns"),
+            "unknown field 'max_tokns'; did you mean 'max_tokens'?",
+        ),
+        (
+            *(CompletionRequest, {"prompt": "x", "guided_json": {}}, "guided_json"),
+            "guided_json is not supported: send structured_outputs or response_format",
+        ),
+        (
             CompletionRequest,
             {"prompt": "x", "best_of": 2},
             *("best_of", "best_of must equal n: all answers that are made are returned"),

@@ -13,6 +13,7 @@ from rich.table import Table
 import twolane
 from twolane.cli.complete import models, systems
 from twolane.cli.errors import one_line_errors, wrong_setting
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.common.errors import FieldError
 from twolane.common.options import docstrings
@@ -25,7 +26,7 @@ MODEL = "A model as `twolane serve` takes it, to say what is read of its files."
 app = command_app()
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     model: Annotated[
         str | None, typer.Argument(autocompletion=models, help=MODEL, show_default=False)

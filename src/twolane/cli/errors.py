@@ -22,6 +22,13 @@ def fail(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
+def told(error: BaseException) -> str:
+    """Return what an error says; of a file, its name and what the operating system says of it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def flag(field: str) -> str:
     """Return how the command line calls a field: its option, or an argument in capitals."""
     if field.isupper():
@@ -70,4 +77,4 @@ def one_line_errors() -> Iterator[None]:
     except FieldError as error:
         raise wrong_setting(error) from error
     except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
-        raise fail(with_flags(str(error)) or type(error).__name__) from error
+        raise fail(with_flags(told(error)) or type(error).__name__) from error

@@ -9,6 +9,7 @@ from typer.main import get_command
 
 from twolane.cli import serve as single
 from twolane.cli.errors import fail, one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.cli.serve import ServedModelArgument
@@ -33,7 +34,9 @@ app = command_app()
 
 
 @app.command(
-    epilog=EPILOG, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+    cls=Command,
+    epilog=EPILOG,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @takes(FleetOptions, "options")
 def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from twolane.cli.errors import one_line_errors, wrong_setting
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.cli.signals import run_until_terminated
@@ -29,7 +30,7 @@ EPILOG = """**Examples**
 app = command_app()
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 @takes_engine_settings(*LORA)
 @takes(SamplingParams, "sampling", defaults={"max_tokens": None, "temperature": 0.0})
 def generate(

@@ -7,9 +7,19 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 import twolane
-from twolane.cli.errors import INTERRUPTED, fail
+from twolane.cli.errors import INTERRUPTED, fail, told
 from twolane.cli.foreign import unserved
 from twolane.cli.lazy import LazyCommands
+
+PLAIN = (
+    ("Value error, ", ""),
+    ("Input should be less than or equal to", "must be at most"),
+    ("Input should be greater than or equal to", "must be at least"),
+    ("Input should be a valid integer, unable to parse string as an integer", "must be an integer"),
+    ("Input should be a valid number, unable to parse string as a number", "must be a number"),
+    ("Input should be", "must be"),
+)
+"""Words of the parser's library for what is wrong with a value, and plain ones."""
 
 
 class Commands(LazyCommands):
@@ -80,7 +90,7 @@ def main() -> None:
     except typer.Abort:
         code = INTERRUPTED
     except OSError as error:  # a file or an address that cannot be had, wherever it was asked for
-        fail(str(error))
+        fail(told(error))
         code = 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # the parser's own errors have it
@@ -91,13 +101,25 @@ def main() -> None:
 
 def explain(error: Any) -> int:
     """Print a parser's error in a line that says where the value came from; return its code."""
-    message = unserved(error) or " ".join(error.format_message().split())
-    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    context = getattr(error, "ctx", None)
+    message = unserved(error) or wrong_value(error) or " ".join(error.format_message().split())
     if message and context is not None:
-        source = param and context.get_parameter_source(param.name)
-        if source is not None and source.name == "DEFAULT_MAP":
-            message = f"{context.params['config_file']}: {message}"
         message += f" (see {context.command_path} --help)"
     if message:
         fail(message)
     return int(error.exit_code)
+
+
+def wrong_value(error: Any) -> str | None:
+    """Return what is wrong with the value of an option, and who gave it; None: it is none's."""
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    problem = " ".join(getattr(error, "message", "").split())
+    if context is None or param is None or not problem:
+        return None
+    for said, plain in PLAIN:
+        problem = problem.replace(said, plain)
+    source = context.get_parameter_source(param.name)
+    given = {"ENVIRONMENT": str(param.envvar)}.get(source.name if source else "")
+    message = f"{given or (param.opts or [param.name])[0]} {problem.rstrip('.')}"
+    in_file = source is not None and source.name == "DEFAULT_MAP"
+    return f"{context.params['config_file']}: {message}" if in_file else message

@@ -225,20 +225,20 @@ def _form(setting: Setting) -> Form:
 
 def pairs(texts: list[str] | None) -> dict[str, str]:
     """Read KEY=VALUE texts; dashes of keys are underscores."""
-    return _read_pairs(texts, lambda key: key.replace("-", "_"))
+    return _read_pairs(texts, "KEY=VALUE", lambda key: key.replace("-", "_"))
 
 
 def names(texts: list[str] | None) -> dict[str, str]:
-    """Read KEY=VALUE texts, whose keys are kept as they are."""
-    return _read_pairs(texts, lambda key: key)
+    """Read NAME=PATH texts, whose names are kept as they are."""
+    return _read_pairs(texts, "NAME=PATH", lambda key: key)
 
 
-def _read_pairs(texts: list[str] | None, spelt: Callable[[str], str]) -> dict[str, str]:
+def _read_pairs(texts: list[str] | None, form: str, spelt: Callable[[str], str]) -> dict[str, str]:
     read: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"{text}: write KEY=VALUE")
+            raise ValueError(f"{text}: write {form}")
         key = spelt(key.strip())
         if key in read:
             raise ValueError(f"{key} is given twice")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from twolane.cli.errors import one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, finite, takes_engine_settings
 from twolane.engine.config import UNPROFILED, EngineConfig
@@ -28,7 +29,7 @@ EPILOG = """**Examples**
 app = command_app()
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 @takes_engine_settings(*UNPROFILED)
 def profile(
     model: ModelArgument,

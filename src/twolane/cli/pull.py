@@ -6,6 +6,7 @@ import typer
 
 from twolane.cli.complete import aliases
 from twolane.cli.errors import one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -13,7 +14,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 app = command_app()
 
 
-@app.command(epilog="**Example:** `twolane pull smollm2-135m-instruct`")
+@app.command(cls=Command, epilog="**Example:** `twolane pull smollm2-135m-instruct`")
 def pull(
     model: Annotated[
         str,

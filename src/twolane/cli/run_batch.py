@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from twolane.cli.errors import one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.cli.signals import run_until_terminated
@@ -27,7 +28,8 @@ app = command_app()
 
 
 @app.command(
-    epilog="**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`"
+    cls=Command,
+    epilog="**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`",
 )
 @takes_engine_settings("lora_endpoints")
 @takes(ServerOptions, "server", only=OFFERED)

@@ -13,6 +13,7 @@ from typer.main import get_command
 from twolane.cli.complete import models
 from twolane.cli.configfile import config_option
 from twolane.cli.errors import USAGE_ERROR, fail, one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import MODEL_HELP, takes, takes_engine_settings
 from twolane.engine.config import EngineConfig
@@ -42,7 +43,7 @@ ServedModelArgument = Annotated[
 ]
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 @takes_engine_settings()
 @takes(ServerOptions, "server", variables=True)
 def serve(

@@ -9,6 +9,7 @@ import typer
 from twolane.cli.bench import common
 from twolane.cli.configfile import config_option
 from twolane.cli.errors import one_line_errors
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.engine.config import KV_EVENTS, LORA, EngineConfig
@@ -32,7 +33,7 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 """Options of `bench serve` that have a meaning without HTTP; the seed is the engine's."""
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 @takes_engine_settings(
     *("load_format", "dtype", "profile", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.

@@ -55,7 +55,8 @@ def check_settings(config: EngineConfig) -> None:
         make_system(config.system, config.options)
     elif config.options:
         first = next(iter(config.options))
-        raise FieldError("options", f"{first!r} is a setting of a system, and no system is named")
+        problem = f"{first!r} is a setting of a system: name the system, too, by --system"
+        raise FieldError("options", problem)
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

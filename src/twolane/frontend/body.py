@@ -6,6 +6,7 @@ the same ones with the same words.
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, LiteralString, NamedTuple, TypeVar
 
@@ -72,7 +73,9 @@ class Body(BaseModel):
                 ignored.append(shortened(str(name)))
                 continue
             if name not in cls.unsupported:  # pydantic would collect them all
-                raise PydanticCustomError("unknown_field", "unknown field", {"param": name})
+                near = get_close_matches(str(name), fields, 1)
+                found = {"param": name, **({"near": near[0]} if near else {})}
+                raise PydanticCustomError("unknown_field", "unknown field", found)
             if not is_neutral(value, cls.unsupported[name]):
                 why = cls.why_unsupported.get(name, "is not supported")
                 raise wrong(name, why, "unsupported_field")
@@ -121,7 +124,8 @@ def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
         message = error["msg"]
     else:
         message = {
-            "unknown_field": f"unknown field {param!r}",
+            "unknown_field": f"unknown field {param!r}"
+            + (f"; did you mean {context['near']!r}?" if "near" in context else ""),
             "missing": f"{param} is required",
             **dict.fromkeys(NO_OBJECT, f"{param} must be a JSON object"),
         }.get(error["type"], f"{param}: {error['msg']}")

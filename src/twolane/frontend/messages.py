@@ -34,6 +34,7 @@ class Part(Body):
         "audio_url": (),
         "file": (),
     }
+    why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = frozenset({"cache_control", "annotations", "logprobs", "closed"})
     null_says_nothing = True
 

@@ -71,7 +71,8 @@ def create_app(
     add_embedding_routes(app, service)
     add_response_routes(app, service, ResponseStore(options.stored_response_bytes))
     add_message_routes(app, service)
-    add_refused_routes(app)
+    opened = {"--admin-endpoints": options.admin_endpoints, "--lora-endpoints": lora_endpoints}
+    add_refused_routes(app, [option for option, given in opened.items() if given])
     if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:

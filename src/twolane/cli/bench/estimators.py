@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 app = command_app()
 
 
-@app.command()
+@app.command(cls=Command)
 def estimators(
     profiles: Annotated[list[Path], typer.Argument(help="Files of `twolane profile`.")],
 ) -> None:

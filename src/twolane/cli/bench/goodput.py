@@ -10,6 +10,7 @@ from twolane.bench.goodput import Search
 from twolane.bench.target import Target
 from twolane.cli.bench import common
 from twolane.cli.errors import INTERRUPTED
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.common.errors import FieldError
@@ -39,7 +40,7 @@ EPILOG = """**Examples**
 app = command_app()
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 @takes(Target, "target")
 @takes(WorkloadSpec, "workload", without=("request_rate", "scale_rate", "seed"))
 @takes(Search, "search")

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from twolane.cli.bench import common
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import finite
 
@@ -21,7 +22,7 @@ EPILOG = """**Examples**
 app = command_app()
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 def report(
     runs: Annotated[
         list[str] | None,

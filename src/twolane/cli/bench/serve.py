@@ -9,6 +9,7 @@ import typer
 
 from twolane.cli.bench import common
 from twolane.cli.configfile import config_option
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.common import garbage
@@ -45,7 +46,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run in order: its results until then are reported."""
 
 
-@app.command(help=HELP, epilog=EPILOG)
+@app.command(cls=Command, help=HELP, epilog=EPILOG)
 @takes(BenchConfig, "load")
 def serve(
     load: dict[str, Any],
@@ -56,7 +57,7 @@ def serve(
         bool,
         typer.Option(
             "--save-result",
-            help="Write the result as JSON into this folder.",
+            help="Write the result as JSON into the current folder.",
             rich_help_panel=MEASURE,
         ),
     ] = False,

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 app = command_app()
 
 
-@app.command()
+@app.command(cls=Command)
 def workloads(
     num_prompts: Annotated[
         int, typer.Option(min=1, help="Number of requests to draw of each workload.")

@@ -29,7 +29,9 @@ class GGUFFile(GGUFReader):
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             magic, version = file.read(4), file.read(4)
-        if magic == b"GGUF" and version[:2] == b"\0\0":  # as llama.cpp tells it
+        if magic != b"GGUF":
+            raise ValueError(f"{path} is not a whole GGUF file: it does not begin with GGUF")
+        if version[:2] == b"\0\0":  # as llama.cpp tells it
             raise ValueError(f"{path} is big-endian; gguf-convert-endian makes it little-endian")
         try:
             super().__init__(path)

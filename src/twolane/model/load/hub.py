@@ -173,6 +173,8 @@ def resolve(
             f"{name} is a built-in shape without weights; use it with --load-format dummy, "
             "or name a directory or a Hugging Face id"
         )
+    if path.suffix.lower() == ".gguf":
+        raise ModelNotFound(f"there is no file {name}")
     if _HUB_ID.fullmatch(name):
         return _directory(name, _download(name, dummy))
     raise ModelNotFound(
@@ -187,6 +189,10 @@ def _directory(name: str, path: Path) -> ModelSource:
             f"{name} is a LoRA adapter: serve the model that it was made for, with "
             f"--lora NAME={name}"
         )
+    if not (path / "config.json").is_file():
+        held = sorted(path.glob("*.gguf"))
+        rest = f"; to serve the GGUF file in it, name {held[0]}" if held else ""
+        raise ModelNotFound(f"{name} is a directory without config.json, so it is no model{rest}")
     has_tokenizer = any((path / file).is_file() for file in _TOKENIZER_FILES)
     return ModelSource("dir", name, path, path if has_tokenizer else None)
 
@@ -209,7 +215,10 @@ def _download(repo: str, config_only: bool) -> Path:
         if isinstance(error, UnsupportedModel):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise PullError(f"cannot fetch {repo} from the Hugging Face hub: {reason}") from error
+        raise PullError(
+            f"cannot fetch {repo} from the Hugging Face hub: {reason.rstrip('.')} "
+            "(and there is no such directory here)"
+        ) from error
 
 
 @contextmanager

@@ -87,8 +87,23 @@ UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
 }
+GUIDED = "is not supported: send structured_outputs or response_format"
+TEXT_ALONE = "is not supported: answers are text"
 WHY_UNSUPPORTED: Mapping[str, str] = {
     "chat_template": "is not supported: the model's own is the only one that is rendered",
+    "guided_json": GUIDED,
+    "guided_regex": GUIDED,
+    "guided_choice": GUIDED,
+    "guided_grammar": GUIDED,
+    "guided_decoding_backend": "is not supported: llguidance is the only one",
+    "guided_whitespace_pattern": "is not supported: white space is always the same",
+    "request_id": "is not supported: send the header X-Request-Id",
+    "functions": "is not supported: send tools",
+    "function_call": "is not supported: send tool_choice",
+    "documents": "is not supported: put them into messages",
+    "modalities": TEXT_ALONE,
+    "audio": TEXT_ALONE,
+    "web_search_options": "is not supported: tools run at the client",
 }
 
 Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]

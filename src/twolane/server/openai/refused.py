@@ -1,6 +1,6 @@
 """Endpoints of OpenAI's API, and of servers for it, that are refused with the reason."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fastapi import FastAPI, Response
 
@@ -23,13 +23,28 @@ REFUSED: Mapping[str, str] = {
 """Paths, and why they are not served."""
 
 
-def add_refused_routes(app: FastAPI) -> None:
-    """Add what says why an endpoint is not served (501)."""
+OPENED: Mapping[str, tuple[str, ...]] = {
+    "--admin-endpoints": ("/reset_prefix_cache",),
+    "--lora-endpoints": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
+"""Paths that an option of the server opens."""
 
-    def add(path: str, why: str) -> None:
+
+def add_refused_routes(app: FastAPI, given: Collection[str]) -> None:
+    """Add what says why an endpoint is not served (501), or which option opens it (404).
+
+    Args:
+        app: gets the endpoints.
+        given: the options of `OPENED` that the server was started with.
+    """
+
+    def add(path: str, why: str, status: int, code: str) -> None:
         @app.post(path, response_class=Response, include_in_schema=False)
         async def refuse() -> Response:
-            raise ApiError(501, f"{path} {why}", code="not_served")
+            raise ApiError(status, f"{path} {why}", code=code)
 
     for path, why in REFUSED.items():
-        add(path, why)
+        add(path, why, 501, "not_served")
+    for option, paths in OPENED.items():
+        for path in () if option in given else paths:
+            add(path, f"is not served: start the server with {option}", 404, "not_found")

@@ -26,6 +26,7 @@ class TextPart(Body):
         "detail": (),
         "input_audio": (),
     }
+    why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
     null_says_nothing = True
 
