@@ -270,7 +270,7 @@ def test_a_response_is_gone_on_with_at_the_server_that_stores_it(pair):
 
         wait_for(lambda: all(goes_on() for _ in range(8)), 120)  # not by chance
     status, _, answer = respond(pair, previous_response_id="resp_0")
-    assert (status, answer["error"]["code"]) == (400, "response_not_found")
+    assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
 
 
 def test_a_stopped_server_is_left_out_and_taken_back(pair):

@@ -1,5 +1,7 @@
 """/v1/messages through Anthropic's client, with a model that knows answers by heart."""
 
+import re
+
 import anthropic
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
@@ -221,10 +223,26 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
     assert refused.value.body["error"]["param"] == param
 
 
+def test_a_context_too_short_is_told_in_words_that_claude_code_finds(client):
+    """By these it asks for fewer tokens, or shortens the conversation."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        whole(client, "Hello", extra_body={"max_tokens": 10**6})
+    found = r"input length and `max_tokens` exceed context limit: (\d+) \+ 1000000 > 65536"
+    tokens = re.match(found, refused.value.body["error"]["message"])[1]
+    count = client.messages.count_tokens(
+        model="parrot", messages=[{"role": "user", "content": "Hello"}]
+    )
+    assert int(tokens) == count.input_tokens
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        whole(client, "ab " * 40_000)
+    found = r"prompt is too long: (at least )?\d+ tokens > 65536 maximum"
+    assert re.match(found, refused.value.body["error"]["message"])
+
+
 def test_the_key_comes_in_anthropics_header(server):
     with anthropic.Anthropic(base_url=server.base, api_key="wrong", max_retries=0) as client:
         with pytest.raises(anthropic.AuthenticationError) as refused:
             whole(client, "Hello")
         assert refused.value.body["error"]["type"] == "authentication_error"
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
             client.with_options(api_key=KEY).messages.create(**fields_of("Hello") | {"model": "x"})

@@ -95,6 +95,18 @@ def test_a_text_is_answered(client):
     assert usage.output_tokens_details.reasoning_tokens == 0
 
 
+def test_fields_of_vllm_are_those_of_chat(client):
+    """Its Responses API has these, too."""
+    one = {"min_p": 0.1, "repetition_penalty": 1.01, "logit_bias": {}, "cache_salt": "x"}
+    assert ask(client, "And Spain?", extra_body=one).output_text == "Madrid."
+    stopped = ask(client, "And Spain?", extra_body={"stop": ["rid"]})
+    assert (stopped.output_text, stopped.status) == ("Mad", "completed")
+    for field, wrong in (("min_p", 2), ("repetition_penalty", 0), ("stop", ""), ("cache_salt", "")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, "And Spain?", extra_body={field: wrong})
+        assert refused.value.param == field
+
+
 def test_a_stream_ends_with_the_whole_response(client):
     streamed, events = last_of(client, "And Spain?")
     assert same(streamed, ask(client, "And Spain?"))
@@ -247,6 +259,7 @@ def test_responses_are_kept_within_a_bound(client):
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, "And Spain?", previous_response_id=response.id)
         assert refused.value.param == "previous_response_id"
+        assert refused.value.code == "previous_response_not_found"  # what clients look for
 
 
 @pytest.mark.parametrize(

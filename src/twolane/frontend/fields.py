@@ -48,6 +48,7 @@ MOST_CHOICES = 128
 LONGEST_SALT = 1024
 """Characters of a `cache_salt`."""
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
     one_message(
@@ -102,7 +103,7 @@ class TextFields(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def choices(self) -> int:

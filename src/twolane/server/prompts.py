@@ -12,7 +12,7 @@ from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
 from twolane.server.admission import Admission
 from twolane.server.availability import Availability
-from twolane.server.http.errors import ApiError
+from twolane.server.http.errors import ApiError, ContextExceeded
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
@@ -189,7 +189,7 @@ class PromptReader:
         if body.truncate_prompt_tokens is not None or least == 0:
             self._check_length(length, param)
         if least >= self._context and body.truncate_prompt_tokens is None:
-            raise self._too_long("the prompt", f"at least {least}", param)
+            raise ContextExceeded(param, self._context, f"at least {least}")
 
     def _fitted(self, prompts: list[Prompt], body: GenerationBody, param: str) -> list[Prompt]:
         """Cut the prompts as the request asks, and check them."""
@@ -205,18 +205,9 @@ class PromptReader:
             if not prompt.tokens:
                 raise ApiError(400, f"{name} is empty", code="invalid_prompt", param=param)
             if len(prompt.tokens) >= context:
-                raise self._too_long(name, str(len(prompt.tokens)), param)
+                raise ContextExceeded(param, context, str(len(prompt.tokens)), name=name)
             self.check_ids(param, prompt.tokens)
         return prompts
-
-    def _too_long(self, name: str, tokens: str, param: str) -> ApiError:
-        return ApiError(
-            400,
-            f"{name} has {tokens} tokens; the context has "
-            f"{self._context}, and at least one is for the answer",
-            code="context_length_exceeded",
-            param=param,
-        )
 
     def check_ids(self, param: str, ids: Iterable[int]) -> None:
         """Refuse token ids that the model does not have.

@@ -21,7 +21,7 @@ from twolane.server.admission import Admission
 from twolane.server.answer_forms import AnswerForms
 from twolane.server.availability import Availability
 from twolane.server.http.calls import Call
-from twolane.server.http.errors import ApiError
+from twolane.server.http.errors import ApiError, ContextExceeded
 from twolane.server.http.judge import Judge
 from twolane.server.openai.protocol import GenerationBody
 from twolane.server.ops.dashboard.data import Dashboard
@@ -126,13 +126,7 @@ class Service:
         name = body.limit[0] if params.max_tokens else "min_tokens"
         wanted = params.max_tokens or params.min_tokens
         if longest + wanted > context:
-            raise ApiError(
-                400,
-                f"{name} is too large: the context has {context} tokens, the prompt takes "
-                f"{longest}, and {wanted} were asked for",
-                code="context_length_exceeded",
-                param=name,
-            )
+            raise ContextExceeded(name, context, str(longest), wanted)
         self.prompts.check_ids("stop_token_ids", params.stop_token_ids)
         self.prompts.check_ids("logit_bias", params.logit_bias)
         return params

@@ -10,7 +10,7 @@ from twolane.frontend.body import Body
 from twolane.frontend.fields import INT32_MAX, Priority, StopString, TopP, Whole
 from twolane.frontend.text.stops import MOST_STRINGS
 from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
-from twolane.server.http.errors import ApiError, from_validation
+from twolane.server.http.errors import ApiError, ContextExceeded, from_validation
 from twolane.server.openai.protocol import ChatRequest
 from twolane.server.openai.tools import MOST_TOOLS
 
@@ -227,7 +227,8 @@ def renamed(error: ApiError) -> ApiError:
     old = re.split(r"[.\[]", param)[0]
     new = RENAMED.get(old) or param.replace(".function.parameters", ".input_schema")
     new = new.replace(".function.", ".")
-    if new == param:
+    if new == param and not isinstance(error, ContextExceeded):
         return error
-    message = error.message.replace(param, new)
+    said = error.in_anthropic_words if isinstance(error, ContextExceeded) else error.message
+    message = said.replace(param, new)
     return ApiError(error.status_code, message, code=error.code, param=new, headers=error.headers)

@@ -9,6 +9,14 @@ from twolane.frontend.body import NO_OBJECT, first_finding
 
 ANTHROPIC_PATH = "/v1/messages"
 """Paths that begin so have errors in Anthropic's form."""
+ANTHROPIC_KINDS: Mapping[str, str] = {
+    "server_error": "api_error",
+    "service_unavailable_error": "overloaded_error",
+    "model_not_found": "not_found_error",
+    "not_found": "not_found_error",
+    "body_too_large": "request_too_large",
+}
+"""Anthropic's names of kinds of errors, by OpenAI's or by their codes."""
 WHOLE_BODY = {
     "missing": "the request needs a JSON body",
     **dict.fromkeys(
@@ -49,6 +57,47 @@ class ApiError(HTTPException):
         return error_body(self.status_code, self.message, self.code, self.param)
 
 
+class ContextExceeded(ApiError):
+    """The refusal of a prompt, or of a prompt and an answer, that the context is too short for.
+
+    Clients shorten a conversation, or ask for less, where they find the words of OpenAI's message
+    or Anthropic's.
+
+    Args:
+        param: the field at fault.
+        context: tokens that the context has.
+        tokens: of the prompt, as text: at least as many as there are may be known.
+        wanted: tokens that `param` asks for; None: the prompt is too long by itself.
+        name: which prompt it is.
+    """
+
+    def __init__(
+        self,
+        param: str,
+        context: int,
+        tokens: str,
+        wanted: int | None = None,
+        name: str = "the prompt",
+    ) -> None:
+        limit = f"This model's maximum context length is {context} tokens"
+        said = (
+            f"{limit}. However, {name} has {tokens} tokens, and at least one is for the answer. "
+            f"Please reduce the length of the {param}."
+        )
+        self.in_anthropic_words = f"prompt is too long: {tokens} tokens > {context} maximum"
+        """The message as Anthropic's API has it."""
+        if wanted is not None:
+            said = (
+                f"{param} is too large: {wanted}. {limit}, and {name} has {tokens} tokens "
+                f"({wanted} > {context} - {tokens})."
+            )
+            self.in_anthropic_words = (
+                f"input length and `{param}` exceed context limit: {tokens} + {wanted} > {context}"
+                f", decrease input length or `{param}` and try again"
+            )
+        super().__init__(400, said, code="context_length_exceeded", param=param)
+
+
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
     """Return OpenAI's error object for an HTTP status."""
     kinds = {
@@ -63,9 +112,9 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 
 def as_anthropic(body: dict[str, Any]) -> dict[str, Any]:
     """Return OpenAI's error object in Anthropic's form, which has `param` and `code` besides."""
-    kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
     error = body["error"]
-    return {"type": "error", "error": {**error, "type": kinds.get(error["type"], error["type"])}}
+    kind = ANTHROPIC_KINDS.get(error["code"]) or ANTHROPIC_KINDS.get(error["type"], error["type"])
+    return {"type": "error", "error": {**error, "type": kind}}
 
 
 def error_for(path: str, body: dict[str, Any]) -> dict[str, Any]:

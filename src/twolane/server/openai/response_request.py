@@ -15,9 +15,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import INT32_MAX, Priority, TopP, Whole
+from twolane.frontend.fields import INT32_MAX, CacheSalt, Priority, Stop, TopP, Whole
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.openai.protocol import INERT, ChatRequest, Penalty
+from twolane.server.openai.protocol import INERT, ChatRequest, LogitBias, Penalty, RepetitionPenalty
 from twolane.server.openai.response_items import (
     Item,
     Items,
@@ -41,7 +41,8 @@ from twolane.server.openai.structured import Schema
 
 SAME = (
     *("model", "temperature", "top_p", "top_k", "seed", "priority", "stream"),
-    *("presence_penalty", "frequency_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
+    *("logit_bias", "stop", "cache_salt"),
 )
 """Fields that /v1/chat/completions has, too."""
 RENAMED: Mapping[str, str] = {
@@ -159,6 +160,11 @@ class ResponsesRequest(Body):
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    cache_salt: CacheSalt | None = None
     priority: Priority | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None

@@ -86,7 +86,8 @@ def earlier(store: ResponseStore, id: str | None) -> list[Turn]:
     """
     turns = [] if id is None else store.turns(id)
     if turns is None:
-        raise not_stored(store, str(id), 400, "previous_response_id")
+        param = "previous_response_id"
+        raise not_stored(store, str(id), 400, param, code="previous_response_not_found")
     return turns
 
 
@@ -96,10 +97,12 @@ def keep(store: ResponseStore, turns: list[Turn] | None, response: Json, answer:
         store.add(response, [*turns, answer])
 
 
-def not_stored(store: ResponseStore, id: str, status: int, param: str) -> ApiError:
+def not_stored(
+    store: ResponseStore, id: str, status: int, param: str, code: str = "response_not_found"
+) -> ApiError:
     """Return the refusal of a response that is not in memory."""
     why = f"of the latest ones, {store.max_bytes} bytes are kept in memory"
     if store.max_bytes == 0:
         why = "this server stores none (--stored-response-bytes)"
     message = f"{param}: there is no response {id[:100]!r}; {why}"
-    return ApiError(status, message, code="response_not_found", param=param)
+    return ApiError(status, message, code=code, param=param)
