@@ -55,9 +55,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }
 """Rooms and modules that each room may import, besides itself and `SHARED`."""
-UPWARD: Mapping[tuple[str, str], str] = {
-    ("llm", "server.openai.answers"): "to go: the OpenAI object of a choice is used as a result",
-}
+UPWARD: Mapping[tuple[str, str], str] = {}
 """(importer, imported) that break a wall today, with what is to be done about it."""
 CYCLES: Mapping[tuple[str, str], str] = {}
 """(importer, imported) that close a cycle today, with what is to be done about it."""

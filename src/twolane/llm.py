@@ -26,10 +26,9 @@ from twolane.frontend.fields import (
 from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
-from twolane.frontend.text.output_reader import Delta
+from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.frontend.text.texts import Texts
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
-from twolane.server.openai.answers import Choice
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in typing from Python 3.13 on
@@ -372,7 +371,7 @@ class LLM:
         params: SamplingParams,
         options: GenerationOptions,
     ) -> RequestOutput:
-        choices = [Choice(tokens) for _ in range(options.n)]
+        choices = [CollectedAnswer(tokens) for _ in range(options.n)]
         with self._generation(tokens, params, options) as generation:
             async for delta in generation:
                 choices[delta.index].add(delta)

@@ -1,6 +1,7 @@
 """Turns the tokens of one answer into text, and finds where the answer ends."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -45,6 +46,50 @@ class Delta(msgspec.Struct, frozen=True):
     embedding: bytes | None = None
     """The last hidden state of the prompt's last token in float32, if asked for; with the first
     delta only."""
+
+
+@dataclass
+class CollectedAnswer:
+    """One answer to one prompt, as far as it has come."""
+
+    prompt: list[int]
+    """Tokens of the prompt."""
+    pieces: list[str] = field(default_factory=list)
+    """The text, in the pieces in which it came."""
+    tokens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """See `Delta.offsets`."""
+    logprobs: PackedLogprobs | None = None
+    """One for each token, if asked for."""
+    prompt_logprobs: PackedLogprobs | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached: int = 0
+    """Prompt tokens found in the prefix cache."""
+    thinking: int = 0
+    """Number of tokens that were made before the answer itself began."""
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.pieces)
+
+    def add(self, delta: Delta) -> bool:
+        """Take a delta; return whether it is the first."""
+        first = not self.pieces
+        self.pieces.append(delta.text)
+        self.tokens += delta.tokens
+        self.offsets += delta.offsets
+        if delta.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = PackedLogprobs()
+            self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish = delta.finish
+        self.stop_reason = delta.stop_reason
+        self.cached = self.cached if delta.cached is None else delta.cached
+        return first
 
 
 class OutputReader:

@@ -3,16 +3,15 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any, Literal
 
 import msgspec
 
-from twolane.engine.messages import FinishReason, PackedLogprobs, TokenLogprobs
+from twolane.engine.messages import FinishReason, TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from twolane.frontend.text.output_reader import Delta
+from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
 Json = dict[str, Any]
@@ -23,45 +22,6 @@ DONE = b"data: [DONE]\n\n"
 def event(body: Json) -> bytes:
     """Write a server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-@dataclass
-class Choice:
-    """One answer to one prompt, as far as it has come."""
-
-    prompt: list[int]
-    pieces: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    logprobs: PackedLogprobs | None = None
-    prompt_logprobs: PackedLogprobs | None = None
-    finish: FinishReason | None = None
-    stop_reason: int | str | None = None
-    cached: int = 0
-    thinking: int = 0
-    """Number of tokens that were made before the answer itself began."""
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return "".join(self.pieces)
-
-    def add(self, delta: Delta) -> bool:
-        """Take a delta; return whether it is the first."""
-        first = not self.pieces
-        self.pieces.append(delta.text)
-        self.tokens += delta.tokens
-        self.offsets += delta.offsets
-        if delta.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = PackedLogprobs()
-            self.logprobs.extend(delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        self.finish = delta.finish
-        self.stop_reason = delta.stop_reason
-        self.cached = self.cached if delta.cached is None else delta.cached
-        return first
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -127,7 +87,7 @@ class Answer:
         writer: LogprobWriter,
         options: AnswerOptions,
     ) -> None:
-        self.choices = [Choice(prompt) for prompt in prompts for _ in range(options.n)]
+        self.choices = [CollectedAnswer(prompt) for prompt in prompts for _ in range(options.n)]
         self._kind: Kind = kind
         self._options = options
         parsed = options.parsed
@@ -332,13 +292,15 @@ class Answer:
         ranked = (self._writer.ranked(entry) for entry in leader.prompt_logprobs or ())
         return JsonList(chain((None,), ranked)).written()
 
-    def _completion_logprobs(self, index: int, of: Choice | Delta, *, first: bool) -> Json | None:
+    def _completion_logprobs(
+        self, index: int, of: CollectedAnswer | Delta, *, first: bool
+    ) -> Json | None:
         if not self._options.logprobs:
             return None
         echo = self._prompt_places(index) if first and self._options.echo else ()
         return self._writer.completion(chain(echo, self._places(index, of)))
 
-    def _places(self, index: int, of: Choice | Delta) -> Iterator[TokenPlace]:
+    def _places(self, index: int, of: CollectedAnswer | Delta) -> Iterator[TokenPlace]:
         """Where the output tokens are in the text that is shown."""
         if self._echo_only:
             return
