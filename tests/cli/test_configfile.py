@@ -90,6 +90,7 @@ def test_an_empty_file_says_nothing(parse, text):
         ("port: 1\nport: 2", ("line 2", "port is given twice")),
         ("kv-tokens: 1\nkv_tokens: 2", ("line 2", "kv_tokens is given twice")),
         ("port: [1, 2]", ("port takes one value",)),
+        ("api-key:", ("api-key is empty",)),
         ("port: {a: 1}", ("port takes one value",)),
         ("option: [[1]]", ("option is nested too deeply",)),
         ("option: {a: [1]}", ("option is nested too deeply",)),

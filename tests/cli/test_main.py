@@ -153,6 +153,13 @@ def test_what_is_wrong_in_a_file_or_a_variable_is_one_line(tmp_path):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["serve", "fleet"])
+def test_a_key_that_a_template_did_not_fill_in_opens_no_server(command):
+    result = run(command, "nope", variables={"TWOLANE_API_KEY": ""})
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "TWOLANE_API_KEY is empty" in result.stderr
+
+
 def test_mistyped_variables_are_named():
     result = run("serve", "nope", variables={"TWOLANE_PROT": "1"})
     assert "TWOLANE_PROT is not one of mine; did you mean TWOLANE_PORT?" in result.stderr

@@ -55,6 +55,12 @@ sys.exit(' '.join({{'torch', 'transformers'}} & sys.modules.keys()))"""
     assert run.stderr.strip() == ""
 
 
+def test_a_folder_with_a_file_that_may_have_no_end_is_refused(tmp_path):
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelNotFound, match=r"config\.json is a pipe, a socket or a device"):
+        resolve(str(tmp_path))
+
+
 def test_the_cache_directory(monkeypatch):
     monkeypatch.delenv("TWOLANE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

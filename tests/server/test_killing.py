@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,29 @@ from .test_lifecycle import LONG, Stream
 
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
+
+
+def test_an_engine_that_waits_for_a_file_at_its_start_goes_with_its_server(tiny_model, tmp_path):
+    """It looks at no pipe while it reads."""
+    os.mkfifo(file := tmp_path / "profile.json")
+    command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY, "--device", "cpu"]
+    server = subprocess.Popen([*command, "--port", "0", "--profile", str(file)])
+    writer = None
+
+    def is_read():
+        nonlocal writer
+        with suppress(OSError):  # nobody reads
+            writer = os.open(file, os.O_WRONLY | os.O_NONBLOCK)
+        return writer is not None
+
+    try:
+        wait_for(is_read)
+        engine = engine_of(server.pid)
+        server.kill()
+        server.wait(PATIENCE)
+        wait_for(lambda: not alive(engine), 20.0)
+    finally:
+        os.close(writer)
 
 
 class Client(threading.Thread):

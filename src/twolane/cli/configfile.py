@@ -68,11 +68,12 @@ def settings(path: Path, keys: dict[str, Any]) -> Iterator[tuple[str, str | list
         if param.name in seen:
             raise ValueError(f"line {line}: {key} is given twice")
         seen[param.name] = key
-        if value_node.tag != NULL:
-            try:
-                yield param.name, value(value_node, param)
-            except ValueError as error:
-                raise ValueError(f"line {line}: {key} {error}") from error
+        if value_node.tag == NULL and not getattr(param, "multiple", False):
+            continue
+        try:
+            yield param.name, value(value_node, param)
+        except ValueError as error:
+            raise ValueError(f"line {line}: {key} {error}") from error
 
 
 def entries(path: Path) -> list[tuple[Any, Any]]:
@@ -108,6 +109,8 @@ def value(node: Any, param: Any) -> str | list[str]:
         ValueError: it has the wrong form; the message continues "KEY …".
     """
     many = getattr(param, "multiple", False)
+    if many and node.tag == NULL:  # such as a key that a template did not fill in
+        raise ValueError("is empty; [] is an empty list")
     if node.id == "scalar":
         return [node.value] if many else str(node.value)
     if not many:

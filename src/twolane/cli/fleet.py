@@ -43,6 +43,7 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
     """Serve a model with several servers behind one address."""
     arguments = [model, *ctx.args]
     server = checked(arguments)
+    single.check_keys(server["api_key"] or ())
     with one_line_errors():
         try:
             from twolane.fleet import run

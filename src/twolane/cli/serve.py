@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,9 @@ EPILOG = """**Examples**
 - `curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'
   -d '{"messages": [{"role": "user", "content": "Hello"}]}'` — ask it
 """
+
+KEYS = "TWOLANE_API_KEY"
+"""The environment variable that has API keys."""
 
 app = command_app()
 
@@ -72,12 +76,19 @@ def check(options: ServerOptions) -> None:
     """Refuse what can be seen to be wrong before a model is loaded."""
     if not options.host.strip():
         raise fail("--host must not be empty", USAGE_ERROR)
+    check_keys(options.api_keys)
     if options.max_queued_per_key is not None and not options.api_keys:
         raise fail("--max-queued-per-key needs --api-key", USAGE_ERROR)
     endpoint = options.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         problem = f"must be an http:// or https:// URL, not {endpoint!r}"
         raise fail(f"--otlp-endpoint {problem}", USAGE_ERROR)
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Refuse to serve everybody where a key was meant to be given, and none was."""
+    if not keys and KEYS in os.environ:
+        raise fail(f"{KEYS} is empty; to serve without a key, do not set it", USAGE_ERROR)
 
 
 def warn_of_unknown_variables() -> None:

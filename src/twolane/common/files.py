@@ -19,6 +19,13 @@ def is_file(path: Path) -> bool:
     return False
 
 
+def is_plain(path: Path) -> bool:
+    """Whether this is a file, a folder, or nothing: no pipe, socket or device."""
+    with contextlib.suppress(OSError):
+        return not path.exists() or path.is_file() or path.is_dir()
+    return True
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, and its folder where there is none; nothing else is left if that fails.
 

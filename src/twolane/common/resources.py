@@ -1,8 +1,10 @@
 """What of this machine a process may use: cores, memory and files."""
 
 import contextlib
+import ctypes
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OPENED = Path("/dev/fd")
+PR_SET_PDEATHSIG = 1
 MOST_FILES = 1 << 20
 """A process asks the system for no more open files than this many."""
 
@@ -30,6 +33,13 @@ def yield_processor(niceness: int) -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         more = os.getpriority(os.PRIO_PROCESS, thread) + niceness
         os.setpriority(os.PRIO_PROCESS, thread, more)
+
+
+def die_with_parent(wanted: bool = True) -> None:
+    """Have the system kill this process, whatever it does, when the thread that started it ends; or
+    no longer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)
 
 
 def raise_file_limit() -> int:

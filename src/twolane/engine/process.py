@@ -18,6 +18,7 @@ import zmq
 
 from twolane.common import garbage
 from twolane.common.errors import FieldError
+from twolane.common.resources import die_with_parent
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
 from twolane.engine.loop import run
@@ -138,9 +139,11 @@ def main() -> int:
     waker = Waker()
     built: Built | None = None
     port = ZmqPort(start, waker)
+    die_with_parent()  # a start may wait for long, such as for a file that does not come
     try:
         built = build(start.config, waker.wake, progress=port.tell_progress)
         garbage.leave_out()
+        die_with_parent(False)  # from now on the pipe's end is seen, and the trace is written out
         port.tell(built.ready)
         run(built.engine, port)
     except ApiProcessGone:

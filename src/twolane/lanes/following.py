@@ -5,7 +5,6 @@ process that started it.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Protocol
 import msgspec
 from torch import distributed as dist
 
+from twolane.common.resources import die_with_parent
 from twolane.lanes.followers import (
     LENGTH_BYTES,
     PING,
@@ -24,8 +24,6 @@ from twolane.lanes.followers import (
 )
 from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.lanes.work import AdapterRecord, Record, decode
-
-PR_SET_PDEATHSIG = 1
 
 
 class ReadsAdapters(Protocol):
@@ -78,7 +76,8 @@ def read_start() -> FollowerStart | None:
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains first, and ends the log
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerStart)
-    return start if _dies_with(start.parent) else None
+    die_with_parent()
+    return start if os.getppid() == start.parent else None
 
 
 def read_sizes() -> LaneSizes | None:
@@ -100,10 +99,3 @@ def read_log(answers: int) -> Iterator[Record]:
             os.write(answers, b".")
         else:
             yield decode(log.read(int.from_bytes(length, "little")))
-
-
-def _dies_with(parent: int) -> bool:
-    """Have the system kill this process when its parent dies; whether that still lives."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent

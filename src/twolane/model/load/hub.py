@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
-from twolane.common.files import is_file, is_folder, keep
+from twolane.common.files import is_file, is_folder, is_plain, keep
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -184,6 +184,9 @@ def resolve(
 
 
 def _directory(name: str, path: Path) -> ModelSource:
+    for file in path.iterdir():
+        if not is_plain(file):  # whoever reads it may never come to its end
+            raise ModelNotFound(f"{file} is a pipe, a socket or a device, not a file")
     if (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
         raise ModelNotFound(
             f"{name} is a LoRA adapter: serve the model that it was made for, with "
