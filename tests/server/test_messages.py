@@ -227,7 +227,7 @@ def test_a_context_too_short_is_told_in_words_that_claude_code_finds(client):
     """By these it asks for fewer tokens, or shortens the conversation."""
     with pytest.raises(anthropic.BadRequestError) as refused:
         whole(client, "Hello", extra_body={"max_tokens": 10**6})
-    found = r"input length and `max_tokens` exceed context limit: (\d+) \+ 1000000 > 65536"
+    found = r"input length and `max_tokens` exceed context limit: (\d+) \+ 1000000 > 20000"
     tokens = re.match(found, refused.value.body["error"]["message"])[1]
     count = client.messages.count_tokens(
         model="parrot", messages=[{"role": "user", "content": "Hello"}]
@@ -235,7 +235,7 @@ def test_a_context_too_short_is_told_in_words_that_claude_code_finds(client):
     assert int(tokens) == count.input_tokens
     with pytest.raises(anthropic.BadRequestError) as refused:
         whole(client, "ab " * 40_000)
-    found = r"prompt is too long: (at least )?\d+ tokens > 65536 maximum"
+    found = r"prompt is too long: (at least )?\d+ tokens > 20000 maximum"
     assert re.match(found, refused.value.body["error"]["message"])
 
 
