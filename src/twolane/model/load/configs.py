@@ -1,17 +1,24 @@
 """Hugging Face configs as a `ModelSpec`, without `transformers`."""
 
 import logging
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from twolane.common.checked_json import converted, read_json
+from twolane.model.load.hf_config import (
+    CONFIGS,
+    GraniteConfig,
+    HFConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 from twolane.model.load.quantization import Quantization
 from twolane.model.load.quantization_configs import read_quantization
+from twolane.model.load.rope_config import rope_from_config
 from twolane.model.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -94,8 +101,6 @@ _LACKING = {
 """Why much used architectures do not work."""
 JOINED: tuple[Family, ...] = ("phi3", "glm", "glm4")
 """The families whose checkpoints join modules that others store apart."""
-_PARTLY_ROTATED: tuple[Family, ...] = ("phi3", "glm", "glm4")
-"""The families for which `partial_rotary_factor` counts."""
 _GLOBAL: tuple[Family, ...] = ("llama", "granite", "olmo2", "glm", "glm4")
 """The families without sliding windows."""
 
@@ -123,29 +128,6 @@ _QUANTIZATION_FILES = {
 """Files in which checkpoints of a `quant_method` have what others have in `config.json`."""
 
 
-class _RopeNumbers(msgspec.Struct):
-    """The numbers among `rope_parameters`."""
-
-    rope_theta: float | None = None
-    factor: float | None = None
-    original_max_position_embeddings: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    attention_factor: float | None = None
-    attn_factor: float | None = None
-    partial_rotary_factor: float | None = None
-    llama_4_scaling_beta: float | None = None
-    short_factor: list[float] | None = None
-    long_factor: list[float] | None = None
-
-
-_ABOVE_0 = (
-    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    *("attention_factor", "partial_rotary_factor"),
-)
-"""The numbers of `rope_parameters` that are divided by or multiply everything."""
 GENERATION_FILE = "generation_config.json"
 
 
@@ -163,165 +145,6 @@ class _Sampling(msgspec.Struct):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-
-
-class _DualChunk(msgspec.Struct):
-    """Attention of Qwen2.5-1M, which is not built: positions are compared within chunks."""
-
-    chunk_size: int = 8192
-    local_size: int = 1024
-
-
-class HFConfig(msgspec.Struct, kw_only=True):
-    """What is read of a `config.json`.
-
-    Fields that are not there have the defaults of the family's class in `transformers`. That is not
-    asked: its import takes longer than all else that starts an engine, PyTorch's included.
-    """
-
-    vocab_size: int = 32_000
-    hidden_size: int = 4096
-    intermediate_size: int = 11_008
-    num_hidden_layers: int = 32
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    is_causal: bool | None = True
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    eos_token_id: int | list[int] | None = 2
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    rope_scaling: dict[str, Any] | None = None
-    """The older name of `rope_parameters`, without theta."""
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    dual_chunk_attention_config: _DualChunk | None = None
-
-
-class _Mistral(HFConfig, kw_only=True):
-    intermediate_size: int = 14_336
-    num_key_value_heads: int | None = 8
-    max_position_embeddings: int = 131_072
-
-
-class _Qwen2(HFConfig, kw_only=True):
-    vocab_size: int = 151_936
-    intermediate_size: int = 22_016
-    num_key_value_heads: int | None = 32
-    max_position_embeddings: int = 32_768
-    eos_token_id: int | list[int] | None = None
-
-
-class _Qwen3(_Qwen2, kw_only=True):
-    head_dim: int | None = 128
-
-
-class _Qwen3Moe(HFConfig, kw_only=True):
-    vocab_size: int = 151_936
-    hidden_size: int = 2048
-    intermediate_size: int = 6144
-    num_hidden_layers: int = 24
-    num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 32_768
-    eos_token_id: int | list[int] | None = None
-    num_experts: int | None = None
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 768
-    norm_topk_prob: bool = False
-    decoder_sparse_step: int = 1
-    mlp_only_layers: list[int] = []
-
-
-class _Mixtral(HFConfig, kw_only=True):
-    intermediate_size: int = 14_336
-    num_key_value_heads: int | None = 8
-    max_position_embeddings: int = 131_072
-    rms_norm_eps: float = 1e-5
-    rope_theta: float | None = 1_000_000.0
-    sliding_window: int | None = None
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
-
-
-class _Phi3(HFConfig, kw_only=True):
-    vocab_size: int = 32_064
-    hidden_size: int = 3072
-    intermediate_size: int = 8192
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
-    original_max_position_embeddings: int | None = 4096
-    eos_token_id: int | list[int] | None = 32_000
-
-
-class _Granite(HFConfig, kw_only=True):
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-
-
-class _SmolLM3(HFConfig, kw_only=True):
-    vocab_size: int = 128_256
-    hidden_size: int = 2048
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 16
-    num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 32_768
-    tie_word_embeddings: bool = True
-    eos_token_id: int | list[int] | None = 128_001
-    rope_theta: float | None = 2_000_000.0
-    sliding_window: int | None = None
-    no_rope_layers: list[int] | None = None
-    """0 for each layer whose queries and keys are not rotated."""
-    no_rope_layer_interval: int = 4
-
-
-class _Olmo2(HFConfig, kw_only=True):
-    vocab_size: int = 50_304
-    rms_norm_eps: float = 1e-5
-    eos_token_id: int | list[int] | None = 50_279
-
-
-class _Glm(HFConfig, kw_only=True):
-    vocab_size: int = 151_552
-    intermediate_size: int = 13_696
-    num_hidden_layers: int = 40
-    num_key_value_heads: int | None = 2
-    head_dim: int | None = 128
-    max_position_embeddings: int = 131_072
-    rms_norm_eps: float = 1.5625e-7
-    attention_bias: bool = True
-    eos_token_id: int | list[int] | None = msgspec.field(
-        default_factory=lambda: [151_329, 151_336, 151_338]
-    )
-    partial_rotary_factor: float | None = 0.5
-
-
-_CONFIGS: dict[Family, type[HFConfig]] = {
-    "llama": HFConfig,
-    "mistral": _Mistral,
-    "qwen2": _Qwen2,
-    "qwen3": _Qwen3,
-    "qwen3_moe": _Qwen3Moe,
-    "mixtral": _Mixtral,
-    "phi3": _Phi3,
-    "granite": _Granite,
-    "smollm3": _SmolLM3,
-    "olmo2": _Olmo2,
-    "glm": _Glm,
-    "glm4": _Glm,
-}
 
 
 def spec_from_directory(path: Path) -> ModelSpec:
@@ -470,7 +293,7 @@ def spec_from_config(
     if config.is_causal is False:  # each token would be attended to by those before it, too
         raise UnsupportedModel.because("is_causal", config.is_causal, ("True",))
     window, sliding_layers = _sliding(config, family)
-    rope = _rope(config, family)
+    rope = rope_from_config(config, family)
     if family == "phi3" and rope.type not in ("default", "longrope"):
         works = ("default", "longrope")
         raise UnsupportedModel.because("rope type of Phi3ForCausalLM", rope.type, works)
@@ -481,7 +304,7 @@ def spec_from_config(
         hidden_size=config.hidden_size,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=_head_dim(config),
+        head_dim=config.head_size(),
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         max_positions=_positions(config, rope),
@@ -511,7 +334,7 @@ def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
     Raises:
         ValueError: a value has the wrong type.
     """
-    form = _CONFIGS[family]
+    form = CONFIGS[family]
     switches = [field.name for field in msgspec.structs.fields(form) if field.type is bool]
     raw = {**_DEFAULTS.get(str(raw.get("model_type")), {}), **raw}
     given = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
@@ -534,7 +357,7 @@ def _factors(config: HFConfig) -> dict[str, float]:
     Raises:
         ValueError: one of those that are divided by is 0.
     """
-    if not isinstance(config, _Granite):
+    if not isinstance(config, GraniteConfig):
         return {}
     for name in ("residual_multiplier", "logits_scaling", "attention_multiplier"):
         if not getattr(config, name) > 0.0:
@@ -553,7 +376,7 @@ def _unrotated(config: HFConfig) -> tuple[int, ...]:
     Raises:
         ValueError: the config does not say it for each layer.
     """
-    if not isinstance(config, _SmolLM3):
+    if not isinstance(config, SmolLM3Config):
         return ()
     layers, step = range(config.num_hidden_layers), config.no_rope_layer_interval
     if config.no_rope_layers is None:
@@ -574,10 +397,10 @@ def _experts(config: HFConfig) -> MoeSpec | None:
     Raises:
         ValueError: the config does not say which layers have them.
     """
-    if isinstance(config, _Mixtral):
+    if isinstance(config, MixtralConfig):
         experts, each = config.num_local_experts, config.num_experts_per_tok
         return MoeSpec(experts, each, config.intermediate_size)
-    if not isinstance(config, _Qwen3Moe):
+    if not isinstance(config, Qwen3MoeConfig):
         return None
     dense = {i for i in config.mlp_only_layers if 0 <= i < config.num_hidden_layers}
     if (step := config.decoder_sparse_step) < 1:
@@ -590,17 +413,6 @@ def _experts(config: HFConfig) -> MoeSpec | None:
         config.norm_topk_prob,
         tuple(sorted(dense)),
     )
-
-
-def _head_dim(config: HFConfig) -> int:
-    if config.head_dim:
-        return config.head_dim
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"config.json: hidden_size {config.hidden_size} is no multiple of "
-            f"num_attention_heads {config.num_attention_heads}, and there is no head_dim"
-        )
-    return config.hidden_size // config.num_attention_heads
 
 
 def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
@@ -630,167 +442,3 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
         layers = range(config.max_window_layers, config.num_hidden_layers)
     chosen = tuple(layers)
     return (window, chosen) if chosen else (None, ())
-
-
-def _rope(config: HFConfig, family: Family) -> RopeSpec:
-    """The rotary embedding: how it is stretched, and which dimensions are rotated.
-
-    Raises:
-        UnsupportedModel: that is not built.
-        ValueError: `rope_parameters` lacks a number, or has something else in its place.
-    """
-    share = _given_rope(config).get("partial_rotary_factor", config.partial_rotary_factor)
-    rope = _stretched(config, family)
-    if family not in _PARTLY_ROTATED and share not in (None, 1.0):
-        raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
-    if share is not None and not 0.0 < share <= 1.0:
-        raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
-    rotated = int(_head_dim(config) * (1.0 if share is None else share))
-    if len(rope.divisors) not in (0, rotated // 2):
-        raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
-    given = _given_rope(config)
-    beta = float(given.get("llama_4_scaling_beta") or 0.0)
-    return replace(
-        rope,
-        rotated=None if rotated == _head_dim(config) else rotated,
-        interleaved=family in ("glm", "glm4"),
-        query_beta=beta,
-        original_positions=_original_positions(given, config) if beta else rope.original_positions,
-    )
-
-
-def _given_rope(config: HFConfig) -> dict[str, Any]:
-    """What a config says of the rotary embedding, under its older name first, as in
-    `transformers`."""
-    return config.rope_scaling or config.rope_parameters or {}
-
-
-def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
-    """The positions before stretching: those of the config itself come first, as in
-    `transformers`."""
-    name = "original_max_position_embeddings"
-    return int(
-        config.original_max_position_embeddings or rope.get(name) or config.max_position_embeddings
-    )
-
-
-def _stretched(config: HFConfig, family: Family) -> RopeSpec:
-    """The rotary embedding: `rope_parameters`, or the older theta and scaling.
-
-    Raises:
-        UnsupportedModel: the type of scaling is not built.
-        ValueError: it lacks a number, or has something else in its place.
-    """
-    rope = {name: value for name, value in _given_rope(config).items() if value is not None}
-    for name, value in rope.items():
-        if isinstance(value, dict):
-            raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
-    _check_rope(converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True))
-    theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
-    if not theta > 1.0:
-        raise ValueError(f"config.json: rope_theta must be above 1, not {theta:g}")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if family == "phi3" and kind in ("su", "yarn"):  # older names of the same
-        kind = "longrope"
-    try:
-        match kind:
-            case "default":
-                return RopeSpec(theta)
-            case "linear":
-                return RopeSpec(theta, "linear", float(rope["factor"]))
-            case "dynamic":
-                factor, positions = float(rope["factor"]), config.max_position_embeddings
-                return RopeSpec(theta, "dynamic", factor, original_positions=positions)
-            case "llama3":
-                return _llama3(theta, rope, _original_positions(rope, config))
-            case "yarn":
-                return _yarn(theta, rope, config)
-            case "longrope":
-                return _longrope(theta, rope, config)
-    except KeyError as error:
-        raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
-    works = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-    raise UnsupportedModel.because("rope type", kind, works)
-
-
-def _check_rope(numbers: _RopeNumbers) -> None:
-    """Refuse numbers by which no position can be rotated.
-
-    Raises:
-        ValueError: there is one.
-    """
-    for name in _ABOVE_0:
-        value = getattr(numbers, name)
-        if value is not None and not 0.0 < value < math.inf:
-            raise ValueError(f"config.json: rope_parameters: {name} must be above 0, not {value}")
-    beta = numbers.llama_4_scaling_beta
-    if beta is not None and not 0.0 <= beta < math.inf:
-        raise ValueError(f"config.json: rope_parameters: llama_4_scaling_beta cannot be {beta}")
-    low, high = numbers.low_freq_factor, numbers.high_freq_factor
-    if low is not None and high is not None and not low < high:
-        said = f"low_freq_factor {low} must be below high_freq_factor {high}"
-        raise ValueError(f"config.json: rope_parameters: {said}")
-
-
-def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:
-    return RopeSpec(
-        theta,
-        "llama3",
-        float(rope["factor"]),
-        original_positions=original,
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-    )
-
-
-def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
-    """LongRoPE; the scale of the attention follows from the factor where the config gives none."""
-    positions, original = config.max_position_embeddings, _original_positions(rope, config)
-    long, short = (tuple(map(float, rope[name])) for name in ("long_factor", "short_factor"))
-    if len(long) != len(short) or min(*long, *short) <= 0.0:
-        raise ValueError(
-            "config.json: short_factor and long_factor must have equally many numbers above 0"
-        )
-    factor, scale = float(rope.get("factor") or positions / original), rope.get("attention_factor")
-    if scale is None:
-        grown = factor > 1.0
-        scale = math.sqrt(1.0 + math.log(factor) / math.log(original)) if grown else 1.0
-    return RopeSpec(
-        theta,
-        "longrope",
-        factor,
-        original_positions=original,
-        attention_factor=float(scale),
-        divisors=long,
-        short_divisors=short,
-    )
-
-
-def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
-    """YaRN; the scale of the attention follows from the factor where the config gives none.
-
-    `attn_factor` multiplies it, as in vLLM and llama.cpp; `transformers` does not know it.
-    """
-    original = _original_positions(rope, config)
-    factor = float(rope.get("factor") or config.max_position_embeddings / original)
-    scale = rope.get("attention_factor")
-    if scale is None:
-        growths = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
-        if not all(growths):
-            growths = [1.0, 0.0]
-        own, shared = (_yarn_scale(factor, growth) for growth in growths)
-        scale = own / shared * float(rope.get("attn_factor") or 1.0)
-    return RopeSpec(
-        theta,
-        "yarn",
-        factor,
-        original_positions=original,
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        truncate=bool(rope.get("truncate", True)),
-        attention_factor=float(scale),
-    )
-
-
-def _yarn_scale(factor: float, growth: float) -> float:
-    return 0.1 * growth * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -1,0 +1,204 @@
+"""The rotary embedding of a `config.json`: which dimensions it rotates, and how it is stretched."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from twolane.common.checked_json import converted
+from twolane.model.load.hf_config import HFConfig
+from twolane.model.spec import Family, RopeSpec, UnsupportedModel
+
+_PARTLY_ROTATED: tuple[Family, ...] = ("phi3", "glm", "glm4")
+"""The families for which `partial_rotary_factor` counts."""
+
+
+class _RopeNumbers(msgspec.Struct):
+    """The numbers among `rope_parameters`."""
+
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    attn_factor: float | None = None
+    partial_rotary_factor: float | None = None
+    llama_4_scaling_beta: float | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
+
+
+_ABOVE_0 = (
+    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "partial_rotary_factor"),
+)
+"""The numbers of `rope_parameters` that are divided by or multiply everything."""
+
+
+def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
+    """The rotary embedding: how it is stretched, and which dimensions are rotated.
+
+    Raises:
+        UnsupportedModel: that is not built.
+        ValueError: `rope_parameters` lacks a number, or has something else in its place.
+    """
+    share = _given_rope(config).get("partial_rotary_factor", config.partial_rotary_factor)
+    rope = _stretched(config, family)
+    if family not in _PARTLY_ROTATED and share not in (None, 1.0):
+        raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
+    if share is not None and not 0.0 < share <= 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
+    rotated = int(config.head_size() * (1.0 if share is None else share))
+    if len(rope.divisors) not in (0, rotated // 2):
+        raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
+    given = _given_rope(config)
+    beta = float(given.get("llama_4_scaling_beta") or 0.0)
+    return replace(
+        rope,
+        rotated=None if rotated == config.head_size() else rotated,
+        interleaved=family in ("glm", "glm4"),
+        query_beta=beta,
+        original_positions=_original_positions(given, config) if beta else rope.original_positions,
+    )
+
+
+def _given_rope(config: HFConfig) -> dict[str, Any]:
+    """What a config says of the rotary embedding, under its older name first, as in
+    `transformers`."""
+    return config.rope_scaling or config.rope_parameters or {}
+
+
+def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
+    """The positions before stretching: those of the config itself come first, as in
+    `transformers`."""
+    name = "original_max_position_embeddings"
+    return int(
+        config.original_max_position_embeddings or rope.get(name) or config.max_position_embeddings
+    )
+
+
+def _stretched(config: HFConfig, family: Family) -> RopeSpec:
+    """The rotary embedding: `rope_parameters`, or the older theta and scaling.
+
+    Raises:
+        UnsupportedModel: the type of scaling is not built.
+        ValueError: it lacks a number, or has something else in its place.
+    """
+    rope = {name: value for name, value in _given_rope(config).items() if value is not None}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
+    _check_rope(converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True))
+    theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
+    if not theta > 1.0:
+        raise ValueError(f"config.json: rope_theta must be above 1, not {theta:g}")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if family == "phi3" and kind in ("su", "yarn"):  # older names of the same
+        kind = "longrope"
+    try:
+        match kind:
+            case "default":
+                return RopeSpec(theta)
+            case "linear":
+                return RopeSpec(theta, "linear", float(rope["factor"]))
+            case "dynamic":
+                factor, positions = float(rope["factor"]), config.max_position_embeddings
+                return RopeSpec(theta, "dynamic", factor, original_positions=positions)
+            case "llama3":
+                return _llama3(theta, rope, _original_positions(rope, config))
+            case "yarn":
+                return _yarn(theta, rope, config)
+            case "longrope":
+                return _longrope(theta, rope, config)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
+    works = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    raise UnsupportedModel.because("rope type", kind, works)
+
+
+def _check_rope(numbers: _RopeNumbers) -> None:
+    """Refuse numbers by which no position can be rotated.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in _ABOVE_0:
+        value = getattr(numbers, name)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"config.json: rope_parameters: {name} must be above 0, not {value}")
+    beta = numbers.llama_4_scaling_beta
+    if beta is not None and not 0.0 <= beta < math.inf:
+        raise ValueError(f"config.json: rope_parameters: llama_4_scaling_beta cannot be {beta}")
+    low, high = numbers.low_freq_factor, numbers.high_freq_factor
+    if low is not None and high is not None and not low < high:
+        said = f"low_freq_factor {low} must be below high_freq_factor {high}"
+        raise ValueError(f"config.json: rope_parameters: {said}")
+
+
+def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:
+    return RopeSpec(
+        theta,
+        "llama3",
+        float(rope["factor"]),
+        original_positions=original,
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+    )
+
+
+def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
+    """LongRoPE; the scale of the attention follows from the factor where the config gives none."""
+    positions, original = config.max_position_embeddings, _original_positions(rope, config)
+    long, short = (tuple(map(float, rope[name])) for name in ("long_factor", "short_factor"))
+    if len(long) != len(short) or min(*long, *short) <= 0.0:
+        raise ValueError(
+            "config.json: short_factor and long_factor must have equally many numbers above 0"
+        )
+    factor, scale = float(rope.get("factor") or positions / original), rope.get("attention_factor")
+    if scale is None:
+        grown = factor > 1.0
+        scale = math.sqrt(1.0 + math.log(factor) / math.log(original)) if grown else 1.0
+    return RopeSpec(
+        theta,
+        "longrope",
+        factor,
+        original_positions=original,
+        attention_factor=float(scale),
+        divisors=long,
+        short_divisors=short,
+    )
+
+
+def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
+    """YaRN; the scale of the attention follows from the factor where the config gives none.
+
+    `attn_factor` multiplies it, as in vLLM and llama.cpp; `transformers` does not know it.
+    """
+    original = _original_positions(rope, config)
+    factor = float(rope.get("factor") or config.max_position_embeddings / original)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        growths = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
+        if not all(growths):
+            growths = [1.0, 0.0]
+        own, shared = (_yarn_scale(factor, growth) for growth in growths)
+        scale = own / shared * float(rope.get("attn_factor") or 1.0)
+    return RopeSpec(
+        theta,
+        "yarn",
+        factor,
+        original_positions=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=float(scale),
+    )
+
+
+def _yarn_scale(factor: float, growth: float) -> float:
+    return 0.1 * growth * math.log(factor) + 1.0 if factor > 1.0 else 1.0
