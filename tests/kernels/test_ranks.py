@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.sizes import SIZES
+from twolane.lanes.cuda.decode_graphs import DecodeGraphs, shares_to_time
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.work import TokenMask, used_by
 from twolane.model.gpu_decoder import UnsummedPart
-from twolane.parallel.channel import Channel
+from twolane.parallel.channel import Channel, Silent
 from twolane.parallel.two_shot import TwoShot
 
 PATIENCE = 200.0
@@ -250,6 +253,58 @@ def test_ranks_pad_passes_to_the_same_sizes(path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(LayerGraphs, "_tune", lambda *_: None)
     monkeypatch.setattr(LayerGraphs, "_layer_seconds", seconds)
     on_ranks(2, path, scenario)
+
+
+class Timed(Joined):
+    """A channel of steps whose ways to sum are chosen by time."""
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._buffer = torch.empty((rows, width), dtype=dtype, device=device)
+        return self._buffer
+
+
+def test_sums_are_chosen_for_the_decode_lane_and_for_the_whole_device(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each share's graphs are captured with what was fastest on the share in the middle."""
+    shares = 16, 32, 48, 132
+    partitions = SimpleNamespace(decode_units=shares, capture_stream=lambda *_: None)
+    captured: dict[int, list[str]] = {}
+    timed: list[int] = []
+
+    def seconds(self: DecodeGraphs, products: GpuProducts, rows: int) -> float:
+        timed.append(products.units)
+        channel = self.workspace.channel
+        assert isinstance(channel, TwoShot)
+        right = "joined" if products.units < 132 and rows == 4 else "nccl"
+        return 0.5 if channel.way(rows) == right else 1.0
+
+    def capture(self: DecodeGraphs, stream: object, units: int, _: object) -> None:
+        channel = self.workspace.channel
+        assert isinstance(channel, TwoShot)
+        captured[units] = [channel.way(rows) for rows in self.buckets]
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(DecodeGraphs, "_tune", lambda *_: None)
+    monkeypatch.setattr(DecodeGraphs, "_layer_seconds", seconds)
+    monkeypatch.setattr(DecodeGraphs, "_capture_level", capture)
+    steps = Timed(Silent(0, 2), dist.HashStore(), ("nccl", "joined"))
+    World(path, [Silent(0, 2), steps]).runner.steps.capture(partitions, lambda _: None)
+    level = ["nccl", "nccl", "joined", "nccl"]
+    assert captured == {16: level, 32: level, 48: level, 132: ["nccl"] * 4}
+    assert set(timed) == {32, 132}
+
+
+@pytest.mark.parametrize(
+    ("shares", "timed"),
+    [
+        ((132,), {132: 132}),
+        ((48, 132), {48: 48, 132: 132}),
+        ((32, 48, 64, 132), {32: 48, 132: 132}),
+    ],
+)
+def test_few_shares_are_timed(shares: tuple[int, ...], timed: dict[int, int]) -> None:
+    assert shares_to_time(shares) == timed
 
 
 def test_launches_that_sum_over_one_channel_exclude_each_other(

@@ -10,7 +10,7 @@ import bisect
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from twolane.parallel.two_shot import TwoShot
 
 MAX_STEPS = 64
 """The longest look-ahead."""
-TIMED_LAYERS, TIMED_REPLAYS = 16, 7
+TIMED_LAYERS, TIMED_REPLAYS = 8, 7
 """Layers in a graph that is timed for its sums, and how many of its replays count."""
 log = logging.getLogger("twolane.cuda")
 
@@ -46,6 +46,19 @@ def buckets(max_rows: int) -> tuple[int, ...]:
     """Row counts that graphs are made for: the last one is `max_rows`."""
     every = [*BUCKETS, *range(BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)]
     return (*(count for count in every if count < max_rows), max_rows)
+
+
+def shares_to_time(shares: Sequence[int]) -> Mapping[int, int]:
+    """Return on how many SMs sums are timed before the graphs of some shares are captured.
+
+    The shares of the decode lane have the choice made on the one in the middle of them, so that the
+    start is short; the whole device, which is captured last, has its own.
+
+    Args:
+        shares: SMs of each share, the whole device last.
+    """
+    *levels, whole = shares
+    return {shares[0]: levels[len(levels) // 2] if levels else whole, whole: whole}
 
 
 @dataclass(frozen=True)
@@ -174,8 +187,10 @@ class DecodeGraphs:
         shares = partitions.decode_units
         gc.collect()
         with uncollected():  # to free device memory or events while a graph is captured ends it
-            self._choose_sums(partitions.capture_stream("decode", shares[-1]), shares[-1])
+            timed_on = shares_to_time(shares)
             for place, units in enumerate(shares):
+                if (timed := timed_on.get(units)) is not None:
+                    self._choose_sums(partitions.capture_stream("decode", timed), timed)
 
                 def part(done: float, place: int = place) -> None:
                     progress((place + done) / len(shares))
@@ -185,7 +200,8 @@ class DecodeGraphs:
         progress(1.0)
 
     def _choose_sums(self, stream: torch.cuda.Stream, units: int) -> None:
-        """Choose how several ranks sum, for each number of rows; the same on every share."""
+        """Choose how several ranks sum on a share, for each number of rows: until the next choice,
+        graphs are captured with it."""
         channel = self.workspace.channel
         if not isinstance(channel, TwoShot):
             return
@@ -194,7 +210,8 @@ class DecodeGraphs:
             times = channel.choose(self.buckets, partial(self._layer_seconds, self.products(units)))
         for rows, by_way in times.items():
             told = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
-            log.info("%d rows are summed by %s; us a layer: %s", rows, channel.way(rows), told)
+            way = channel.way(rows)
+            log.info("%d rows on %d SMs are summed by %s; us a layer: %s", rows, units, way, told)
 
     def _layer_seconds(self, products: GpuProducts, rows: int) -> float:
         """Seconds of a layer without attention, for this many rows of zeros, on torch's current
