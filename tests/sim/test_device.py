@@ -27,7 +27,7 @@ from twolane.sim.config import SimulateConfig
 from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import GPUS, H200, Gpu
-from twolane.sim.operators import BFLOAT16, Storage
+from twolane.sim.operators import BFLOAT16, TILE_KEYS, OperatorCosts, Storage
 from twolane.workload.spec import WorkloadSpec
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -196,6 +196,15 @@ def test_few_tokens_of_a_pass_fill_a_large_tile_on_hopper() -> None:
     for name in ("h200", "h100"):
         assert took(8, name) == pytest.approx(took(56, name), rel=1e-3)
     assert took(8, "a100-80gb") < 0.98 * took(56, "a100-80gb")
+
+
+def test_large_tiles_read_the_keys_up_to_their_last_row() -> None:
+    """Eight tiles of a prompt in 32 heads are two rounds on 132 SMs, each as long as the mean."""
+    costs = OperatorCosts(H200, SHAPES["qwen3-8b"], 1)
+    keys = sum(range(128, 1024 + 1, 128))
+    mean = 32 * (keys + 8 * TILE_KEYS) / 132
+    pairs = mean * 2 * 132 / 256 * 128 * 132 / 32
+    assert costs.tiles([prompt(1024)], 132) == (pytest.approx(pairs), False)
 
 
 def test_the_lane_with_more_units_slows_the_other_more() -> None:

@@ -15,6 +15,7 @@ from twolane.model.shapes import SHAPES
 from twolane.model.spec import MOST_SHARE, MoeSpec, skewed
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS
+from twolane.sim.operators import OperatorCosts
 from twolane.sim.profile import simulated_profile
 
 SPEC = replace(SHAPES["qwen3-30b-a3b"], layers=8)
@@ -73,6 +74,17 @@ def test_a_prompt_in_a_step_of_few_rows_wakes_every_expert() -> None:
     joined = device._operators.layer(8 + 256, 132, decode=False).alone
     assert joined > 1.8 * few
     assert device._operators.layer(8 + 512, 132, decode=False).alone < 1.2 * joined
+
+
+def test_rows_of_experts_count_in_whole_tiles() -> None:
+    """4,096 tokens are 256 rows an expert, four tiles; 1,040 are 65, which are two (by hand)."""
+    moe, hidden = SPEC.moe, SPEC.hidden_size
+    assert moe is not None and moe.experts == 128 and moe.per_token == 8
+    costs = OperatorCosts(GPU, SPEC, 1)
+    for tokens, computed in ((4096, 256), (1040, 128)):
+        flops = computed * 128 * 3 * hidden * moe.intermediate_size + tokens * hidden * 128
+        made = costs._experts(tokens, moe, 66, decode=False)
+        assert made.arithmetic == pytest.approx(2.0 * flops, rel=1e-6)
 
 
 def test_padding_wakes_no_expert() -> None:

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from tests.sim.durations import FixedDurations
-from twolane.lanes.base import Sampled, Step
+from twolane.lanes.base import PromptLogprobs, Sampled, Step, TokenLogprobs
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
     PrefillWork,
+    PromptChunk,
     PromptRow,
+    Scoring,
+    pack,
 )
 from twolane.sim.lanes import TOKEN, Demand, SimLanes
 
@@ -230,3 +233,21 @@ def test_first_tokens(lanes: SimLanes, work: Any, result: Step) -> None:
     ticket = lanes.launch("device", 108, work, ())
     lanes.advance(10.0)
     assert [Step(step.sampled) for step in ticket.steps] == [result]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_prompt_is_scored_where_its_chunk_ends(lanes: SimLanes, passed: bool) -> None:
+    """The tokens come with the first slice of a batch, or with a pass."""
+    rows = PromptRow(0, 0, 4, samples=True), PromptRow(1, 0, 4, samples=True)
+    chunks = PromptChunk(pack([5] * 4)), PromptChunk(pack([6] * 4), Scoring(pack([7, 8]), 0))
+    works: list[Any] = [
+        PrefillWork(0, rows, 0, 1, False, chunks),
+        PrefillWork(0, rows, 1, 2, True),
+    ]
+    if passed:
+        works = [HybridWork((), rows, chunks)]
+    *opened, last = [lanes.launch("device", 108, work, ()) for work in works]
+    lanes.advance(10.0)
+    assert [step for ticket in opened for step in ticket.steps] == [Step()] * len(opened)
+    scores = [TokenLogprobs(token, 0.0, 1, []) for token in (7, 8)]
+    assert last.steps == [Step(sampled(0, 1).sampled, [PromptLogprobs(1, scores)])]

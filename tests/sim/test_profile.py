@@ -35,6 +35,7 @@ def test_it_is_measured_once_for_each_device_and_degree(cache):
     ]
     assert len({first, *others}) == 3
     assert Profile.read(others[1]).key.tensor_parallel == 2
+    assert [probe.units for probe in Profile.read(first).probes][-1] == GPUS["h200"].units
     assert {Profile.read(path).key.itemsize for path in (first, *others)} == {2}
 
 
@@ -67,7 +68,9 @@ def test_predictions_err_a_little(cache):
     """
     profile = Profile.read(simulated_profile(GPUS["h200"], SPEC, 1, rounds=8))
     estimator = Calibrated(profile)
-    for case, samples in held_out(profile).items():
+    cases = held_out(profile)
+    assert cases.keys() > {"solo prefill", "solo decode", "co-run decode", "co-run prefill"}
+    for case, samples in cases.items():
         errors = [abs(predicted(estimator, each) / each.median - 1) for each in samples]
         assert 0.001 < np.mean(errors) < 0.1, case
 

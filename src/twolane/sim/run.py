@@ -23,7 +23,6 @@ from twolane.engine.engine import Engine
 from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
 from twolane.model.load.hub import resolve
-from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec, skewed
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
@@ -66,7 +65,7 @@ def shapes_of(config: EngineConfig) -> ModelSpec:
     Raises:
         ValueError: there is no such model, or it asks for something that is not built.
     """
-    spec = SHAPES.get(config.model) or resolve(config.model, "dummy").spec()
+    spec = resolve(config.model, "dummy").spec()
     if config.max_positions is not None:
         spec = replace(spec, max_positions=config.max_positions)
     return skewed(spec, config.router_skew)
