@@ -54,6 +54,13 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
             assert any((root / path).exists() for root in roots), f"{name(page)} names {path}"
 
 
+def test_pages_have_what_is_looked_for_in_them() -> None:
+    """Else the other tests would look at nothing."""
+    text = "".join(page.read_text() for page in PAGES)
+    for pattern in (LINK, FILE, BLOCK, NAME):
+        assert len(pattern.findall(text)) > 10, pattern
+
+
 def test_every_name_of_a_design_page_is_one_of_the_source() -> None:
     files = [*(ROOT / "src").rglob("*.py")]
     words = {path.stem for path in files}.union(*(WORD.findall(path.read_text()) for path in files))

@@ -119,6 +119,7 @@ def test_every_query_of_the_grafana_dashboard_has_data(prometheus, query):
 def test_the_variables_of_the_dashboard_have_values(prometheus):
     dashboard = json.loads((DEPLOY / "grafana" / "twolane.json").read_text())
     asked = [v["definition"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    assert asked
     for definition in asked:
         metric, label = definition.removeprefix("label_values(").removesuffix(")").split(", ")
         metric = metric.replace("$model", ".*")

@@ -115,5 +115,5 @@ def test_lanes_that_do_not_wait_for_each_other_are_noticed(
 ) -> None:
     """Without hand-overs between lanes two threads race, and outputs differ before long."""
     monkeypatch.setattr(launch, "_tickets_elsewhere", lambda lane, allocations: [])
-    with pytest.raises(Exception):  # noqa: B017  # whichever check notices it first
+    with pytest.raises((AssertionError, ValueError)):  # whichever check notices it first
         run_worlds("random plans", range(100 * WORLDS))

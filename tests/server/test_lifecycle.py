@@ -382,7 +382,9 @@ def test_a_terminals_interrupt_reaches_only_the_api_process(tiny):
 
 def test_niceness_counts_between_the_processes_of_a_server(tiny):
     """Linux may share the processor between sessions first; see autogroup in sched(7)."""
-    for pid in children(tiny.process.pid):
+    below = children(tiny.process.pid)
+    assert tiny.engine_pid in below
+    for pid in below:
         assert os.getsid(pid) == os.getsid(tiny.process.pid)
 
 

@@ -135,6 +135,7 @@ def test_a_whole_prompts_logprobs_are_those_of_its_parts(client):
 class TestStopStrings:
     def test_no_part_of_one_is_ever_streamed(self, client):
         whole = client.chat.completions.create(**CHAT).choices[0].message.content
+        assert len(whole) > 6 + 25
         for begin in range(0, len(whole) - 6, 25):
             for length in (1, 2, 6):
                 stop = whole[begin : begin + length]
@@ -167,6 +168,7 @@ class TestStopStrings:
         answer = client.completions.create(
             **{**TEXT, "temperature": 1.0, "max_tokens": 40}, n=4, seed=1, stop=[",", "."]
         )
+        assert "stop" in {choice.finish_reason for choice in answer.choices}
         for choice in answer.choices:
             assert not {",", "."} & set(choice.text)
             assert choice.finish_reason == "length" or choice.stop_reason in {",", "."}

@@ -97,8 +97,10 @@ FORMS = {
 def test_whole_numbers_may_be_written_with_a_fraction_of_zero(kind):
     """As JSON Schema has it: clients whose language has one type of numbers write 8.0."""
     fields = kind.model_json_schema()["properties"]
-    whole = [name for name, field in fields.items() if "integer" in json.dumps(field)]
-    for name in set(whole) - {"prompt", "input", "stop_token_ids", "prompt_token_ids"}:
+    whole = {name for name, field in fields.items() if "integer" in json.dumps(field)}
+    single = whole - {"prompt", "input", "stop_token_ids", "prompt_token_ids"}
+    assert single
+    for name in single:
         value = getattr(kind.model_validate({**FORMS[kind], name: 1.0}), name)
         assert isinstance(value, int) or value is None, name
         assert refusal(kind, {**FORMS[kind], name: 1.5}).param == name
