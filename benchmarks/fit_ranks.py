@@ -35,7 +35,7 @@ ROWS, CONTEXT = 10, 2048
 """Decode rows of every pass, and tokens that each of them reads."""
 FITTED = (192, 320, 512)
 """Tokens of the passes that are fitted to, if they reuse none."""
-BEFORE = {"bulk_bytes": math.inf, "pass_behind_seconds": 2.0e-6, "half_tile_share": 1.0}
+BEFORE = {"bulk_bytes": math.inf, "pass_behind_seconds": 2.0e-6, "half_tile_share": 0.0}
 """What makes the formulas those of before."""
 NAMES = "half_tile_share", "pass_behind_seconds"
 

@@ -94,10 +94,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     other."""
     pass_behind_seconds: float = 7.6e-6
     """The same in a prefill slice or hybrid pass."""
-    half_tile_share: float = 1.0
+    half_tile_share: float = 0.0
     """Rate of products of some hundred rows that 128 does not divide, where several ranks share the
     layers, as a fraction of that of other products of passes: their kernels have tiles of 64 rows.
-    """
+    0 means that tiles are not told apart."""
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
 

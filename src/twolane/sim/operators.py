@@ -254,13 +254,14 @@ class OperatorCosts:
         SMs take these in turns. Of more rows it has tiles of 128, the last of which is half empty.
         Only the former was measured, and on two ranks.
         """
-        if rows <= 2 * TILE or rows % (2 * TILE) == 0 or not outputs:
+        share = self._gpu.half_tile_share
+        if not share or rows <= 2 * TILE or rows % (2 * TILE) == 0 or not outputs:
             return 1.0
         if rows >= HALF_TILE_ROWS:
             return (rows + TILE) / rows
         tiles = rows / TILE * math.ceil(outputs / (2 * TILE))
         turns = math.ceil(tiles / units) * units / (rows / TILE * outputs / (2 * TILE))
-        return turns / self._gpu.half_tile_share
+        return turns / share
 
     def square(self, size: int, units: int) -> Cost:
         """A product of two square matrices of this size, in bfloat16."""
