@@ -15,9 +15,9 @@ from tests.model.checkpoints import load_decoder, reference
 from tests.model.passes import close, expected, in_chunks, prompt
 from tests.model.quantised_checkpoints import FORMATS, GROUP, edit_config, write
 from twolane.model import fp8
+from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.hub import resolve
 from twolane.model.load.quantized import for_gpu
-from twolane.model.load.weights import WeightsError
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.products import Products
 from twolane.model.spec import UnsupportedModel

@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
 from twolane.model.load import weights
+from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import INDEX
-from twolane.model.load.weights import WeightsError
 
 from .checkpoints import VOCAB, make_checkpoint, reference
 from .passes import Pool, close, in_chunks, prompt

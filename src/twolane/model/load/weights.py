@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,12 +15,24 @@ from torch import Tensor
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.load.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    WeightsError,
+    check_tensors,
+    expected_shapes,
+    expert_names,
+    linears_of,
+    norm_names,
+    refuse_tensors,
+    stored_form,
+)
 from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
-from twolane.model.load.joined import Joined, Place, place_of
-from twolane.model.load.quantization import Format, Quantization, StoredTensor
+from twolane.model.load.joined import Joined, Place
+from twolane.model.load.quantization import Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
@@ -42,15 +54,6 @@ QUANTIZATIONS: dict[str, Scheme] = {
 """What `quantization` may ask for, and the scheme that matrices get."""
 LEAST_ITEMSIZE = 0.5
 """Bytes that a weight takes at least in any of the quantised schemes."""
-_NAMED_AT_MOST = 5
-"""Number of tensors that an error names; it counts the others."""
-_IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
-"""Ends of the names of tensors in old checkpoints that follow from the config."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class WeightsError(ValueError):
-    """The checkpoint's tensors are not those of its config; the message names them."""
 
 
 def load_weights(
@@ -103,7 +106,7 @@ def load_weights(
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
-        _check(spec, tensors, modules, source.name)
+        check_tensors(spec, tensors, modules, source.name)
         if device.type == "cpu":
             _check_room(spec, floats, bool(scheme or modules), ranks, source.name)
         if ranks > 1:
@@ -192,15 +195,15 @@ def _open_directory(
     """
     tensors, spec = Safetensors(model_files(path), stack), source.spec()
     if not spec.tie_embeddings:  # without an index, the embeddings might be meant
-        _refuse(source.name, "missing", sorted({_HEAD} & indexed(path) - {*tensors.names()}))
+        refuse_tensors(source.name, "missing", sorted({HEAD} & indexed(path) - {*tensors.names()}))
     spec = with_stored_head(spec, tensors, source.name)
-    if spec.tie_embeddings and _HEAD in tensors.names() and _EMBEDDING not in tensors.names():
-        tensors.rename(_HEAD, _EMBEDDING)  # of two names of one tensor, either may be stored
+    if spec.tie_embeddings and HEAD in tensors.names() and EMBEDDING not in tensors.names():
+        tensors.rename(HEAD, EMBEDDING)  # of two names of one tensor, either may be stored
     return spec, tensors
 
 
 def _dummy(spec: ModelSpec, seed: int, device: torch.device) -> Dummy:
-    shapes, router = dict(_expected(spec)), f".{_expert_names(spec).router}.weight"
+    shapes, router = dict(expected_shapes(spec)), f".{expert_names(spec).router}.weight"
     routers = [name for name in shapes if name.endswith(router)] if spec.moe is not None else []
     shares = spec.moe.shares if spec.moe is not None and spec.moe.skew else ()
     return Dummy(shapes, seed, device, routers, shares, _deviations(spec, shapes))
@@ -216,9 +219,9 @@ def _deviations(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     if spec.moe is None:
         return {}
     added = STD / math.sqrt(2 * spec.layers)
-    ends = ("self_attn.o_proj.weight", f".{_expert_names(spec).down}.weight")
+    ends = ("self_attn.o_proj.weight", f".{expert_names(spec).down}.weight")
     small = {name: added for name in shapes if name.endswith(ends)}
-    return {_EMBEDDING: 1.0, **small}
+    return {EMBEDDING: 1.0, **small}
 
 
 def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
@@ -232,9 +235,9 @@ def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> Model
     if not has_head and not spec.tie_embeddings:
         log.warning("%s: there is no lm_head.weight, so that the embeddings serve as one", name)
         return replace(spec, tie_embeddings=True)
-    if not has_head or not spec.tie_embeddings or _EMBEDDING not in stored:
+    if not has_head or not spec.tie_embeddings or EMBEDDING not in stored:
         return spec
-    if _HEAD in stored and same(tensors, _HEAD, _EMBEDDING):
+    if HEAD in stored and same(tensors, HEAD, EMBEDDING):
         return spec
     log.warning(
         "%s: lm_head.weight is used: it differs from the embeddings, despite tie_word_embeddings",
@@ -250,193 +253,12 @@ def same(tensors: TensorSource, one: str, other: str) -> bool:
     return bool((tensors.get(one) == tensors.get(other)).all())
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """A linear module of a layer."""
-
-    rows: int
-    columns: int
-    bias: bool
-
-
-@dataclass(frozen=True)
-class _ExpertNames:
-    """How a family's checkpoints name the parts of a mixture of experts."""
-
-    router: str
-    expert: str
-    """Name of one expert, in which its number is filled in."""
-    gate: str
-    up: str
-    down: str
-
-
-_MIXTRAL = _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
-_QWEN3_MOE = _ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
-
-
-def _expert_names(spec: ModelSpec) -> _ExpertNames:
-    return _MIXTRAL if spec.family == "mixtral" else _QWEN3_MOE
-
-
-def _linears(spec: ModelSpec, layer: int) -> dict[str, _Linear]:
-    """The linear modules of a layer; a router is none, for it is never quantised."""
-    return _attention_linears(spec) | _mlp_linears(spec, layer)
-
-
-def _mlp_linears(spec: ModelSpec, layer: int) -> dict[str, _Linear]:
-    hidden, mlp = spec.hidden_size, spec.intermediate_size
-    if not spec.has_experts(layer):
-        return {
-            "mlp.gate_proj": _Linear(mlp, hidden, spec.mlp_bias),
-            "mlp.up_proj": _Linear(mlp, hidden, spec.mlp_bias),
-            "mlp.down_proj": _Linear(hidden, mlp, spec.mlp_bias),
-        }
-    assert spec.moe is not None
-    names, width = _expert_names(spec), spec.moe.intermediate_size
-    linears = {}
-    for prefix in map(names.expert.format, range(spec.moe.experts)):
-        linears[f"{prefix}.{names.gate}"] = _Linear(width, hidden, bias=False)
-        linears[f"{prefix}.{names.up}"] = _Linear(width, hidden, bias=False)
-        linears[f"{prefix}.{names.down}"] = _Linear(hidden, width, bias=False)
-    return linears
-
-
-def _attention_linears(spec: ModelSpec) -> dict[str, _Linear]:
-    hidden = spec.hidden_size
-    return {
-        "self_attn.q_proj": _Linear(spec.q_size, hidden, spec.qkv_bias),
-        "self_attn.k_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.v_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.o_proj": _Linear(hidden, spec.q_size, spec.o_bias),
-    }
-
-
-def _expected(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a model that is not quantised."""
-    for name, stored in _stored(spec, None).items():
-        yield name, stored.shapes[0]
-
-
-def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, StoredTensor]:
-    """Every tensor of a model, as Hugging Face checkpoints store them.
-
-    Raises:
-        ValueError: a module cannot be stored as the quantisation says.
-    """
-    hidden, stored = spec.hidden_size, dict[str, StoredTensor]()
-
-    def linear(name: str, module: _Linear) -> None:
-        form, place = _format(name, spec, quantization)
-        if place is None:
-            stored.update(_module(name, module, form))
-            return
-        whole = _Linear(place.rows, module.columns, bias=False)
-        stored.update(_module(place.module, whole, form))
-        if module.bias:
-            stored[f"{name}.bias"] = StoredTensor(((module.rows,),))
-
-    stored[_EMBEDDING] = StoredTensor(((spec.vocab_size, hidden),))
-    stored["model.norm.weight"] = StoredTensor(((hidden,),))
-    if not spec.tie_embeddings:
-        linear("lm_head", _Linear(spec.vocab_size, hidden, bias=False))
-    for i in range(spec.layers):
-        prefix = f"model.layers.{i}"
-        for norm in norm_names(spec).values():
-            stored[f"{prefix}.{norm}.weight"] = StoredTensor(((hidden,),))
-        if spec.qk_norm:
-            for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
-                shape = size if spec.qk_norm_whole else spec.head_dim
-                stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
-        if spec.has_experts(i) and spec.moe is not None:
-            router = spec.moe.experts, hidden
-            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = StoredTensor((router,))
-        for name, module in _linears(spec, i).items():
-            linear(f"{prefix}.{name}", module)
-    return stored
-
-
-def norm_names(spec: ModelSpec) -> dict[str, str]:
-    """How checkpoints name the norms of a layer, by the fields of `LayerWeights`."""
-    if not spec.post_norms:
-        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if not spec.pre_norms:
-        return {
-            "attention_out_norm": "post_attention_layernorm",
-            "mlp_out_norm": "post_feedforward_layernorm",
-        }
-    return {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_self_attn_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-    }
-
-
-def _module(name: str, module: _Linear, form: Format | None) -> dict[str, StoredTensor]:
-    """The tensors of a linear module."""
-    if form is None:
-        tensors: Mapping[str, StoredTensor] = {
-            "weight": StoredTensor(((module.rows, module.columns),))
-        }
-    else:
-        try:
-            tensors = form.tensors(module.rows, module.columns)
-        except ValueError as error:
-            raise WeightsError(f"{name} cannot be stored as {form.name}: {error}") from error
-    bias = {"bias": StoredTensor(((module.rows,),))} if module.bias else {}
-    return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
-
-
-def _format(
-    name: str, spec: ModelSpec, quantization: Quantization | None
-) -> tuple[Format | None, Place | None]:
-    """How a linear module is stored, and where, if it is a part of a quantised one."""
-    if quantization is None:
-        return None, None
-    place = place_of(name, spec) if spec.family in JOINED else None
-    form = quantization.format(name if place is None else place.module)
-    return form, None if form is None else place
-
-
 def _check_shared(scheme: Scheme | None) -> None:
     """Refuse weights whose numbers would differ with the number of ranks."""
     if scheme not in (None, "fp8_channel"):
         raise FieldError(
             "tensor_parallel_size", "above 1 goes with weights as they are stored, or with fp8"
         )
-
-
-def _check(
-    spec: ModelSpec, tensors: TensorSource, quantization: Quantization | None, name: str
-) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of its config."""
-    expected = _stored(spec, quantization)
-    unused = quantization.unused if quantization is not None else ()
-    found = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
-    if left := sum(t.endswith(unused) for t in tensors.names()):
-        log.info("%s: %d calibrated scales are not used: ours follow each token", name, left)
-    if spec.tie_embeddings and _HEAD in found:
-        found.remove(_HEAD)  # it equals the embeddings
-    there = {t: stored for t, stored in expected.items() if t in found}
-    surplus = sorted(found - expected.keys())
-    if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
-        surplus = [t for t in surplus if not (t.endswith(".bias") and not tensors.get(t).any())]
-    missing = [t for t, stored in expected.items() if t not in found and not stored.optional]
-    _refuse(name, "missing", missing)
-    _refuse(name, "surplus", surplus)
-    misshapen = [
-        f"{t} {list(tensors.shape(t))} instead of {list(stored.shapes[0])}"
-        for t, stored in there.items()
-        if tensors.shape(t) not in stored.shapes
-    ]
-    _refuse(name, "misshapen", misshapen)
-    mistyped = [
-        f"{t} {tensors.type(t)} instead of {' or '.join(stored.types)}"
-        for t, stored in there.items()
-        if tensors.type(t) not in stored.types
-    ]
-    _refuse(name, "mistyped", mistyped)
 
 
 def _check_room(
@@ -456,15 +278,6 @@ def _check_room(
             f"there is not enough memory: the weights of {name} take {needed / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free"
         )
-
-
-def _refuse(name: str, what: str, which: Sequence[str]) -> None:
-    """Raise if there are any, with the first of them."""
-    if not which:
-        return
-    more = len(which) - _NAMED_AT_MOST
-    listed = ", ".join(which[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
-    raise WeightsError(f"{name}: {what} tensors: {listed}")
 
 
 @dataclass(frozen=True)
@@ -495,7 +308,7 @@ class _Loader:
 
     def weights(self, progress: Progress) -> Weights:
         """The rank's part of all weights, layer by layer."""
-        embedding = self._get(_EMBEDDING)
+        embedding = self._get(EMBEDDING)
         layers = []
         for i in range(self.spec.layers):
             progress("weights", i / self.spec.layers)
@@ -531,7 +344,7 @@ class _Loader:
         Raises:
             WeightsError: its numbers cannot be.
         """
-        form, place = _format(name, self.shard.spec, self.quantization)
+        form, place = stored_form(name, self.shard.spec, self.quantization)
         if form is None:
             weight = f"{name}.weight"
             return (
@@ -589,7 +402,7 @@ class _Loader:
         if name == "lm_head":
             return spec.vocab_size, spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = _linears(spec, int(layer))[rest]
+        linear = linears_of(spec, int(layer))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
@@ -647,7 +460,7 @@ class _Loader:
         )
 
     def _experts(self, prefix: str) -> Experts:
-        moe, names = self.spec.moe, _expert_names(self.spec)
+        moe, names = self.spec.moe, expert_names(self.spec)
         assert moe is not None
         each = [names.expert.format(number) for number in range(moe.experts)]
         gate_up = [f"{name}.{part}" for name in each for part in (names.gate, names.up)]
