@@ -293,7 +293,7 @@ class LLM:
         return self._last(self._run(self._texts.chat(read, **how)), fields)
 
     def _last(self, tokens: list[int], fields: TextFields) -> list[int]:
-        """The tokens of a prompt that the wishes keep: the last ones."""
+        """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
         if fields.truncate_prompt_tokens is None:
             return tokens
         context = self._engine.ready.max_model_len

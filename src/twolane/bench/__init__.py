@@ -1,5 +1,5 @@
-"""What came out: the load client, its metrics, the search for goodput, and reports.
+"""Benchmarks of servers: the load client, the search for goodput, and reports.
 
-It talks to any server with OpenAI's HTTP interface, ours or not, and imports nothing of the
+It talks to any server with OpenAI's HTTP interface, Twolane's or not, and imports nothing of the
 engine. Times are seconds in code and milliseconds in what is printed and saved.
 """

@@ -1,4 +1,4 @@
-"""Who serves in `bench goodput`, servers or a simulation, and what the terminal shows."""
+"""Carries out a search for goodput on servers or in simulation, and shows it in the terminal."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Who serves in `bench goodput`: a server that runs, servers of its own, or a simulation."""
+"""The options of `bench goodput` that name what is measured: servers or a simulation."""
 
 import shlex
 from collections.abc import Iterator

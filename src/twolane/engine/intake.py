@@ -180,5 +180,6 @@ class Intake:
 
 
 def _compiler_of(request_id: str) -> str:
-    """For whom a request is held back whose grammar is being compiled: no request has this id."""
+    """The key in `State.held` of a request whose grammar is being compiled; no request has it as
+    its id."""
     return f"compiler of {request_id}"

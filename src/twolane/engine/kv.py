@@ -207,7 +207,7 @@ class Allocation:
 
     slot: int
     pages: list[int] = field(default_factory=list)
-    """In the order of the tokens; only ever appended to."""
+    """Its pages in the order of their tokens; only ever appended to."""
     path: list[Node] = field(default_factory=list)
     """Pinned nodes for the first `len(path)` pages. A node's page may differ from ours, when
     another request computed the same tokens at the same time: then ours stays private."""

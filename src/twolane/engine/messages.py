@@ -46,7 +46,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
     """The model's tokenizer; sent once, before the first request that has a grammar."""
 
     tokenizer: str
-    """In the form of `tokenizer.json`."""
+    """The content of a `tokenizer.json`."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -158,7 +158,7 @@ class Output(msgspec.Struct, frozen=True):
     """The last hidden state of the prompt's last token in float32, if asked for; with the first
     tokens only."""
     times: Times | None = None
-    """With `finish`."""
+    """How long the request took; given with `finish`."""
     due: float | None = None
     """When the API process delivers it, in seconds on the machine's monotonic clock; None: now."""
 
@@ -211,8 +211,9 @@ class Launched(msgspec.Struct, frozen=True):
     lane: LaneName
     units: int
     start: float
-    """In seconds on the lanes' clock, as `end`."""
+    """When the device began it, in seconds on the lanes' clock."""
     end: float
+    """When the device ended it, on the same clock."""
     layers: tuple[int, int]
     """Layers of the prompts, first to end (exclusive); (0, 0) without prompts."""
     prompts: list[str]

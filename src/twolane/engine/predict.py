@@ -141,7 +141,7 @@ def _driver_version() -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux tells it."""
+    """The processor's model, as Linux names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -25,11 +25,13 @@ class Phase(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
-    """For prefill. Between two chunks of its prompt a request waits, too, and keeps its pages."""
+    """It waits for prefill, also between two chunks of its prompt, when it keeps its pages."""
     PREFILL = "prefill"
-    """In a prefill batch, open, parked or launched to the end."""
+    """It is in a prefill batch: open, parked or launched to the end."""
     DECODE = "decode"
+    """Its prompt is done; decode steps serve it."""
     FINISHED = "finished"
+    """It has ended, and gets no more tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -230,7 +232,7 @@ class PrefillBatch:
     layers_launched: int = 0
     layers_done: int = 0
     last_lane: LaneName | None = None
-    """Where its last layers were launched, once they are."""
+    """The lane of its last layers; None: they were not launched yet."""
 
     @property
     def work(self) -> PromptWork:
@@ -278,7 +280,7 @@ class Flight:
 
     launch: Launch
     rows: Sequence[tuple[Request, Allocation]]
-    """By the row numbers of the ticket's step tokens."""
+    """Requests of the launch, in the order of the rows of the ticket's steps."""
     shape: LaunchShape
     predicted: float | None
     """Seconds."""

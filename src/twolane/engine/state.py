@@ -59,11 +59,14 @@ class QueueCount(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start."""
+    """What the engine has counted since its start."""
 
     prefix_queries: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
+    """Prompt tokens that were found there."""
     preemptions: int = 0
+    """Requests that lost their pages to others and were recomputed."""
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
     prompt_seconds: float = 0.0
@@ -104,21 +107,23 @@ class State:
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that are not finished, by id."""
     queue: list[Request] = field(default_factory=list)
-    """Waiting and holding nothing, by rank."""
+    """Requests that wait and hold nothing, by rank."""
     held: dict[str, list[Request]] = field(default_factory=dict)
-    """Held back until the request of that id has its first token, or ends."""
+    """Requests that are held back until the one of that id has its first token, or ends."""
     started: list[Request] = field(default_factory=list)
-    """Waiting between two chunks of their prompts, by rank."""
+    """Requests that wait between two chunks of their prompts, by rank."""
     admissions: int = 0
     """Requests admitted since the one that waited longest was last put first."""
     batches: int = 0
     """Number of prefill batches that were opened."""
     open: PrefillBatch | None = None
+    """The batch that slices and hybrid passes refer to: layers are left to launch."""
     parked: PrefillBatch | None = None
+    """The batch that was preempted between two slices."""
     launched: list[PrefillBatch] = field(default_factory=list)
-    """Launched to the last layer and not done, oldest first."""
+    """Batches that are launched to the last layer and not done, oldest first."""
     decoding: list[Request] = field(default_factory=list)
-    """By rank."""
+    """Requests in decode, by rank."""
     flights: list[Flight] = field(default_factory=list)
     """Launches that were not reaped, in launch order."""
     landed: dict[LaneName, deque[Flight]] = field(
@@ -342,5 +347,6 @@ def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
 
 
 def masks_of(request_id: str) -> str:
-    """For what a request is held back whose next mask is being computed: no request has this id."""
+    """The key in `State.held` of a request whose next mask is being computed; no request has it as
+    its id."""
     return f"masks of {request_id}"

@@ -46,7 +46,7 @@ class Embedding(msgspec.Struct, frozen=True):
     any_dimensions: bool = False
     """Whether a vector may be cut to its first numbers, however many (Matryoshka embeddings)."""
     dimensions: tuple[int, ...] = ()
-    """To how many it may be cut, if not to any."""
+    """Numbers to which a vector may be cut; empty: to none, or `any_dimensions` says to any."""
 
     def check_dimensions(self, dimensions: int | None) -> str | None:
         """Return what is wrong with a number of dimensions that is asked for, as a clause."""

@@ -76,7 +76,7 @@ class GpuKVCache:
         self.layers: list[Pool] = [layer() for _ in range(spec.layers)]
 
     def written(self, layer: int) -> WrittenPool:
-        """Where a layer's keys and values are written."""
+        """The pools into which a layer's keys and values are written."""
         return self.layers[layer]
 
     @property
@@ -178,7 +178,7 @@ class UnsummedPart:
     """[T, hidden]"""
     channel: TwoShot
     mapped: Mapped
-    """Where all ranks have it."""
+    """The memory of `partial` that all ranks map."""
 
     def add_into(self, residual: Tensor) -> None:
         """See `Left.add_into`."""

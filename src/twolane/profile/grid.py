@@ -34,7 +34,7 @@ class LaneCapacity:
 
     units: int
     levels: Sequence[tuple[int, int]]
-    """With the solo ones."""
+    """Partitions (prefill units, decode units) on offer, the solo ones too."""
     pool_tokens: int
     page_size: int
     """Tokens; no two requests have one in common."""

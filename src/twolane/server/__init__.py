@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's endpoints, admission, metrics and the dashboard.
+"""The HTTP server: OpenAI's and Anthropic's endpoints, admission, metrics and the dashboard.
 
 Nothing in here imports PyTorch; the engine process does.
 """

@@ -65,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
     """
 
     refuse: tuple[Refusal, ...] = ()
+    """Waiting requests to turn away."""
     preempt: bool = False
     """Park the open prefill batch: it keeps its pages and hidden states. At most one is parked."""
     admit: tuple[Chunk, ...] = ()
@@ -72,7 +73,8 @@ class Plan(msgspec.Struct, frozen=True):
     resume: bool = False
     """Open the parked batch again."""
     launches: tuple[Launch, ...] = ()
-    """In launch order; DuetServe §4.3 and MuxWise §3.2.2 put decode first."""
+    """Launches in the order in which the host makes them; decode goes first in DuetServe §4.3 and
+    MuxWise §3.2.2."""
     wake_at: float | None = None
     """Ask again at this time (seconds, the view's clock) if nothing happens before."""
     reason: str = ""

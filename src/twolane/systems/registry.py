@@ -1,4 +1,4 @@
-"""The decisions: one file a system, each a pure function from view and memory to plan.
+"""The systems by name, and how one is made with its settings.
 
 A system is a frozen msgspec struct: its fields are its settings, its first docstring line is
 its description. Systems never import torch.

@@ -18,7 +18,7 @@ from twolane.systems.plan import Work
 
 
 class RequestView(Protocol):
-    """One request."""
+    """What a system may know of one request."""
 
     @property
     def id(self) -> str:
@@ -26,11 +26,11 @@ class RequestView(Protocol):
 
     @property
     def arrival(self) -> float:
-        """Seconds, the view's clock."""
+        """When it arrived, in seconds on the view's clock."""
 
     @property
     def priority(self) -> int:
-        """Lower is served earlier."""
+        """Its priority; requests of a lower one are served earlier."""
 
     @property
     def deadline(self) -> float | None:
@@ -67,7 +67,7 @@ class RequestView(Protocol):
 
     @property
     def last_token_at(self) -> float | None:
-        """The same of the latest one."""
+        """The same of its latest output token."""
 
     @property
     def slack(self) -> float:
@@ -100,11 +100,11 @@ class ChunkView(Protocol):
 
 
 class BatchView(Protocol):
-    """A prefill batch."""
+    """What a system may know of a prefill batch."""
 
     @property
     def chunks(self) -> Sequence[ChunkView]:
-        """Those of requests that are still alive."""
+        """Its chunks, but for those of requests that have ended."""
 
     @property
     def layers_launched(self) -> int:
@@ -169,9 +169,11 @@ class View(msgspec.Struct, frozen=True):
     """The state of the engine at one scheduling point."""
 
     now: float
-    """Seconds, a monotonic clock."""
+    """The time in seconds on the lanes' clock, which is monotonic."""
     layers: int
+    """Layers of the model."""
     units: int
+    """Units of the whole device."""
     levels: Sequence[tuple[int, int]]
     """Partitions (prefill units, decode units) on offer, the solo ones too."""
     pass_sizes: Sequence[int]
@@ -192,12 +194,14 @@ class View(msgspec.Struct, frozen=True):
     their prompt."""
     lanes: Mapping[LaneName, LaneView]
     free_pages: int
+    """KV pages that hold nothing."""
     reclaimable_pages: int
     """Pages that only the prefix cache holds."""
     free_slots: int
     """Requests that can be admitted beside those in prefill and decode."""
     slo: Slo
-    """The server's; each request has its own."""
+    """The server's latency bounds; each request has its own."""
     gaps: GapsView
+    """The gaps between tokens that were delivered lately."""
     estimator: Estimator
     launching: LaunchCostsView

@@ -1,4 +1,4 @@
-"""What is asked: traces, arrivals, prompts.
+"""Workloads: the requests to send, from traces, published lengths or random draws.
 
 A workload is a list of `traces.TraceRequest`: when a request comes, how long its prompt and its
 reply are, and which blocks of its prompt it shares with others. `spec.WorkloadSpec` builds one

@@ -39,7 +39,7 @@ class Tiling:
 
     @property
     def costs(self) -> Costs:
-        """For the schedule."""
+        """What the schedule counts with."""
         return Costs(self.keys, self.item, self.split)
 
 

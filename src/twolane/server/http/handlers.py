@@ -1,4 +1,4 @@
-"""Every error in OpenAI's form."""
+"""Handlers that turn every exception of a request into an error in OpenAI's form."""
 
 import logging
 from collections.abc import Callable, Mapping

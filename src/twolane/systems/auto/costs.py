@@ -20,7 +20,7 @@ class PrefillCosts:
     reference: float | None = None
     """The seconds of `REFERENCE_TOKENS` new tokens; None: not known yet."""
     seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By waiting request: its new tokens, and the seconds that they add."""
+    """New tokens of each waiting request, by its id, and the seconds that they add."""
 
     def updated(self, view: View) -> "PrefillCosts":
         """Return the costs of those who wait now; those of known prompts are kept."""

@@ -100,6 +100,7 @@ class BulletMemory:
     """What was decided at the last step of prefill."""
 
     level: Level | None = None
+    """The partition of that step; None: there was none."""
     paused: bool = False
     """Whether decode stands still until that step has ended."""
     note: str = "nothing provisioned"
@@ -113,11 +114,11 @@ class BulletWork:
 
     prompts: PrefillJob
     chunks: tuple[Chunk, ...]
-    """To be admitted; none if the batch is open."""
+    """Chunks that the new batch admits; empty: the batch is open already."""
     start: float
     """When the prefill lane gets to it, in seconds."""
     requests: Sequence[RequestView]
-    """In the batch, and if it is a new one, behind it."""
+    """Requests in the batch and, if it is a new one, those behind it in the queue."""
     shares: Sequence[float]
     """When each has its first token: this many times what is left of the batch after the start."""
     percentile: float
