@@ -207,6 +207,14 @@ WRITTEN = {
         ("qwen3_coder", XML[: XML.index("</function>")]),
         *("Now:", [("weather", {"city": "12", "days": 12})]),
     ),
+    "a parameter twice": (
+        ("qwen3_coder", XML.replace("days", "city")),
+        *("Now:done", [("weather", {"city": "12"})]),
+    ),
+    "nothing between two parameters": (
+        ("qwen3_coder", XML.replace("12\n</parameter>\n", "", 1)),
+        *("Now:done", [("weather", {"city": "", "days": 12})]),
+    ),
     "JSON in a function": (
         ("qwen3_coder", '<tool_call><function=f>\n{"a": 1}\n</function></tool_call>'),
         *("", [("f", {"a": 1})]),
@@ -283,8 +291,20 @@ def test_text_that_is_no_call_is_shown_as_soon_as_that_is_certain():
     assert tools("qwen3_coder").feed("<tool_call>a > b")[0] == Content("<tool_call>a >")
 
 
+def test_text_of_a_parameter_comes_before_the_parameter_has_ended():
+    """Files are written so, and clients show them meanwhile."""
+    parser = tools("qwen3_coder")
+    begin = '<tool_call><function=weather><parameter=city>\nRo"\n'
+    assert parser.feed(begin) == [CallStart(0, "weather"), CallArguments(0, '{"city": "Ro\\"')]
+    assert parser.feed("</b>\n</param") == [CallArguments(0, "\\n</b>")]
+    assert parser.feed("eter>\n<parameter=days>1") == [CallArguments(0, '"')]
+    assert parser.feed("2</parameter></function>") == [CallArguments(0, ', "days": 12}')]
+
+
 def test_arguments_that_are_cut_are_no_whole_object():
     """A client must not take what `max_tokens` has cut for what the model wanted."""
+    days = DAYS.format(12)[:-25]
+    assert read(tools("qwen3_coder"), [days])[2] == [("weather", '{"days": ')]
     cut = XML[: XML.rindex("12") + 1]
     for form, text in (("qwen3_coder", cut), ("hermes", HERMES[:80])):
         [(_, arguments)] = read(tools(form), [text])[2]

@@ -182,16 +182,14 @@ class ListedCall:
 
 
 FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
-PARAMETER = re.compile(
-    r"<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)"
-    r"(?P<end>\n?</parameter>|(?=\n[ \t]*<parameter=[^>\n]+>)|\n?\Z)",
-    re.S,
-)
-"""A parameter; models leave out the mark behind it at times."""
-BEGIN_PARAMETER = re.compile(r"<parameter=[^>\n]+>\Z")
+BEGIN_PARAMETER = re.compile(r"<parameter=(?P<name>[^<>\n]+)>\Z")
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
-ENDS = re.compile(rf"({END_FUNCTION}\s*)?({END_CALL})?\Z")
-BOTH_ENDS = re.compile(rf"{END_FUNCTION}\s*{END_CALL}\Z")
+END_VALUE = re.compile(
+    rf"\n?{END_PARAMETER}\Z|\n?{END_FUNCTION}\s*{END_CALL}\Z|\n[ \t]*<parameter=[^<>\n]+>\Z"
+)
+"""What ends a value; models leave out the mark behind it at times."""
+MAY_END = re.compile(rf"\n?[ \t]*({END_FUNCTION}\s*)?(<[^<>\n]*)?\Z")
+"""What may become the end of a value when more comes."""
 SPACE_BEHIND = 8
 """Characters of white space that may be behind a name on its line."""
 LONGEST_MARK = 512
@@ -204,8 +202,8 @@ class XmlCall:
     """Qwen3-Coder's call: `<function=name>`, parameters between marks, `</function>`.
 
     Values are plain text. Those of parameters that are no strings are read as JSON where they can
-    be. The arguments are passed on when the call has ended. A value may have the end of a call
-    within it, unless the end of the list follows.
+    be, when they have ended; strings are passed on as they come. A value may have the end of a call
+    within it, unless the end of the list follows. Of two parameters by one name the first counts.
     """
 
     def __init__(self, types: Types) -> None:
@@ -214,12 +212,16 @@ class XmlCall:
         self.spare = ""
         self._types = types
         self._pieces: list[str] = []
-        """The text since the name."""
+        """The text that is not read yet."""
         self._end = ""
         """The end of the text."""
-        self._within = False
-        """Whether a parameter has begun and not ended."""
-        self._arguments = ""
+        self._parameter: str | None = None
+        """The parameter whose value is being written."""
+        self._begun = False
+        """Whether some of its value has been passed on."""
+        self._known: list[str] = []
+        """The parameters so far."""
+        self._arguments: list[str] = []
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -237,34 +239,89 @@ class XmlCall:
 
     def end(self) -> None:
         """See `CallReader.end`. Arguments of which the last has not ended are cut, too."""
-        arguments = self._read()
-        self._arguments = arguments[:-1] if self._within else arguments
+        if self._parameter is None and not self.done:
+            self._close()
+        elif self._parameter is not None and not self._is_text and not self._known:
+            self._arguments.append(self._key)
 
     def take(self) -> str:
         """See `CallReader.take`."""
-        new, self._arguments = self._arguments, ""
+        if self._parameter is not None and self._is_text:
+            self._pass_on()
+        new, self._arguments = "".join(self._arguments), []
         return new
+
+    @property
+    def _kinds(self) -> frozenset[str] | None:
+        return self._types.get(self.name or "", {}).get(self._parameter or "")
+
+    @property
+    def _is_text(self) -> bool:
+        """Whether the value is text whatever it looks like, of a parameter that counts."""
+        return self._kinds == frozenset(("string",)) and self._parameter not in self._known
 
     def _mark(self) -> None:
         """A mark may have ended."""
-        if self._end.endswith(END_PARAMETER):
-            self._within = False
-        elif not self._within and BEGIN_PARAMETER.search(self._end):
-            self._within = True
-        ended = self._end.endswith((END_FUNCTION, END_CALL)) and not self._within
-        if ended or BOTH_ENDS.search(self._end):
-            self.done, self._within = True, False
-            self._arguments = self._read()
+        last = self._end[self._end.rfind("<") :]
+        if last not in (END_PARAMETER, END_FUNCTION, END_CALL) and "<parameter=" not in last:
+            return
+        if self._parameter is not None and (ended := END_VALUE.search(self._end)):
+            self._finish(len(ended[0]))
+            self.done = ended[0].endswith(END_CALL)
+        elif self._parameter is not None:
+            return
+        else:
+            self.done = self._end.endswith((END_FUNCTION, END_CALL))
+        if self.done:
+            self._close()
+        elif begun := BEGIN_PARAMETER.search(self._end):
+            self._parameter, self._begun = begun["name"].strip(), False
+            self._pieces = []
 
-    def _read(self) -> str:
-        body = ENDS.sub("", "".join(self._pieces))
-        types = self._types.get(self.name or "", {})
-        found = [each for each in PARAMETER.finditer(body) if each["end"] or not self._within]
-        if not found and (given := whole_object(body)) is not None:
-            return given
-        values = {each["name"].strip(): each["value"] for each in found}
-        read = {name: typed(value, types.get(name)) for name, value in values.items()}
-        return json.dumps(read, ensure_ascii=False)
+    def _finish(self, mark: int) -> None:
+        """The value has ended with a mark of this many characters."""
+        value = "".join(self._pieces)
+        value = value[: len(value) - mark]
+        name = str(self._parameter)
+        if self._is_text:
+            self._write(value)
+            self._arguments.append('"')
+        elif name not in self._known:
+            read = typed(value.removeprefix("\n"), self._kinds)
+            self._arguments.append(f"{self._key}{json.dumps(read, ensure_ascii=False)}")
+        self._known.append(name)
+        self._parameter, self._pieces = None, []
+
+    def _pass_on(self) -> None:
+        """Pass on what of a text cannot become its end any more."""
+        text = "".join(self._pieces)
+        near = max(0, len(text) - LONGEST_MARK)
+        found = MAY_END.search(text, near)
+        held = len(text) if found is None else found.start()
+        if held:
+            self._write(text[:held])
+            self._pieces = [text[held:]]
+
+    def _write(self, text: str) -> None:
+        """Write some of a value that is text."""
+        if not self._begun:
+            self._arguments.append(f'{self._key}"')
+            self._begun, text = True, text.removeprefix("\n")
+        self._arguments.append(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    @property
+    def _key(self) -> str:
+        """What is in front of the value: the parameter's name, and what separates it."""
+        separator = ", " if self._known else "{"
+        return f"{separator}{json.dumps(self._parameter, ensure_ascii=False)}: "
+
+    def _close(self) -> None:
+        """Nothing follows the parameters."""
+        body = "".join(self._pieces)
+        for mark in (END_CALL, END_FUNCTION):
+            body = body.removesuffix(mark).rstrip()
+        given = None if self._known else whole_object(body)
+        self._arguments.append(given or ("}" if self._known else "{}"))
 
 
 def whole_object(text: str) -> str | None:
