@@ -15,6 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -83,7 +84,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        """That runs report: the usual ones, and the one that is searched for."""
+        """Percentiles that runs report: the usual ones, and the one that is searched for."""
         return tuple(sorted({*DEFAULT_PERCENTILES, 100 * self.attainment}))
 
     def check(self) -> None:
@@ -344,26 +345,31 @@ def find(
     for system in dict.fromkeys(one for asked in systems for one in variants(asked)):
         for i, point in enumerate(points):
             answered = [point] if reads_slos(system) else points[i:]
-            for turn, seed in enumerate(range(search.seed, search.seed + search.seeds)):
-
-                def holds(
-                    rate: float,
-                    system: str = system,
-                    seed: int = seed,
-                    points: Sequence[BoundSearch] = answered,
-                ) -> bool | None:
-                    trial = _trial(points, system, seed, rate, run)
-                    tell(trial, points[0].search.slos)
-                    return None if trial.alone and not trial.holds else trial.holds
-
+            for turn in range(search.seeds):
                 looser = found[i - 1][system][turn] if i else HIGHEST_RATE
                 near = looser if i else _near(guesses, found[i].get(system, []))
-                begin, least, stride = search.start_rate, search.least_rate, search.stride
-                rate = looser and highest(holds, begin, search.octave, near, least, looser, stride)
+                holds = partial(_holds, answered, system, search.seed + turn, run, tell)
+                bounds = near, search.least_rate, looser, search.stride
+                rate = looser and highest(holds, search.start_rate, search.octave, *bounds)
                 found[i].setdefault(system, []).append(rate)
                 content = summary(point.search, found[i], tuned(systems, found[i]))
                 _save(point.folder / "summary.json", content)
     return found
+
+
+def _holds(
+    points: Sequence[BoundSearch],
+    system: str,
+    seed: int,
+    run: Run,
+    tell: Callable[[Trial, dict[str, float]], None],
+    rate: float,
+) -> bool | None:
+    """Whether a system holds a rate at the first of some points, of all of which the run tells;
+    None: it does not, and lower rates would fail, too."""
+    trial = _trial(points, system, seed, rate, run)
+    tell(trial, points[0].search.slos)
+    return None if trial.alone and not trial.holds else trial.holds
 
 
 def _near(guesses: Sequence[float], found: Sequence[float]) -> float | None:

@@ -130,6 +130,13 @@ class FleetSimulation:
         self._at: dict[str, tuple[str, Sent]] = {}
         """Each open request: its replica, and what the router knows of it."""
 
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the prompt tokens looked up that prefix caches had; None: none was looked up."""
+        stats = [replica.built.engine.stats() for replica in self.replicas]
+        queries = sum(each.prefix_queries for each in stats)
+        return sum(each.prefix_hits for each in stats) / queries if queries else None
+
     def run(self) -> None:
         """Serve everything, or until `stopped`."""
         events = [(each.arrival or 0.0, i) for i, each in enumerate(self._requests)]
@@ -251,10 +258,7 @@ def simulate_fleet(
             replica.built.close()
     if ledger.stopped:
         ledger.interrupt(fleet.now)
-    stats = [replica.built.engine.stats() for replica in fleet.replicas]
-    queries = sum(each.prefix_queries for each in stats)
-    hits = sum(each.prefix_hits for each in stats)
-    rate = hits / queries if queries else None
+    rate = fleet.hit_rate
     simulated = {
         "router": router,
         "replicas": replicas,
