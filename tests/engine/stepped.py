@@ -7,7 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from twolane.common.vocabulary import LANES, LaneName
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
+from twolane.engine.kv import KVBooks
+from twolane.engine.state import State
+from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Step, Ticket
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
@@ -19,6 +26,9 @@ from twolane.lanes.work import (
     decode,
     encode,
 )
+from twolane.model.attention import KVCache
+from twolane.model.decoder import Decoder
+from twolane.systems.registry import System
 
 
 class SteppedTicket(Ticket):
@@ -134,3 +144,14 @@ def sent(record: Record) -> Record:
     arrived = decode(encode(record))
     assert arrived == record
     return arrived
+
+
+def stepped_engine(
+    system: System, decoder: Decoder, model: ServedModel, pages: int, page_size: int, slots: int
+) -> tuple[Engine, SteppedLanes]:
+    """An engine with a prefix cache on stepped lanes over a pool in float64."""
+    kv = KVCache(decoder.spec, pages, page_size, torch.float64)
+    lanes = SteppedLanes(Runner(decoder, kv, slots), lambda: None)
+    books = KVBooks(pages, page_size, slots, prefix_cache=True)
+    state = State(books, lanes, decoder.spec.layers, OnlineEstimator())
+    return Engine(system, state, model), lanes

@@ -10,11 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.random_plans import RandomPlans
-from tests.engine.stepped import SteppedLanes
+from tests.engine.stepped import SteppedLanes, stepped_engine
 from tests.engine.world import tiny_decoder
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
     Finish,
@@ -26,10 +25,6 @@ from twolane.engine.messages import (
     decode_to_engine,
     encode,
 )
-from twolane.engine.state import State
-from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.cpu.runner import Runner
-from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, Weights
 from twolane.model.matrix import Matrix
 from twolane.sampling import SamplingParams
@@ -105,20 +100,8 @@ messages = st.one_of(
 
 
 def small_engine(seed: int) -> tuple[Engine, SteppedLanes]:
-    decoder = small_vocabulary()
-    kv = KVCache(decoder.spec, PAGES, PAGE, torch.float64)
-    lanes = SteppedLanes(Runner(decoder, kv, SLOTS), lambda: None)
-    engine = Engine(
-        RandomPlans(seed),
-        State(
-            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-            lanes,
-            decoder.spec.layers,
-            OnlineEstimator(),
-        ),
-        ServedModel(VOCAB, EOS, 24),
-    )
-    return engine, lanes
+    model = ServedModel(VOCAB, EOS, 24)
+    return stepped_engine(RandomPlans(seed), small_vocabulary(), model, PAGES, PAGE, SLOTS)
 
 
 class Front:

@@ -6,16 +6,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.engine.stepped import SteppedLanes
+from tests.engine.stepped import stepped_engine
 from tests.engine.world import EOS, MODEL_LEN, PAGE, alone, tiny_decoder
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
-from twolane.engine.state import State
-from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.cpu.runner import Runner
-from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import SYSTEMS, make_system
@@ -35,18 +30,8 @@ def poisoned(value: float) -> Decoder:
 
 def run(decoder: Decoder, system: str, submits: list[Submit]) -> tuple[Engine, dict[str, list]]:
     """Serve requests in random steps; the events of each."""
-    kv = KVCache(decoder.spec, PAGES, PAGE, torch.float64)
-    lanes = SteppedLanes(Runner(decoder, kv, SLOTS), lambda: None)
-    engine = Engine(
-        make_system(system),
-        State(
-            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-            lanes,
-            decoder.spec.layers,
-            OnlineEstimator(),
-        ),
-        ServedModel(decoder.spec.vocab_size, EOS, MODEL_LEN),
-    )
+    model = ServedModel(decoder.spec.vocab_size, EOS, MODEL_LEN)
+    engine, lanes = stepped_engine(make_system(system), decoder, model, PAGES, PAGE, SLOTS)
     rng, events = random.Random(1), {submit.id: [] for submit in submits}
     engine.take(submits)
     with torch.inference_mode():
