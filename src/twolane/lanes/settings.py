@@ -73,6 +73,11 @@ class LaneSizes(msgspec.Struct, frozen=True):
         """Tokens that the KV pool holds."""
         return self.pages * self.page_size
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that it holds."""
+        return min(self.tokens, self.max_model_len)
+
 
 @contextlib.contextmanager
 def memory_errors(settings: DeviceSettings) -> Iterator[None]:

@@ -10,8 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,29 +25,20 @@ from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket, HalfLaunch, WatchedLaunch
 from twolane.lanes.cuda.launch_thread import Launcher
-from twolane.lanes.cuda.machine import CudaMachine, warm_up_prompts
+from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner, LaunchPlace, PendingStep, Queued
 from twolane.lanes.cuda.slots import upload
 from twolane.lanes.disaggregated import DisaggregatedLanes
 from twolane.lanes.followers import Followers
 from twolane.lanes.sampling_points import BatchRows, SamplingPoints
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
-from twolane.lanes.work import (
-    PrefillWork,
-    PromptChunk,
-    PromptRow,
-    Sampling,
-    SlotUpdate,
-    TokenMask,
-    Work,
-    pack,
-)
+from twolane.lanes.work import PrefillWork, TokenMask, Work
 from twolane.parallel.group import awaited, meet
 from twolane.parallel.peer_memory import PeerGroup, map_each_other
-from twolane.sampling import SamplingParams
 from twolane.transfer.arrivals import Arrival, Arrivals
 from twolane.transfer.gpu_mirror import MirroredGpuKVCache
 
+T = TypeVar("T")
 FOLLOWER = "twolane.lanes.cuda.prompts"
 """The module that rank 1 runs."""
 GROUP = "twolane-pools"
@@ -272,33 +265,19 @@ class CudaPairMachine(MirroredMachine):
         """See `CudaMachine.start`; once only."""
         self.followers.on_lost = notify
         self.followers.start(sizes)
-        thread = self._launching_thread()
-        runner = awaited(thread.submit(self.runner, sizes, progress), self.followers.check)
+        runner, launcher = self._launched_runner(sizes, progress)
         assert isinstance(runner, CudaDecodeRunner)
         self.meet_ready()
-        local = DecodeLanes(runner, self, Launcher(thread), notify, self._arrivals)
+        local = DecodeLanes(runner, self, launcher, notify, self._arrivals)
         lanes = DisaggregatedLanes(local, self.followers)
         progress("kernels", 0.0)
-        self._warm_up_both(lanes, sizes.page_size, min(sizes.tokens, sizes.max_model_len))
-        return lanes
-
-    def _warm_up_both(self, lanes: DisaggregatedLanes, page_size: int, most: int) -> None:
-        """Compute prompts that need every form of prefill's kernels, as `CudaMachine._warm_up`."""
-        pages = tuple(range(-(-most // page_size)))
-        masks = (TokenMask(0, b"\xff" * -(-self.spec.vocab_size // 8)),)
-        tickets = []
-        for adapter in (-1,) if self.adapters is None else (-1, 0):
-            for reused, new in warm_up_prompts(self.decoder.spec, most):
-                sampling = Sampling(SamplingParams(temperature=0.0), 0, reused + new, ())
-                slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
-                row, chunks = (
-                    PromptRow(0, reused, new, samples=True),
-                    (PromptChunk(pack([0] * new)),),
-                )
-                whole = PrefillWork(0, (row,), 0, self.spec.layers, True, chunks, slots, masks)
-                tickets.append(lanes.launch("prefill", lanes.units, whole, ()))
-        for ticket in tickets:
+        units, prompts = self.partitions.units, self.first_prompts(sizes)
+        for ticket in [lanes.launch("prefill", units, whole, ()) for whole in prompts]:
             while not ticket.done:
                 self.followers.check()
                 time.sleep(LOOK_SECONDS)
             ticket.check()
+        return lanes
+
+    def _awaited(self, future: "Future[T]") -> T:
+        return awaited(future, self.followers.check)

@@ -1,7 +1,7 @@
 """A GPU made ready to serve: weights, levels, KV pool, decode graphs, lanes."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from typing import TypeVar
@@ -166,16 +166,19 @@ class CudaMachine:
             notify: called from a lane's thread whenever a ticket has news.
             progress: told ("graphs", fraction).
         """
-        thread = self._launching_thread()
-        runner = self._awaited(thread.submit(self.runner, sizes, progress))
-        lanes = self._lanes(runner, Launcher(thread), notify)
+        lanes = self._lanes(*self._launched_runner(sizes, progress), notify)
         progress("kernels", 0.0)
-        self._warm_up(lanes, min(sizes.tokens, sizes.max_model_len))
+        self._warm_up(lanes, sizes)
         return lanes
 
-    def _launching_thread(self) -> ThreadPoolExecutor:
-        """The one thread that launches: cuBLAS keeps a handle and workspaces for each."""
-        return ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
+    def _launched_runner(
+        self, sizes: LaneSizes, progress: Callable[[str, float], None]
+    ) -> tuple[CudaRunner, Launcher]:
+        """The runner, and the launcher of the one thread that launches: cuBLAS keeps a handle and
+        workspaces for each thread."""
+        thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
+        runner = self._awaited(thread.submit(self.runner, sizes, progress))
+        return runner, Launcher(thread)
 
     def _awaited(self, future: "Future[T]") -> T:
         """The result of what the launching thread does at the start."""
@@ -226,34 +229,38 @@ class CudaMachine:
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
         return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device)
 
-    def _warm_up(self, lanes: CudaLanes, most: int) -> None:
+    def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
-        it.
-
-        What is written to the pool here is written again before it is read.
-        """
-        units, layers = self.partitions.units, self.spec.layers
-        pages = tuple(range(-(-most // lanes.runner.kv.page_size)))
-        greedy = SamplingParams(temperature=0.0)
-        masks = (TokenMask(0, b"\xff" * -(-self.spec.vocab_size // 8)),)
+        it."""
+        units, step = self.partitions.units, DecodeRow(0, sizes.longest - 1, 1)
         tickets = []
-        kinds = (-1,) if self.adapters is None else (-1, 0)  # without, and with an adapter
-        for adapter, (reused, new) in product(kinds, warm_up_prompts(self.decoder.spec, most)):
-            sampling = Sampling(greedy, 0, reused + new, ())
-            slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
-            row, chunks = PromptRow(0, reused, new, samples=True), (PromptChunk(pack([0] * new)),)
-            step = DecodeRow(0, most - 1, 1)
-            whole = PrefillWork(0, (row,), 0, layers, True, chunks, slots, masks)
-            hybrid = HybridWork((step,), (row,), chunks, slots)
+        for whole in self.first_prompts(sizes):
+            hybrid = HybridWork((step,), whole.rows, whole.chunks, whole.slots)
             tickets.append(lanes.launch("prefill", units, whole, ()))
             tickets.append(lanes.launch("device", units, hybrid, ()))
         # PyTorch keeps memory by stream: each share's gets what the longest of them takes.
         for share in self.partitions.prefill_units:
-            layer = PrefillWork(0, (row,), 0, 1, finishes=True, chunks=chunks)
+            layer = PrefillWork(0, whole.rows, 0, 1, finishes=True, chunks=whole.chunks)
             tickets.append(lanes.launch("prefill", share, layer, ()))
         self._awaited(lanes.idle())
         for ticket in tickets:
             ticket.check()
+
+    def first_prompts(self, sizes: LaneSizes) -> Iterator[PrefillWork]:
+        """Prompts that need every form of prefill's kernels, without and with an adapter; the last
+        one is the longest. What they write to the pool is written again before it is read."""
+        spec, most = self.decoder.spec, sizes.longest
+        pages = tuple(range(-(-most // sizes.page_size)))
+        masks = (TokenMask(0, b"\xff" * -(-spec.vocab_size // 8)),)
+        kinds = (-1,) if self.adapters is None else (-1, 0)
+        for adapter, (reused, new) in product(kinds, warm_up_prompts(spec, most)):
+            sampling = Sampling(SamplingParams(temperature=0.0), 0, reused + new, ())
+            slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
+            rows, chunks = (
+                (PromptRow(0, reused, new, samples=True),),
+                (PromptChunk(pack([0] * new)),),
+            )
+            yield PrefillWork(0, rows, 0, spec.layers, True, chunks, slots, masks)
 
     def _partitions(self, decode_units: Sequence[int] | None) -> GreenContexts:
         try:
