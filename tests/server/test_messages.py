@@ -7,6 +7,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from twolane.server.anthropic.request import MessagesRequest
+
 from .parrot import TEMPLATE, Learnt, write_parrot
 from .serving import serving
 from .test_agents import ASK, CALL, FRANCE, SCHEMA
@@ -131,6 +133,29 @@ def test_thinking_of_earlier_answers_is_cleared_as_asked(client):
     assert counted(history, keep="all") == every > latest
     assert counted(history) == latest
     assert counted(history, keep={"type": "thinking_turns", "value": 2}) == every
+
+
+def test_the_system_speaks_in_front_wherever_it_is_written(client):
+    """Claude Code says what agents there are behind its user's first message."""
+    asked = {"role": "user", "content": "And Spain?"}
+    more = [{"role": "system", "content": text} for text in ("Agents: none.", "Be kind.")]
+
+    def counted(messages, **system):
+        return client.messages.count_tokens(model="parrot", messages=messages, **system)
+
+    every = "Be brief.\n\nAgents: none.\n\nBe kind."
+    behind = counted([asked, *more], system="Be brief.")
+    assert behind == counted([asked], system=every) != counted([asked], system="Be brief.")
+    answer = whole(client, "x", messages=[asked, *more], system="Be brief.")
+    assert answer.content[-1].text == whole(client, "And Spain?").content[-1].text
+    fields = {"model": "x", "max_tokens": 1, "messages": [asked, *more], "system": "Be brief."}
+    chat = MessagesRequest.model_validate(fields).as_chat(lambda _: False)
+    assert [(turn.role, turn.text) for turn in chat.messages] == [
+        ("system", every),
+        ("user", "And Spain?"),
+    ]
+    alone = MessagesRequest.model_validate({**fields, "messages": more[:1], "system": None})
+    assert [turn.text for turn in alone.as_chat(lambda _: False).messages] == ["Agents: none."]
 
 
 def test_what_claude_code_says_of_itself_is_not_for_the_model(client):

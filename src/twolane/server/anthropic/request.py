@@ -169,16 +169,25 @@ class CountTokensRequest(Body):
         except ValidationError as error:
             raise renamed(from_validation(error.errors())) from error
 
-    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
-        said = "" if self.system is None else BILLING.sub("", self.system)
-        system: list[Turn] = [{"role": "system", "content": said}] if said else []
+    def _conversation(self) -> tuple[str, list[Turn]]:
+        """What the system says, and the turns of the others.
+
+        Claude Code says things as the system behind what its user says; models know one message of
+        the system, in front, and some templates refuse others.
+        """
         turns = [turn for message in self.messages for turn in message.turns()]
+        said = ["" if self.system is None else BILLING.sub("", self.system)]
+        said += [turn["content"] for turn in turns if turn["role"] == "system"]
+        return "\n\n".join(filter(None, said)), [t for t in turns if t["role"] != "system"]
+
+    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
+        system, turns = self._conversation()
         for edit in self.context_management.edits if self.context_management else ():
             edit.apply(turns)
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *turns],
+            "messages": [{"role": "system", "content": system}, *turns] if system else turns,
             "continue_final_message": continues(turns),
             "tools": [tool.for_chat() for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.for_chat(),
@@ -217,7 +226,7 @@ class MessagesRequest(CountTokensRequest):
 
 def continues(turns: Sequence[Turn]) -> bool:
     """Return whether the answer goes on with the last message, which is text of the assistant."""
-    last = turns[-1]
+    last = turns[-1] if turns else {"role": "system"}
     return last["role"] == "assistant" and "content" in last and "tool_calls" not in last
 
 

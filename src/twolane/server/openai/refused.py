@@ -39,7 +39,9 @@ def add_refused_routes(app: FastAPI, given: Collection[str]) -> None:
     """
 
     def add(path: str, why: str, status: int, code: str) -> None:
-        @app.post(path, response_class=Response, include_in_schema=False)
+        @app.api_route(
+            path, methods=["GET", "POST"], response_class=Response, include_in_schema=False
+        )
         async def refuse() -> Response:
             raise ApiError(status, f"{path} {why}", code=code)
 
