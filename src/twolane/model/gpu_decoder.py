@@ -25,6 +25,7 @@ from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
+from twolane.model.attention import Allocate
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
@@ -50,7 +51,7 @@ class GpuKVCache:
         page_size: tokens in a page.
         dtype: of the numbers; e4m3 has an exponent for each token and head.
         device: where.
-        allocate: makes a tensor there of a shape and a type; None: PyTorch does.
+        allocate: makes the pool's tensors there; None: PyTorch does.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class GpuKVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        allocate: Callable[[Sequence[int], torch.dtype], Tensor] | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
         self.page_size, self.pages = page_size, pages
         shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
