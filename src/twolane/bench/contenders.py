@@ -95,6 +95,12 @@ class OwnServers:
     A system's server is started when the first run that is missing needs it, warmed up once, and
     stopped when the next system's turn comes, or that of other SLOs that the system reads, or the
     block ends.
+
+    Args:
+        search: its runs.
+        load: how to send; address, workload and SLOs are the search's.
+        out: folder of the runs and of the servers' logs.
+        traces: whether the servers write traces into it.
     """
 
     def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:

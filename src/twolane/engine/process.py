@@ -65,6 +65,10 @@ class ZmqPort:
     """The loop's port to the API process: messages, its pipe, and the lanes' wake-ups.
 
     The clock of lanes that run on a real device is `time.monotonic`.
+
+    Args:
+        start: the addresses of the API process's sockets.
+        waker: wakes the loop when a lane has news.
     """
 
     def __init__(self, start: EngineStart, waker: Waker) -> None:

@@ -56,6 +56,10 @@ class FileTrace(Trace):
     The viewers also read the file of a run that was killed. Where an event cannot be written, as on
     a full disk, the trace ends with the one before it, and its run goes on.
 
+    Args:
+        path: of the file.
+        began: the time of the run's start, in seconds on the lanes' clock.
+
     Raises:
         OSError: on construction, the file cannot be written.
     """

@@ -91,6 +91,11 @@ class EngineClient:
 
     Invariant: every `submit` is answered by exactly one ending event (an `Output` with `finish`,
     a `Refused` or an `EngineGone`) unless `abort` came first; after `abort` nothing is delivered.
+
+    Args:
+        on_progress: told the steps of the engine's start.
+        hang_seconds: see `Liveness`.
+        watchdog: whether an engine that hangs for long is killed.
     """
 
     arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")

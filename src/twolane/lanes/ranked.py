@@ -31,7 +31,12 @@ class LocalLanes(Lanes, Protocol):
 
 
 class RankedLanes:
-    """Lanes whose every launch all other ranks carry out, too, in the same order."""
+    """Lanes whose every launch all other ranks carry out, too, in the same order.
+
+    Args:
+        lanes: those of rank 0.
+        followers: the other ranks.
+    """
 
     def __init__(self, lanes: LocalLanes, followers: Followers) -> None:
         self._lanes, self._followers = lanes, followers

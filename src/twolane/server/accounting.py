@@ -22,6 +22,13 @@ class RequestAccounting:
     """Keeps admission and metrics right for the prompts of one request.
 
     Invariant: each prompt leaves the queue once and ends once in the metrics.
+
+    Args:
+        admission: the queue, in which each prompt has a place.
+        availability: tells why a request is broken off.
+        prompts: tokens of each prompt, once for each answer to it.
+        call: the HTTP call, which is admitted here.
+        traces: one for each prompt; empty: nothing is traced.
     """
 
     def __init__(

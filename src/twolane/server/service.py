@@ -140,6 +140,12 @@ class Service:
     ) -> Generation:
         """Admit a request and send it to the engine.
 
+        Args:
+            body: the request.
+            prompts: tokens of each prompt, which fit the context.
+            call: the HTTP call, which is admitted here.
+            form: what the answers look like.
+
         Raises:
             ApiError: 400, 429 or 503.
         """

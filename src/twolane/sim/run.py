@@ -196,7 +196,13 @@ class _OpenRequest:
 
 
 class Ledger:
-    """Makes records of the news of engines."""
+    """Makes records of the news of engines.
+
+    Args:
+        requests: what is sent; the id of each is its index, as text.
+        on_record: see `simulate`.
+        on_tokens: see `simulate`.
+    """
 
     def __init__(
         self,

@@ -43,6 +43,13 @@ class PromptMaker:
     A hash id alone (with the seed) decides the content of its block, so that a shared id is
     shared content and a shared prefix of ids a shared prefix of tokens. A request without hash
     ids gets content of its own, decided by its index.
+
+    Args:
+        tokens: the ids to draw from.
+        seed: of all prompts.
+
+    Raises:
+        ValueError: there are no ids in the range.
     """
 
     def __init__(self, tokens: TokenRange, seed: int = 0) -> None:

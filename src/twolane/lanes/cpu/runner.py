@@ -64,6 +64,12 @@ class Runner:
 
     Two lanes may run work at the same time: the engine sees to it that no slot and no page that
     one of them writes is named by the other.
+
+    Args:
+        decoder: the model, or this rank's part of it.
+        kv: the pool.
+        slots: the most requests at a time.
+        adapters: the LoRA adapters that are loaded; None: none is served.
     """
 
     def __init__(

@@ -63,7 +63,15 @@ class RefusalGroup(msgspec.Struct):
 
 
 class EngineCollector(Collector):
-    """Gauges and counters that the engine keeps."""
+    """Gauges and counters that the engine keeps.
+
+    Args:
+        stats: returns the latest ones.
+        liveness: whether the engine goes on.
+        model_name: the label of all figures.
+        page_size: tokens in a KV page.
+        kv_cache_dtype: in what the KV cache is kept.
+    """
 
     def __init__(
         self,
