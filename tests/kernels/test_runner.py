@@ -4,6 +4,7 @@ What graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.model.checkpoints import make_checkpoint
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.lanes.cuda import hybrid_graphs as module
+from twolane.lanes.cuda import layer_graphs
 from twolane.lanes.cuda import runner as runner_module
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs
 from twolane.lanes.cuda.layer_graphs import PassGraphs, _Layer
@@ -294,6 +296,29 @@ def adapted(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Wor
     ]
     monkeypatch.setattr(Asked, "adapters", {0: 0, 1: 2, 2: 1, 4: 0})
     return World(base, (), adapters)
+
+
+def test_sizes_are_timed_by_layers_of_random_rows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many rows as the size has; nothing of them is left."""
+    rows: list[int] = []
+
+    def seconds(run: Callable[[], None], repeats: int) -> float:
+        run()
+        residual = world.passes.residual
+        rows.append(int(residual.abs().sum(dim=1).count_nonzero()))
+        assert residual.isfinite().all()
+        residual.zero_()
+        return {16: 1.0, 32: 0.9}[rows[-1]]
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(layer_graphs, "SIZES", (16, 32))
+    monkeypatch.setattr(layer_graphs, "graph_seconds", seconds)
+    world.passes._whole = UNITS
+    world.passes._choose_sizes(torch.Stream("cpu"))
+    assert rows == [16, 32] and tuple(world.passes.sizes) == (32,)
+    assert not world.passes.residual.any()
 
 
 @pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.full), True])
