@@ -22,10 +22,11 @@ from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
+from twolane.model.load.checkpoint import expected_shapes
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
-from twolane.model.load.weights import WeightsError, _expected, _Loader, load_weights
+from twolane.model.load.weights import WeightsError, _Loader, load_weights
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
@@ -173,7 +174,7 @@ def test_ranks_round_keys_and_values_as_one_does(size: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_biases_are_added_once(size: int) -> None:
     def decoder(rank: int, ranks: int, group: CpuGroup | None = None) -> Decoder:
-        tensors = Dummy(dict(_expected(EIGHT)), 0, torch.device("cpu"))
+        tensors = Dummy(dict(expected_shapes(EIGHT)), 0, torch.device("cpu"))
         shard = Shard(EIGHT, rank, ranks)
         device, dtype = torch.device("cpu"), torch.float32
         weights = _Loader(shard, tensors, None, None, dtype, device).weights(lambda *_: None)
