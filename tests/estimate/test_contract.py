@@ -102,6 +102,14 @@ def test_the_engine_says_what_ran_beside():
     assert told == len(simulation.record.of("decode")) - len(mixed)
 
 
+def test_a_step_is_learnt_as_long_as_it_took_among_others_of_its_launch():
+    estimator = Noting()
+    system = make_system("static-split", {"look_ahead": "3"})
+    durations = FixedDurations(decode_step=0.02)
+    simulate(system, [(0.0, submit("a", 50, 10))], durations=durations, estimator=estimator)
+    assert [seconds for _, _, seconds, _ in estimator.steps] == [pytest.approx(0.02)] * 3
+
+
 class SlowHost(FixedDurations):
     """The device begins with decode steps before the host has launched all of them."""
 

@@ -154,6 +154,18 @@ def test_who_cannot_be_reached_has_not_seen_the_request() -> None:
     asyncio.run(run())
 
 
+def test_nothing_waits_for_a_loss_when_the_answer_is_there() -> None:
+    async def answer() -> int:
+        return 7
+
+    async def run() -> None:
+        assert await unless_lost(asyncio.Event(), answer()) == 7
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
 def test_servers_are_asked_for_their_state_with_a_key() -> None:
     server = Scripted(well)
 
