@@ -44,5 +44,5 @@ def test_on_a_full_disk_the_trace_ends_and_its_run_goes_on(
 
 
 def test_a_trace_that_cannot_begin_is_refused() -> None:
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         FileTrace("/dev/full", began=0.0)

@@ -132,6 +132,11 @@ def test_what_a_checkpoint_says_of_its_vectors_holds(tmp_path):
     found = read_embedding(path)
     assert found.check_dimensions(8) is None
     assert "one of 4, 8" in str(found.check_dimensions(5))
+    (path / "config.json").write_text('{"is_matryoshka": true, "hidden_size": 16}')
+    found = read_embedding(path)
+    assert found.check_dimensions(16) is found.check_dimensions(1) is None
+    assert "between 1 and 16" in str(found.check_dimensions(17))
+    assert "between 1 and 16" in str(found.check_dimensions(0))
     (path / "modules.json").write_text('[{"type": "a.Transformer"}, {"type": "a.Dense"}]')
     assert "Dense" in str(read_embedding(path).refusal)
     (path / "modules.json").write_text("{")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -42,7 +43,7 @@ app = command_app()
 def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any]) -> None:
     """Serve a model with several servers behind one address."""
     arguments = [model, *ctx.args]
-    server = checked(arguments)
+    server = checked(arguments, [flag for param in ctx.command.params for flag in param.opts])
     single.check_keys(server["api_key"] or ())
     with one_line_errors():
         try:
@@ -59,7 +60,18 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
     os._exit(code)  # as `serve` does
 
 
-def checked(arguments: list[str]) -> dict[str, Any]:
-    """Return what `twolane serve` reads in these words; refuse what it would."""
-    with get_command(single.app).make_context("serve", list(arguments)) as context:
-        return dict(context.params)
+def checked(arguments: list[str], own: list[str]) -> dict[str, Any]:
+    """Return what `twolane serve` reads in these words; refuse what it would.
+
+    Args:
+        arguments: the words that the fleet passes on.
+        own: options of the fleet, which an unknown one may have meant.
+    """
+    try:
+        with get_command(single.app).make_context("twolane serve", list(arguments)) as context:
+            return dict(context.params)
+    except Exception as error:
+        if hasattr(error, "possibilities"):
+            meant = get_close_matches(str(getattr(error, "option_name", "")), own)
+            error.possibilities = [*meant, *(error.possibilities or ())]
+        raise

@@ -12,6 +12,7 @@ from twolane.cli.foreign import unserved
 from twolane.cli.lazy import LazyCommands
 
 PLAIN = (
+    ("Invalid value: ", ""),
     ("Value error, ", ""),
     ("Input should be less than or equal to", "must be at most"),
     ("Input should be greater than or equal to", "must be at least"),
@@ -102,7 +103,7 @@ def main() -> None:
 def explain(error: Any) -> int:
     """Print a parser's error in a line that says where the value came from; return its code."""
     context = getattr(error, "ctx", None)
-    message = unserved(error) or wrong_value(error) or " ".join(error.format_message().split())
+    message = unserved(error) or wrong_value(error) or plain(error.format_message())
     if message and context is not None:
         message += f" (see {context.command_path} --help)"
     if message:
@@ -110,16 +111,22 @@ def explain(error: Any) -> int:
     return int(error.exit_code)
 
 
+def plain(text: str) -> str:
+    """Return a parser's message in one line and in plain words."""
+    line = " ".join(text.split())
+    for said, words in PLAIN:
+        line = line.replace(said, words)
+    return line.rstrip(".")
+
+
 def wrong_value(error: Any) -> str | None:
     """Return what is wrong with the value of an option, and who gave it; None: it is none's."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    problem = " ".join(getattr(error, "message", "").split())
+    problem = plain(getattr(error, "message", ""))
     if context is None or param is None or not problem:
         return None
-    for said, plain in PLAIN:
-        problem = problem.replace(said, plain)
     source = context.get_parameter_source(param.name)
     given = {"ENVIRONMENT": str(param.envvar)}.get(source.name if source else "")
-    message = f"{given or (param.opts or [param.name])[0]} {problem.rstrip('.')}"
+    message = f"{given or (param.opts or [param.name])[0]} {problem}"
     in_file = source is not None and source.name == "DEFAULT_MAP"
     return f"{context.params['config_file']}: {message}" if in_file else message

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -24,6 +25,17 @@ def is_plain(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return not path.exists() or path.is_file() or path.is_dir()
     return True
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Give an error of what is done meanwhile the name of the file, if it has none: that of a write
+    to a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_whole(path: Path, content: bytes) -> None:

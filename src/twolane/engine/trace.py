@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from twolane.common.files import naming
 from twolane.common.vocabulary import LANES, LaneName
 
 log = logging.getLogger("twolane.trace")
@@ -72,7 +73,8 @@ class FileTrace(Trace):
         self._whole = 0
         """Bytes up to the end of the last event."""
         self._began = began
-        self._put("[\n")
+        with naming(path):
+            self._put("[\n")
         self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
         for lane, thread in LANE_THREADS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": lane}})

@@ -36,6 +36,7 @@ class _Pooling(msgspec.Struct):
 class _ModelConfig(msgspec.Struct):
     is_matryoshka: bool = False
     matryoshka_dimensions: list[int] = []
+    hidden_size: int = 0
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -47,11 +48,16 @@ class Embedding(msgspec.Struct, frozen=True):
     """Whether a vector may be cut to its first numbers, however many (Matryoshka embeddings)."""
     dimensions: tuple[int, ...] = ()
     """Numbers to which a vector may be cut; empty: to none, or `any_dimensions` says to any."""
+    width: int = 0
+    """Numbers of a whole vector."""
 
     def check_dimensions(self, dimensions: int | None) -> str | None:
         """Return what is wrong with a number of dimensions that is asked for, as a clause."""
-        if dimensions is None or self.any_dimensions or dimensions in self.dimensions:
+        if dimensions is None or dimensions in (*self.dimensions, self.width):
             return None
+        if self.any_dimensions:
+            fits = 1 <= dimensions <= self.width
+            return None if fits else f"must be between 1 and {self.width}, the vector's length"
         if self.dimensions:
             return f"must be one of {', '.join(map(str, self.dimensions))}, as the model says"
         return "is not supported: config.json does not say is_matryoshka, so vectors are whole"
@@ -102,4 +108,5 @@ def read_embedding(directory: Path | None) -> Embedding:
     if not (pooling.pooling_mode_lasttoken or pooling.pooling_mode == "lasttoken"):
         return Embedding("is not served: the checkpoint pools other tokens than the last one")
     config = converted(read_json(directory / "config.json"), _ModelConfig, "config.json")
-    return Embedding(None, config.is_matryoshka, tuple(config.matryoshka_dimensions))
+    cuts = tuple(config.matryoshka_dimensions)
+    return Embedding(None, config.is_matryoshka, cuts, config.hidden_size)

@@ -17,15 +17,24 @@ def announcement(ready: Ready, config: EngineConfig, model_name: str, address: s
     The parts of the first line are separated by " | ", and the second part is the address.
     """
     levels = " ".join(f"({prefill},{decode})" for prefill, decode in ready.levels)
+    units = "1 unit" if ready.units == 1 else f"{ready.units} units"
     return "\n".join(
         (
             f"Twolane {twolane.__version__} | {address} | {model_name} | {ready.system} on "
-            f"{ready.device}, {ready.units} units, levels {levels} | "
+            f"{ready.device}, {devices(config)}{units}, levels {levels} | "
             f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,} | {bounds(ready.slo)}",
             profile_line(ready, config),
             f"Dashboard: {address}/dashboard",
         )
     )
+
+
+def devices(config: EngineConfig) -> str:
+    """Return how many processes compute, where it is not one."""
+    if config.disaggregated:
+        return "1P1D, "
+    ranks = config.tensor_parallel_size
+    return f"{ranks} ranks, " if ranks > 1 else ""
 
 
 def bounds(slo: Slo) -> str:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from twolane.common.errors import FieldError
+from twolane.common.files import naming
 from twolane.common.garbage import uncollected
 from twolane.engine.build import Built, assemble
 from twolane.engine.config import EngineConfig
@@ -130,7 +131,8 @@ def show(config: SimulateConfig, result_file: Path | None, requests_file: Path |
 
         simulation = simulate(config, requests, count)
     if result_file is not None:
-        result_file.write_bytes(result_json(simulation.result))
+        with naming(result_file):
+            result_file.write_bytes(result_json(simulation.result))
     if requests_file is not None:
         save_requests(requests_file, simulation.served)
     Console().print(summary(simulation.result))

@@ -13,6 +13,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.common import garbage
+from twolane.common.files import naming
 from twolane.results.result import MEASURE, BenchConfig
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ def _finish(result: "Result", save_result: bool, result_file: Path | None) -> No
 
     path = result_file or (Path(default_name(result)) if save_result else None)
     if path is not None:
-        path.write_bytes(result_json(result))
+        with naming(path):
+            path.write_bytes(result_json(result))
     Console().print(summary(result))
     if path is not None:
         typer.echo(f"Result written to {path}")
