@@ -23,7 +23,7 @@ def test_products_read_their_weights_once_and_their_rows_in_and_out() -> None:
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(1, 8), (4, 2), (16, 1)])
 def test_attention_reads_queries_and_contexts(ranks: int, kv_heads: int) -> None:
     """Each rank has its part of the heads, and one KV head at least."""
-    load, b, kv_b = Load([3, 5], [100, 0]), 2, 1
+    load, b, kv_b = Load([3, 5], [100, 0]), 2, 0.5
     (flops,), (moved,) = (
         (both := Shape(DENSE, b, ranks, kv_itemsize=kv_b).together(load)).flops,
         both.bytes,
