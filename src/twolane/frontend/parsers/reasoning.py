@@ -23,7 +23,7 @@ WAYS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
 class ReasoningParser:
     """Splits text at the marks around a model's thinking (`Parser`).
 
-    ThinkingMarks comes first, if at all; white space around the marks belongs to neither side.
+    Thinking comes first, if at all; white space around the marks belongs to neither side.
 
     Args:
         how: the model thinks.
