@@ -68,10 +68,9 @@ def settings(path: Path, keys: dict[str, Any]) -> Iterator[tuple[str, str | list
         if param.name in seen:
             raise ValueError(f"line {line}: {key} is given twice")
         seen[param.name] = key
-        if value_node.tag == NULL and not getattr(param, "multiple", False):
-            continue
         try:
-            yield param.name, value(value_node, param)
+            if not is_default(value_node, param):
+                yield param.name, value(value_node, param)
         except ValueError as error:
             raise ValueError(f"line {line}: {key} {error}") from error
 
@@ -102,6 +101,18 @@ def entries(path: Path) -> list[tuple[Any, Any]]:
     return list(root.value)
 
 
+def is_default(node: Any, param: Any) -> bool:
+    """Return whether a YAML value leaves a flag at its default.
+
+    Raises:
+        ValueError: nothing stands where values should, as an API key that a template did not fill
+            in; the message continues "KEY …".
+    """
+    if node.tag == NULL and not node.value and getattr(param, "multiple", False):
+        raise ValueError("is empty; write ~ for none")
+    return bool(node.tag == NULL)
+
+
 def value(node: Any, param: Any) -> str | list[str]:
     """Return a YAML value as the text, or texts, of a flag.
 
@@ -109,8 +120,6 @@ def value(node: Any, param: Any) -> str | list[str]:
         ValueError: it has the wrong form; the message continues "KEY …".
     """
     many = getattr(param, "multiple", False)
-    if many and node.tag == NULL:  # such as a key that a template did not fill in
-        raise ValueError("is empty; [] is an empty list")
     if node.id == "scalar":
         return [node.value] if many else str(node.value)
     if not many:
