@@ -9,7 +9,7 @@ from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import TextCodec
 from twolane.server.availability import Availability
-from twolane.server.http.errors import ApiError
+from twolane.server.http.errors import ApiError, crowded
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.protocol import ChatRequest, GenerationBody
 
@@ -98,6 +98,4 @@ class AnswerForms:
             self._availability.check()  # it may have been given up for that
             raise
         except Crowded as error:
-            headers = {"Retry-After": "1"}
-            message = "too many grammars wait to be made"
-            raise ApiError(429, message, code="queue_full", headers=headers) from error
+            raise crowded("grammars wait to be made") from error

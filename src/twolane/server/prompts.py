@@ -12,7 +12,7 @@ from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
 from twolane.server.admission import Admission
 from twolane.server.availability import Availability
-from twolane.server.http.errors import ApiError, ContextExceeded
+from twolane.server.http.errors import ApiError, ContextExceeded, crowded
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
@@ -172,9 +172,7 @@ class PromptReader:
             self._availability.check()  # it may have been given up for that
             raise refused_text(error, param) from error
         except Crowded as error:
-            message = "too many long texts wait to be tokenised"
-            again = {"Retry-After": "1"}
-            raise ApiError(429, message, code="queue_full", headers=again) from error
+            raise crowded("long texts wait to be tokenised") from error
 
     def _check_length(self, length: int, param: str) -> None:
         """Refuse a text so long that tokenising it would hold others up."""

@@ -57,6 +57,16 @@ class ApiError(HTTPException):
         return error_body(self.status_code, self.message, self.code, self.param)
 
 
+def crowded(waiting: str) -> ApiError:
+    """Return the refusal of work on a request that has to wait behind too much of its kind.
+
+    Args:
+        waiting: what waits, and for what.
+    """
+    headers = {"Retry-After": "1"}
+    return ApiError(429, f"too many {waiting}", code="queue_full", headers=headers)
+
+
 class ContextExceeded(ApiError):
     """The refusal of a prompt, or of a prompt and an answer, that the context is too short for.
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from twolane.frontend.body import IGNORED
 from twolane.frontend.fence import LONG_WORK_NICENESS, Crowded, Fence, FenceError, Limits
-from twolane.server.http.errors import ApiError
+from twolane.server.http.errors import ApiError, crowded
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
@@ -50,9 +50,7 @@ class Judge:
         try:
             said = await self._lane.run([name, *body], CLIENT.get())
         except Crowded as error:
-            headers = {"Retry-After": "1"}
-            message = "too many large bodies wait to be read"
-            raise ApiError(429, message, code="queue_full", headers=headers) from error
+            raise crowded("large bodies wait to be read") from error
         except (FenceError, OSError, EOFError) as error:
             if self._closed:
                 message = "the server is shutting down"
