@@ -22,6 +22,8 @@ NAME = re.compile(r"`([A-Za-z_]\w*\.[A-Za-z_]\w*)(?:\(\))?`")
 """A name with its owner, such as `KVBooks.match`."""
 BLOCK = re.compile(r"^```(?:console|bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`(?:src/twolane/)?([a-z0-9_]+(?:/[a-z0-9_]+)*\.(?:py|cu|json))`")
+THEIRS = ("batch_prefill_sm90.cu", "vllm/v1/sample/sampler.py")
+"""Source files of FlashInfer and vLLM that docstrings cite."""
 
 
 def name(page: Path) -> str:
@@ -52,6 +54,16 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for path in FILE.findall(page.read_text()):
         if "/" in path:
             assert any((root / path).exists() for root in roots), f"{name(page)} names {path}"
+
+
+def test_every_source_file_that_a_docstring_names_exists() -> None:
+    files = [file for top in ("src", "benchmarks", "tests") for file in (ROOT / top).rglob("*.*")]
+    code = [file for file in files if file.suffix in (".py", ".cu", ".cuh")]
+    endings = {"/".join(file.parts[-n:]) for file in code for n in range(1, len(file.parts))}
+    for file in code:
+        for path in FILE.findall(file.read_text()):
+            ours = not path.endswith(".json") and path not in THEIRS
+            assert not ours or path in endings, f"{name(file)} names {path}"
 
 
 def test_pages_have_what_is_looked_for_in_them() -> None:

@@ -56,7 +56,7 @@ class Busy:
                 self._ends[-1].record()
 
     def seconds(self, run: Callable[[], None], repeats: int) -> float:
-        """As `linear.graph_seconds`, beside this lane."""
+        """As `graph_seconds` of `kernels/runtime/timing.py`, beside this lane."""
         stream, times = torch.cuda.current_stream(), []
         graph = capture([run], stream)
         for _ in range(MORE * repeats + 1):

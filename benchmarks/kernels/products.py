@@ -1,4 +1,4 @@
-"""A layer's products on shares of the SMs, by each of the ways that `linear.py` chooses from.
+"""A layer's products on shares of the SMs, by each way that `products/dispatch.py` chooses from.
 
     PYTHONPATH=src python benchmarks/kernels/products.py
 

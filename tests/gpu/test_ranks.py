@@ -1,4 +1,4 @@
-"""Ranks on as many GPUs say what transformers says, whatever the schedule; as `test_parity`."""
+"""Ranks on as many GPUs say what transformers says, whatever the schedule; as `tests.parity`."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -312,8 +312,9 @@ class OperatorCosts:
         large tiles, as in the graph of a pass, and whether some are split; None: there are small
         ones, for these were nearly empty.
 
-        `kernels/prefill_attention_schedule.py` deals tiles, and splits the longest if that is
-        faster; `kernels/prefill_attention_flashinfer.py` (`Replayed`) says what is nearly empty.
+        `kernels/prefill_attention/schedule.py` deals tiles, and splits the longest if that is
+        faster; `Replayed` of `kernels/prefill_attention/flashinfer_kernels.py` says what is nearly
+        empty.
         """
         tile, heads = tile_tokens(self._spec.head_dim), self._spec.heads / self._tp
         keys = [

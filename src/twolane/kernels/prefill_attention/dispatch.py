@@ -7,9 +7,9 @@
     plan = plan.at(100)  # the lane changed its level between two slices
 
 Libraries deal the tiles of a batch to all SMs of the device; in a lane with half of them, a third
-round runs almost empty. A plan deals them to the lane's `units` (`prefill_attention_schedule.py`).
+round runs almost empty. A plan deals them to the lane's `units` (`schedule.py`).
 Two kernels take such plans: FlashInfer's FA3, whose work lists we write in its place
-(`prefill_attention_flashinfer.py`), and our own in Triton, which runs everywhere.
+(`flashinfer_kernels.py`), and our own in Triton, which runs everywhere.
 """
 
 from collections.abc import Sequence

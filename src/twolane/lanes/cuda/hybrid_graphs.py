@@ -4,10 +4,10 @@ A pass of 128 to 256 rows takes the GPU 7 to 9 ms, and so must take the host les
 planned at the last moment: launched operation by operation it took 3 ms and more, most of it
 waiting for Python's lock, which each operation gives up. So all that differs from pass to pass is
 written to one block at fixed places, in one copy; the graphs find it there, as those of decode
-steps find their rows (`decode.py`).
+steps find their rows (`decode_graphs.py`).
 
 Attention of the prompts is FA3's, for its lists can be such places (`Replayed`). What rows want
-beside sampling (`extras.py`) is done without the second graph.
+beside sampling (`logit_processors.py`) is done without the second graph.
 """
 
 from collections.abc import Callable, Sequence

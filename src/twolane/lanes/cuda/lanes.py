@@ -93,8 +93,8 @@ class CudaLanes:
     """Green-context lanes over one model.
 
     Launches of a lane run in order, whatever their levels: each waits, on the device, for the one
-    before it. One thread launches (`launcher.py`): that takes milliseconds, in which the engine
-    delivers tokens.
+    before it. One thread launches (`launch_thread.py`): that takes milliseconds, in which the
+    engine delivers tokens.
 
     Args:
         runner: queues the work.

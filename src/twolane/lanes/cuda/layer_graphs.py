@@ -7,7 +7,8 @@ two graphs for each layer, number of tokens and share of the SMs: up to the atte
 on. A hybrid batch's decode attention finds its rows on the device and lies in the first.
 
 Even so a pass of 36 layers takes the host 3.5 to 10 ms, more than a bound of 9 ms has room for:
-small hybrid passes are graphs as a whole, where their attention can be in one (`whole.py`).
+small hybrid passes are graphs as a whole, where their attention can be in one
+(`hybrid_graphs.py`).
 
 A pass is padded to the next size that has graphs. Padding is written to no page, and a row's
 results are nobody else's, so what it computes does not matter. Sizes at which products are as slow
