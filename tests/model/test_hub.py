@@ -71,6 +71,21 @@ def test_the_cache_directory(monkeypatch):
     assert hub.cache_dir() == Path("/y")
 
 
+def test_a_user_without_a_name_and_a_home_has_a_cache_directory(monkeypatch):
+    """As in a container that runs with the id of a user that it does not have."""
+
+    def nobody(_: object) -> None:
+        raise KeyError
+
+    for name in ("TWOLANE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for find in ("getpwuid", "getpwnam"):
+        monkeypatch.setattr(f"pwd.{find}", nobody)
+    assert hub.cache_dir() == Path("/.cache/twolane")
+    with pytest.raises(ModelNotFound):
+        resolve("~nobody/model.gguf")
+
+
 def test_offline_hub_ids_fail_in_one_line(monkeypatch):
     import huggingface_hub
 

@@ -1,6 +1,7 @@
 """Whether files are there, and files that are written whole or not at all."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,22 @@ def is_plain(path: Path) -> bool:
     with contextlib.suppress(OSError):
         return not path.exists() or path.is_file() or path.is_dir()
     return True
+
+
+def expanded(name: str) -> Path:
+    """Return a path with the home folder in the place of ~, if anyone says what that is."""
+    with contextlib.suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def user_cache() -> Path:
+    """Return the folder of this user's caches: XDG_CACHE_HOME, else ~/.cache. The home of
+    a user without a name and without HOME, as containers have, is /."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base)
+    home = expanded("~")
+    return (home if home.is_absolute() else Path("/")) / ".cache"
 
 
 @contextlib.contextmanager

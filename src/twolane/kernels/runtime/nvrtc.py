@@ -8,7 +8,6 @@ only the first start compiles.
 import ctypes
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from twolane.common.files import keep
+from twolane.common.files import keep, user_cache
 
 log = logging.getLogger("twolane.kernels")
 
@@ -152,9 +151,8 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 def cache_path(key: str, suffix: str) -> Path:
     """Where the user's cache has, or is to have, the file that depends on all of `key`."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return home / "twolane" / "kernels" / f"{name}.{suffix}"
+    return user_cache() / "twolane" / "kernels" / f"{name}.{suffix}"
 
 
 @cache

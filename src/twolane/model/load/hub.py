@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
-from twolane.common.files import is_file, is_folder, is_plain, keep
+from twolane.common.files import expanded, is_file, is_folder, is_plain, keep, user_cache
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -130,11 +130,9 @@ ALIASES = {
 
 
 def cache_dir() -> Path:
-    """TWOLANE_CACHE, else twolane in XDG_CACHE_HOME, else ~/.cache/twolane."""
-    if own := os.environ.get("TWOLANE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "twolane"
+    """TWOLANE_CACHE, else twolane among this user's caches."""
+    own = os.environ.get("TWOLANE_CACHE")
+    return expanded(own) if own else user_cache() / "twolane"
 
 
 def resolve(
@@ -159,7 +157,7 @@ def resolve(
     if name in ALIASES and not dummy:
         path = pull(name, given_up=given_up)
         return ModelSource("gguf", name, path, path, ALIASES[name].recommended)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if is_folder(path):
         return _directory(name, path)
     if is_file(path):
