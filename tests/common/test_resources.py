@@ -7,7 +7,8 @@ from threading import get_native_id
 
 import pytest
 
-from twolane.common.resources import free_memory, open_files, yield_processor
+from twolane.common import resources
+from twolane.common.resources import free_memory, open_files, usable_cores, yield_processor
 
 GIB = 2**30
 
@@ -74,6 +75,38 @@ def test_the_first_version_of_control_groups_counts_too(machine):
 
 def test_this_machine_has_some():
     assert free_memory() > 0
+    assert set(usable_cores()) <= set(resources.allowed_cores())
+
+
+@pytest.mark.parametrize(
+    ("own", "group", "files", "count"),
+    [
+        ("0::/", "", {"cpu__max": "max 100000"}, 8),
+        ("0::/", "", {"cpu__max": "250000 100000"}, 2),
+        ("0::/", "", {"cpu__max": "50000 100000"}, 1),
+        ("0::/", "", {"cpu__max": "1600000 100000"}, 8),
+        ("0::/a/b", "a", {"cpu__max": "400000 100000"}, 4),
+        ("3:cpu,cpuacct:/x", "cpu/x", {"cpu__cfs_quota_us": -1, "cpu__cfs_period_us": 100000}, 8),
+        ("3:cpu,cpuacct:/x", "cpu", {"cpu__cfs_quota_us": 765000, "cpu__cfs_period_us": 100000}, 7),
+        ("3:cpuset:/x", "cpu", {"cpu__cfs_quota_us": 100000, "cpu__cfs_period_us": 100000}, 8),
+    ],
+)
+def test_no_more_cores_are_used_than_control_groups_have_time_for(
+    tmp_path, monkeypatch, own, group, files, count
+):
+    """As with `docker run --cpus`, where the system chooses the cores."""
+    write(tmp_path / "proc" / "self", cgroup=own)
+    write(tmp_path / "cgroup" / group, **files)
+    monkeypatch.setattr(resources, "allowed_cores", lambda: [*range(2, 10)])
+    cores = usable_cores(tmp_path / "proc", tmp_path / "cgroup")
+    assert cores == [*range(2, 2 + count)]
+    pinned = []
+    monkeypatch.setattr(resources, "usable_cores", lambda: cores)
+    monkeypatch.setattr(
+        resources.os, "sched_setaffinity", lambda _, to: pinned.append(to), raising=False
+    )
+    resources.pin_thread(cores)
+    assert pinned == ([cores] if count == 8 else [])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only processes have a niceness")

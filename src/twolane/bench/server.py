@@ -23,7 +23,7 @@ import msgspec
 from twolane.bench import http
 from twolane.bench.serve import BenchError
 from twolane.common.checked_json import UNREADABLE
-from twolane.common.resources import usable_cores
+from twolane.common.resources import allowed_cores
 from twolane.results.provenance import without_secrets
 
 PORT = "{port}"
@@ -213,7 +213,7 @@ def _running(
 @contextlib.contextmanager
 def _divided_cpus() -> Iterator[Collection[int]]:
     """Keep `CLIENT_CPUS` for this process, while the block lasts; yield the server's."""
-    all_of_them = usable_cores()
+    all_of_them = allowed_cores()
     if len(all_of_them) < ENOUGH_CPUS or sys.platform != "linux":
         yield all_of_them
         return

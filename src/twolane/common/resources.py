@@ -7,7 +7,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -17,11 +17,30 @@ MOST_FILES = 1 << 20
 """A process asks the system for no more open files than this many."""
 
 
-def usable_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
+def allowed_cores() -> list[int]:
+    """The numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[int]:
+    """The numbers of the cores whose time this process gets: all that it may run on, or as many as
+    its control groups have time for, as with `docker run --cpus` and limits of Kubernetes. Beyond
+    that threads would stand still in turns, and the others wait for them."""
+    cores = allowed_cores()
+    shares = (_cores_of(group, old) for group, old in _groups("cpu", proc, cgroups))
+    time = min((share for share in shares if share is not None), default=float(len(cores)))
+    return cores[: max(1, int(time))]
+
+
+def pin_thread(cores: Sequence[int]) -> None:
+    """Let this thread, and those that it starts, run on these cores alone. Where control groups
+    bound the time and not the cores, the system chooses: others may be busy on these."""
+    if not hasattr(os, "sched_setaffinity") or len(usable_cores()) < len(allowed_cores()):
+        return
+    with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
+        os.sched_setaffinity(0, cores)  # 0 is the calling thread
 
 
 def yield_processor(niceness: int) -> None:
@@ -72,38 +91,53 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         free = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return max(0, min([free, *_left_by_groups(proc, cgroups)]))
+    names = ("memory.max", "memory.current", "inactive_file")
+    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    left = [
+        _left(group, *(old_names if old else names))
+        for group, old in _groups("memory", proc, cgroups)
+    ]
+    return max(0, min([free, *(bytes for bytes in left if bytes is not None)]))
 
 
-def _left_by_groups(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Bytes that each group with a limit leaves (Linux: cgroup-v2.rst, v1 memory.rst).
-
-    Page cache that is not in use counts as used there, and is given up on demand.
-    """
+def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of the groups around this process that may bound what a controller gives it, and
+    whether they are of the first version (Linux: cgroup-v2.rst; v1 cgroups.rst)."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        names = ("memory.max", "memory.current", "inactive_file")
-        if controllers:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        root = cgroups / "memory" if controllers else cgroups
+        root = cgroups / controller if controllers else cgroups
         # A container may see its own group as the root, under the name that the host has for it.
         inside = root / path.strip("/")
         for group in {root, inside, *(p for p in inside.parents if p.is_relative_to(root))}:
-            left = _left(group, *names)
-            if left is not None:
-                yield left
+            yield group, bool(controllers)
 
 
 def _left(group: Path, limit: str, used: str, cache: str) -> int | None:
+    """Bytes that a group leaves; page cache that is not in use counts as used there, and is given
+    up on demand."""
     try:
         most, taken = (int((group / name).read_text()) for name in (limit, used))
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return most - taken + int(stats.get(cache, 0))
     except (OSError, ValueError):  # there is no such group here, or it is "max"
         return None
+
+
+def _cores_of(group: Path, old: bool) -> float | None:
+    """Number of cores of whose time a group gets as much; None: there is no such group here, or it
+    has no bound."""
+    try:
+        if old:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            quota, period = (int((group / name).read_text()) for name in names)
+        else:
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+    except (OSError, ValueError):  # "max"
+        return None
+    return quota / period if quota > 0 and period > 0 else None

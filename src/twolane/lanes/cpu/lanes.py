@@ -6,8 +6,6 @@ before it in its lane, so only one worker of a lane is ever at work. The whole d
 with both lanes.
 """
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
+from twolane.common.resources import pin_thread
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
@@ -178,9 +177,7 @@ class _Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        if hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
-                os.sched_setaffinity(0, self._cores)  # 0 is the calling thread
+        pin_thread(self._cores)
         torch.set_num_threads(len(self._cores))  # of the calling thread's OpenMP team
         self._bind(self._lane)
         with torch.inference_mode():
