@@ -142,4 +142,6 @@ def test_the_answer_begins_where_the_thinking_ends_however_the_text_is_cut(parts
     thinks = opened or text.lstrip().startswith("<think>")
     end = text.find("</think>") if thinks else -len("</think>")
     behind = len(text) if end == -1 else end + len("</think>")
+    if thinks:  # the white space behind it is of neither
+        behind = len(text) - len(text[behind:].lstrip())
     assert (thought, answer) == (text[:behind], text[behind:])

@@ -96,6 +96,8 @@ class ReasoningParser:
 class AnswerGate:
     """Tells the text of the answer, in which stop strings count, from the thinking before it.
 
+    White space behind the thinking belongs to neither, and no stop string counts in it.
+
     Args:
         how: the model thinks.
     """
@@ -112,6 +114,8 @@ class AnswerGate:
         """Take some more text; return what is thinking, and what is of the answer."""
         if self._state == "answer":
             return "", text
+        if self._state == "blank":
+            return self._behind("", text)
         self._seen += text
         if self._state == "start":
             begun, mark = self._seen.lstrip(), self._how.begin
@@ -124,8 +128,15 @@ class AnswerGate:
             self._seen = self._seen[1 - len(self._how.end) :]
             return text, ""
         behind = len(self._seen) - len(thought) - len(mark)
-        self._state = "answer"
-        return text[: len(text) - behind], text[len(text) - behind :]
+        self._state = "blank"
+        return self._behind(text[: len(text) - behind], text[len(text) - behind :])
+
+    def _behind(self, before: str, text: str) -> tuple[str, str]:
+        """Nothing but white space has come since the thinking has ended."""
+        said = text.lstrip()
+        if said:
+            self._state = "answer"
+        return before + text[: len(text) - len(said)], said
 
     def release(self) -> str:
         """Return what is held back."""
