@@ -161,6 +161,16 @@ def test_what_proxies_write_into_a_history_is_no_error(parrot):
     assert said == "It is 21 degrees in Rome."
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "\\", '"Rome"', "", "null"])
+def test_a_call_with_broken_arguments_does_not_end_the_conversation(parrot, arguments):
+    """A model wrote them, and the client sends them back with what came of it."""
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}
+    history = [{"role": "user", "content": "Hello"}, {"role": "assistant", "tool_calls": [call]}]
+    history.append({"role": "tool", "tool_call_id": "a", "content": "No: but it has 21 degrees"})
+    said = chat(parrot, history, tools=[CLOCK]).choices[0].message.content
+    assert said == "It is 21 degrees in Rome."
+
+
 def test_tokens_of_a_conversation_are_those_of_its_prompt(client):
     fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": [CLOCK]}
     counted = client.post("../tokenize", body=fields, cast_to=object)["count"]
@@ -222,6 +232,8 @@ def test_stop_strings_count_in_the_answer_alone(parrot):
     whole = chat(parrot, FRANCE, stop="Easy").choices[0]
     assert (whole.message.content, whole.stop_reason) == ("Paris.", None)
     assert chat(parrot, ASK, stop="name").choices[0].message.content == '<tool_call>\n{"'
+    between = chat(parrot, FRANCE, stop=["\n", "\n\n"]).choices[0]
+    assert (between.message.content, between.stop_reason) == ("Paris.", None)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -130,15 +130,16 @@ def as_text(arguments: Any) -> str:
 
 
 def as_object(arguments: Any) -> Any:
-    """Return the object that a text of JSON is; what is none stays text."""
+    """Return the object that a text of JSON is. What is none, as models write at times, is one with
+    the key `raw`: a history with it must not end the conversation."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments) if arguments.strip() else None
-    except ValueError:
-        return arguments
+        value = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return {"raw": arguments}
     known = {} if value is None else value
-    return known if isinstance(known, dict) else arguments
+    return known if isinstance(known, dict) else {"raw": arguments}
 
 
 def part(text: str) -> dict[str, str]:
