@@ -232,6 +232,53 @@ WRITTEN = {
         ("hermes", f"<tool_call>nothing{CALL}{{}}}}</tool_call>"),
         *("<tool_call>nothing", [("f", {})]),
     ),
+    "backslashes of paths and expressions": (
+        ("hermes", CALL + r'{"a": "C:\Users\new\d+ \u12 \\"}}'),
+        *("", [("f", {"a": "C:\\Users\new\\d+ \\u12 \\"})]),
+    ),
+    "a backslash in front of a quote, 3.1": (
+        ("deepseek_v31", DEEPSEEK_31.replace("Rome", r"\u00e9\"\è")),
+        *("", [("weather", {"city": 'é"\\è'}), ("f", {})]),
+    ),
+    "braces twice": (("hermes", '<tool_call>{{"name": "f"}}</tool_call>'), "", [("f", {})]),
+    "a mark twice": (("hermes", f"<tool_call>\n{CALL}{{}}}}</tool_call>"), "", [("f", {})]),
+    "a mark twice, XML": (
+        ("qwen3_coder", XML.replace("<tool_call>", "<tool_call>\n<tool_call>")),
+        *("Now:done", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "a mark alone": (("hermes", "<tool_call>\n <tool"), "<tool_call>\n <tool", []),
+    "a person for the user": (
+        ("llama3_json", '{"name": "Bob", "age": 3}'),
+        *('{"name": "Bob", "age": 3}', []),
+    ),
+    "a tool that is none": (
+        ("llama3_json", '{"name": "bob", "parameters": {"a": 1}}'),
+        *("", [("bob", {"a": 1})]),
+    ),
+    "a function in a text": (
+        ("qwen3_coder", "I write <function=f> and `<function=f>`, <function=f>"),
+        *("I write <function=f> and `<function=f>`, <function=f>", []),
+    ),
+    "the end of a parameter in a value": (
+        ("qwen3_coder", XML.replace("12", 'a\n</parameter>\n"b" </parameter>.', 1)),
+        *("Now:done", [("weather", {"city": 'a\n</parameter>\n"b" </parameter>.', "days": 12})]),
+    ),
+    "a line with another parameter in a value": (
+        ("qwen3_coder", XML.replace("12", "a\n<parameter=b>\nc", 1)),
+        *("Now:done", [("weather", {"city": "a\n<parameter=b>\nc", "days": 12})]),
+    ),
+    "no end but the parameter's": (
+        ("qwen3_coder", XML[: XML.index("</function>")] + "\n"),
+        *("Now:", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "names between quotes": (
+        ("qwen3_coder", XML.replace("=weather", '="weather"').replace("=city", "='city'")),
+        *("Now:done", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "mistral, with spaces": (
+        ("mistral_args", '[TOOL_CALLS] f [ARGS] {"a": 1}'),
+        *("", [("f", {"a": 1})]),
+    ),
     "without parameters, cut": (("qwen3_coder", "<tool_call><function=f>"), "", [("f", {})]),
     "cut in the name": (("hermes", '<tool_call>{"name": "we'), '<tool_call>{"name": "we', []),
 }
@@ -288,7 +335,8 @@ def test_arguments_come_before_the_call_has_ended():
 
 
 def test_text_that_is_no_call_is_shown_as_soon_as_that_is_certain():
-    assert tools("qwen3_coder").feed("<tool_call>a > b")[0] == Content("<tool_call>a >")
+    shown = tools("qwen3_coder").feed("<tool_call>a > b")
+    assert "".join(piece.text for piece in shown) == "<tool_call>a > b"
 
 
 def test_text_of_a_parameter_comes_before_the_parameter_has_ended():
@@ -361,6 +409,46 @@ def test_an_answer_goes_on_with_the_thinking_that_it_is_given(continued, read):
     reader.read("So</think>No", ended=True)
     assert (reader.content, reader.thinking) == read
     assert form.thinking == (OPENED if read[1] else ThinkingMarks() if continued is None else None)
+
+
+HM, LOOK = "Hm.", "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>"
+DRAFT = f"So {LOOK}\n</tool_call>\nThat is it."
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "content", "calls"),
+    [
+        (f"{HM}\n\n{LOOK}\n</tool_call>", HM, "", 1),
+        (f"{HM}\n\n{LOOK}\n</tool_call>\n{LOOK}\n</tool_call>\n", HM, "", 2),
+        (f"{HM}\n{LOOK}\n</tool_call>\n</think>\n\n", HM, "", 1),
+        (f"{DRAFT} {LOOK}", DRAFT, "", 1),
+        (f"{HM}\n{DRAFT}\n", f"{HM}\n{DRAFT}", "", 0),
+        (f"{DRAFT}</think>{LOOK}</tool_call>", DRAFT, "", 1),
+        (f"{HM} {LOOK}</think>Yes.", f"{HM} {LOOK}", "Yes.", 0),
+        (f"{HM} {LOOK[:-20]}", f"{HM} {LOOK[:-20]}", "", 0),
+        (
+            f"{HM} {LOOK.replace('weather', 'none')}",
+            f"{HM} {LOOK.replace('weather', 'none')}",
+            "",
+            0,
+        ),
+        ("I write <tool_call> and <tool", "I write <tool_call> and <tool", "", 0),
+    ],
+)
+@given(places=st.lists(st.integers(0, 300), max_size=12))
+def test_a_call_with_which_the_thinking_ends_is_a_call(text, thinking, content, calls, places):
+    """And a draft, which has something behind it, or is cut, is thinking."""
+    tools = [Tool("weather", {"type": "object", "properties": {"days": {"type": "integer"}}})]
+    reader = (
+        Forms("{{ tools }}<tool_call><function=</think>").of(Asked(tools), "<think>\n").reader()
+    )
+    parts = cuts(text, places)
+    for i, part in enumerate(parts):
+        reader.read(part, ended=i == len(parts) - 1)
+    assert (reader.thinking.rstrip(), reader.content) == (thinking, content)
+    assert [(call.name, call.arguments) for call in reader.calls] == [
+        ("weather", '{"days": 2}')
+    ] * calls
 
 
 def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():

@@ -1,6 +1,7 @@
 """The forms of a model's answers: thinking, tool calls, and what a grammar enforces."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ from twolane.frontend.parsers.reasoning import (
     thinking_of,
 )
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
+from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.jobs import Calls, GrammarJob, Wanted
 from twolane.frontend.structured.tools import Tool, parameter_types
 
@@ -136,9 +138,13 @@ class Forms:
         form = FORMATS[self._known_calls()] if asked.tools else None
 
         def reader() -> AnswerReader:
-            calls = None if form is None else ToolCallParser(form, types)
             thoughts = None if thinking is None else ReasoningParser(thinking)
-            return AnswerReader(thoughts, calls, several=asked.several)
+            if form is None:
+                return AnswerReader(thoughts, several=asked.several)
+            find = partial(ToolCallParser, form, types)
+            ends_in_calls = thinking is not None and not form.bare
+            unclosed = CallsInThinking(find, types) if ends_in_calls else None
+            return AnswerReader(thoughts, find(), unclosed=unclosed, several=asked.several)
 
         return reader
 

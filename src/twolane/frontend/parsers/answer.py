@@ -1,9 +1,9 @@
 """What an answer consists of: thinking first, then text and tool calls."""
 
-import json
 import uuid
 from dataclasses import dataclass, field
 
+from twolane.frontend.parsers.json_call import is_object
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -12,6 +12,7 @@ from twolane.frontend.parsers.pieces import (
     Piece,
     Reasoning,
 )
+from twolane.frontend.parsers.unclosed import CallsInThinking
 
 
 @dataclass
@@ -30,6 +31,7 @@ class AnswerReader:
     Args:
         reasoning: tells the thinking apart; None: the model does not think.
         tools: finds tool calls in what is left; None: there can be none.
+        unclosed: finds calls with which the thinking ends; None: there can be none.
         several: whether more than the first call is kept.
     """
 
@@ -38,12 +40,14 @@ class AnswerReader:
         reasoning: Parser | None = None,
         tools: Parser | None = None,
         *,
+        unclosed: CallsInThinking | None = None,
         several: bool = True,
     ) -> None:
         self._several = several
         self.calls: list[ParsedCall] = []
         self._reasoning_parser = reasoning
         self._tools_parser = tools
+        self._unclosed = unclosed
         self._thinking: list[str] = []
         self._content: list[str] = []
 
@@ -60,15 +64,13 @@ class AnswerReader:
     @property
     def only_thinks(self) -> bool:
         """Whether the model has thought, and written nothing else so far."""
-        return any(self._thinking) and not any(self._content) and not self.calls
+        kept_back = self._unclosed is not None and self._unclosed.holds
+        return any(self._thinking) and not (any(self._content) or self.calls or kept_back)
 
     @property
     def calls_are_whole(self) -> bool:
         """Whether there are calls, of which none was cut: the arguments of the last are JSON."""
-        try:
-            return bool(self.calls) and isinstance(json.loads(self.calls[-1].arguments), dict)
-        except (ValueError, RecursionError):
-            return False
+        return bool(self.calls) and is_object(self.calls[-1].arguments)
 
     def read(self, text: str, *, ended: bool) -> list[Piece]:
         """Take some more text; return the pieces that are certain now.
@@ -99,8 +101,17 @@ class AnswerReader:
             return pieces
         found: list[Piece] = []
         for piece in pieces:
-            found += tools.feed(piece.text) if isinstance(piece, Content) else [piece]
-        found += tools.finish() if ended else []
+            match piece:
+                case Content(text):
+                    found += self._unclosed.release() if self._unclosed is not None else []
+                    found += tools.feed(text)
+                case Reasoning(text) if self._unclosed is not None:
+                    found += self._unclosed.feed(text)
+                case _:
+                    found.append(piece)
+        if ended:
+            found += self._unclosed.finish() if self._unclosed is not None else []
+            found += tools.finish()
         return found if self._several else [piece for piece in found if not is_later(piece)]
 
 

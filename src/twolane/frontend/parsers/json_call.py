@@ -1,11 +1,15 @@
 """A tool call in JSON, read as it comes: its name, then its arguments."""
 
 import json
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 WHITE = " \t\r\n"
 NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
+SHORT_ESCAPES = '"\\/bfnrtu'
+"""What may follow a backslash in a string."""
+HEX_DIGITS = "0123456789abcdefABCDEF"
 
 
 def parsed(text: str) -> Any:
@@ -23,12 +27,59 @@ def parsed(text: str) -> Any:
 
 
 def _no_json(name: str) -> NoReturn:
+    """Refuse a number that Python reads, and JSON does not have: NaN, Infinity."""
     raise ValueError(f"{name} is not JSON")
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is an object in JSON."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_no_json), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def in_string(char: str) -> str:
     """Return a character as JSON has it in strings; models leave line ends and tabs as they are."""
     return char if char >= " " else json.dumps(char)[1:-1]
+
+
+class JsonText:
+    """JSON as it is written, with strings that can be read.
+
+    Models leave line ends and tabs in strings as they are, and the backslashes of paths and regular
+    expressions: one that begins no escape of JSON is text.
+    """
+
+    def __init__(self) -> None:
+        self.in_string = False
+        """Whether a string has begun and not ended."""
+        self._escape = ""
+        """An escape that has begun and not ended."""
+
+    def feed(self, char: str) -> str:
+        """Take the next character; return what is certain now of the text."""
+        if self._escape:
+            return self._escaped(char)
+        if not self.in_string:
+            self.in_string = char == '"'
+            return char
+        if char == "\\":
+            self._escape = char
+            return ""
+        self.in_string = char != '"'
+        return in_string(char)
+
+    def _escaped(self, char: str) -> str:
+        begun, self._escape = self._escape, ""
+        known = SHORT_ESCAPES if begun == "\\" else HEX_DIGITS
+        if char not in known:
+            return "\\" + begun + self.feed(char)
+        whole = begun + char
+        if whole[1] == "u" and len(whole) < len("\\u0000"):
+            self._escape = whole
+            return ""
+        return whole
 
 
 class JsonCall:
@@ -38,9 +89,15 @@ class JsonCall:
     that has none are {}. What begins as no object is passed on when it has ended (`as_object`).
 
     Invariant: `name` and the characters of `arguments` depend on the text so far alone.
+
+    Args:
+        tools: the names of the tools; an object with another name and without arguments is no call.
+            None: any name may be one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Collection[str] | None = None) -> None:
+        self._tools = tools
+        self._text = JsonText()
         self.name: str | None = None
         self.done = False
         """Whether the object has been closed."""
@@ -49,7 +106,8 @@ class JsonCall:
         self.spare = ""
         """What was fed and belongs no more to the call."""
         self._depth = 0
-        self._in_string = self._escaped = False
+        self._unknown: str | None = None
+        """A name that is no tool's, before any arguments."""
         self._key: str | None = None
         """The key at the top whose value is being read."""
         self._scalar: list[str] = []
@@ -61,10 +119,12 @@ class JsonCall:
         """Take the next character."""
         if self.done or self.broken:
             return
-        if self._depth == 0:
+        within = self._text.in_string
+        written = self._text.feed(char)
+        if within:
+            self._keep(written)
+        elif self._depth == 0:
             self._begin(char)
-        elif self._in_string:
-            self._string(char)
         else:
             self._structure(char)
 
@@ -97,22 +157,13 @@ class JsonCall:
         elif char not in WHITE:
             self.broken = True
 
-    def _string(self, char: str) -> None:
-        self._keep(char)
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False
-
     def _structure(self, char: str) -> None:
         if self._arguments_ended and char not in WHITE + ",}":  # the last brace is missing
             self.done, self.broken, self.spare = True, self.name is None, char
             return
-        if char == '"':
-            self._in_string = True
-        elif char in "{[":
+        if char == "{" and self._is_doubled:
+            return
+        if char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
@@ -126,21 +177,34 @@ class JsonCall:
         else:
             self._keep(char)
 
-    def _keep(self, char: str) -> None:
-        if self._depth == 1 and not self._in_string and char in WHITE:
+    @property
+    def _is_doubled(self) -> bool:
+        """Whether a brace would be the object's second: Qwen2.5's template shows calls so."""
+        return self._depth == 1 and self._key is None and not self._scalar and self.name is None
+
+    def _keep(self, written: str) -> None:
+        if self._depth == 1 and not self._text.in_string and written in WHITE:
             return  # between two values
         if self._key in ARGUMENTS:
-            self._arguments.append(in_string(char) if self._in_string else char)
+            self._arguments.append(written)
+            self.name = self.name or self._unknown
         else:
-            self._scalar.append(char)
+            self._scalar.append(written)
 
     def _value(self) -> None:
         """A value at the top has ended."""
         if self._key in NAMES and self.name is None:
-            self.name = self._read()
+            self._call(self._read())
         elif self._held:
             self._arguments = [as_object("".join(self._arguments))]
         self._key, self._scalar = None, []
+
+    def _call(self, name: str | None) -> None:
+        """An object has this name: it is a call's if that is a tool's, or arguments follow."""
+        if self._tools is None or name in self._tools or self._arguments:
+            self.name = name
+        else:
+            self._unknown = name
 
     def _read(self) -> str | None:
         """The string that was read, if it is one."""

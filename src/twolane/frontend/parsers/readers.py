@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from twolane.frontend.parsers.json_call import WHITE, JsonCall, in_string, parsed
+from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, parsed
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
 """The JSON types of each parameter of each tool, by the tool's name, where its schema says some."""
@@ -63,7 +63,7 @@ class NamedCall:
         self._head: list[str] = []
         self._object: list[str] = []
         self._taken = self._depth = 0
-        self._in_string = self._escaped = False
+        self._text = JsonText()
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -74,8 +74,11 @@ class NamedCall:
             found = self._header.fullmatch("".join(self._head))
             self.broken = found is None
             self.name = found["name"] if found else None
-        self._object.append(in_string(char) if self._in_string else char)
-        self._scan(char)
+        within = self._text.in_string
+        self._object.append(self._text.feed(char))
+        if not within:
+            self._depth += (char in "{[") - (char in "}]")
+            self.done = self._depth == 0
 
     def end(self) -> None:
         """See `CallReader.end`: what has come was passed on."""
@@ -84,18 +87,6 @@ class NamedCall:
         """See `CallReader.take`."""
         new, self._taken = "".join(self._object[self._taken :]), len(self._object)
         return new
-
-    def _scan(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string:
-            self._escaped = char == "\\"
-            self._in_string = char != '"'
-        elif char == '"':
-            self._in_string = True
-        else:
-            self._depth += (char in "{[") - (char in "}]")
-            self.done = self._depth == 0
 
 
 class NamedLine(NamedCall):
@@ -169,7 +160,7 @@ class ListedCall:
         if self._reader is None:
             if char in WHITE or char == "[":
                 return
-            named = NamedCall(r"(?P<name>[\w.-]+?)(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*")
+            named = NamedCall(r"(?P<name>[\w.:-]+?)\s*(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*")
             self._reader = JsonCall() if char == "{" else named
         self._reader.feed(char)
 
@@ -182,13 +173,18 @@ class ListedCall:
 
 
 FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+INSIDE = ("<parameter=", "</function>", "</tool_call>", "{")
+"""What follows the name of a function; where something else does, the mark stands in a text."""
 BEGIN_PARAMETER = re.compile(r"<parameter=(?P<name>[^<>\n]+)>\Z")
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
 END_VALUE = re.compile(
-    rf"\n?{END_PARAMETER}\Z|\n?{END_FUNCTION}\s*{END_CALL}\Z|\n[ \t]*<parameter=[^<>\n]+>\Z"
+    rf"\n?{END_PARAMETER}\s*({END_FUNCTION}|{END_CALL}|<parameter=[^<>\n]+>)\Z"
+    rf"|\n?{END_FUNCTION}\s*{END_CALL}\Z|\n[ \t]*<parameter=(?P<unclosed>[^<>\n]+)>\Z"
 )
-"""What ends a value; models leave out the mark behind it at times."""
-MAY_END = re.compile(rf"\n?[ \t]*({END_FUNCTION}\s*)?(<[^<>\n]*)?\Z")
+"""What ends a value: its mark, if the next one follows; models leave it out at times."""
+ENDED = re.compile(rf"\n?{END_PARAMETER}\s*\Z")
+"""What ends a value behind which there is nothing."""
+MAY_END = re.compile(rf"\n?[ \t]*(({END_PARAMETER}|{END_FUNCTION})\s*)?(<[^<>\n]*)?\Z")
 """What may become the end of a value when more comes."""
 SPACE_BEHIND = 8
 """Characters of white space that may be behind a name on its line."""
@@ -202,14 +198,17 @@ class XmlCall:
     """Qwen3-Coder's call: `<function=name>`, parameters between marks, `</function>`.
 
     Values are plain text. Those of parameters that are no strings are read as JSON where they can
-    be, when they have ended; strings are passed on as they come. A value may have the end of a call
-    within it, unless the end of the list follows. Of two parameters by one name the first counts.
+    be, when they have ended; strings are passed on as they come. A value may have its own end
+    within it, unless a mark follows, and the end of a call, unless the end of the list does. Of two
+    parameters by one name the first counts.
     """
 
     def __init__(self, types: Types) -> None:
         self.name: str | None = None
         self.done = self.broken = False
         self.spare = ""
+        self._begun_name: str | None = None
+        """The name of the function, which is a call's if that goes on as one."""
         self._types = types
         self._pieces: list[str] = []
         """The text that is not read yet."""
@@ -227,18 +226,19 @@ class XmlCall:
         """See `CallReader.feed`."""
         self._pieces.append(char)
         self._end = (self._end + char)[-LONGEST_MARK:]
-        if self.name is None and char == ">":
-            found = FUNCTION.fullmatch("".join(self._pieces))
-            self.broken = found is None
-            if found:
-                self.name, self._pieces, self._end = found["name"].strip(), [], ""
-        elif self.name is None and char == "\n":
-            self.broken = bool("".join(self._pieces).strip())
-        elif self.name is not None and char == ">":
+        if self._begun_name is None:
+            self._head(char)
+        elif self.name is None:
+            self._inside()
+        elif char == ">":
             self._mark()
 
     def end(self) -> None:
         """See `CallReader.end`. Arguments of which the last has not ended are cut, too."""
+        if self.name is None and not "".join(self._pieces).strip():
+            self.name = self._begun_name
+        if self._parameter is not None and (ended := ENDED.search(self._end)):
+            self._finish(len(ended[0]))
         if self._parameter is None and not self.done:
             self._close()
         elif self._parameter is not None and not self._is_text and not self._known:
@@ -260,23 +260,49 @@ class XmlCall:
         """Whether the value is text whatever it looks like, of a parameter that counts."""
         return self._kinds == frozenset(("string",)) and self._parameter not in self._known
 
+    def _head(self, char: str) -> None:
+        """The mark in front of the parameters has not ended."""
+        if char == ">":
+            found = FUNCTION.fullmatch("".join(self._pieces))
+            self.broken = found is None
+            if found:
+                self._begun_name, self._pieces, self._end = unquoted(found["name"]), [], ""
+        elif char == "\n":
+            self.broken = bool("".join(self._pieces).strip())
+
+    def _inside(self) -> None:
+        """Something follows the name: a call has begun if that belongs to one."""
+        begun = "".join(self._pieces).lstrip()
+        if begun.startswith(INSIDE):
+            self.name = self._begun_name
+            if begun.endswith(">"):
+                self._mark()
+        else:
+            self.broken = not any(mark.startswith(begun) for mark in INSIDE)
+
     def _mark(self) -> None:
         """A mark may have ended."""
         last = self._end[self._end.rfind("<") :]
         if last not in (END_PARAMETER, END_FUNCTION, END_CALL) and "<parameter=" not in last:
             return
-        if self._parameter is not None and (ended := END_VALUE.search(self._end)):
+        if self._parameter is not None:
+            ended = END_VALUE.search(self._end)
+            if ended is None or not self._is_parameter(ended["unclosed"]):
+                return
             self._finish(len(ended[0]))
-            self.done = ended[0].endswith(END_CALL)
-        elif self._parameter is not None:
-            return
+            self.done = ended[0].endswith((END_FUNCTION, END_CALL))
         else:
             self.done = self._end.endswith((END_FUNCTION, END_CALL))
         if self.done:
             self._close()
         elif begun := BEGIN_PARAMETER.search(self._end):
-            self._parameter, self._begun = begun["name"].strip(), False
+            self._parameter, self._begun = unquoted(begun["name"]), False
             self._pieces = []
+
+    def _is_parameter(self, name: str | None) -> bool:
+        """Whether a line within a value may begin a parameter by this name; None: there is none."""
+        known = self._types.get(self.name or "")
+        return name is None or not known or unquoted(name) in known
 
     def _finish(self, mark: int) -> None:
         """The value has ended with a mark of this many characters."""
@@ -322,6 +348,11 @@ class XmlCall:
             body = body.removesuffix(mark).rstrip()
         given = None if self._known else whole_object(body)
         self._arguments.append(given or ("}" if self._known else "{}"))
+
+
+def unquoted(name: str) -> str:
+    """Return a name without what some write around it."""
+    return name.strip().strip("\"'")
 
 
 def whole_object(text: str) -> str | None:

@@ -55,7 +55,7 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             XmlCall, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
         ),
         "llama3_json": CallFormat(
-            lambda _: JsonCall(), ("<|python_tag|>",), separators="}; \t\r\n", again="{", bare=True
+            JsonCall, ("<|python_tag|>",), separators="}; \t\r\n", again="{", bare=True
         ),
         "mistral": CallFormat(
             lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
@@ -127,7 +127,8 @@ class ToolCallParser:
     def __init__(self, form: CallFormat, types: Types = MappingProxyType({})) -> None:
         self._form = form
         self._types = types
-        self._marks = (*form.begin, *form.within, *LISTS)
+        self.marks = (*form.begin, *form.within, *LISTS)
+        """The marks with which calls, or lists of them, begin."""
         self._text = ""
         """Text that is not decided yet."""
         self._reader: CallReader | None = None
@@ -145,6 +146,7 @@ class ToolCallParser:
         steps = {
             "first": self._first,
             "text": self._plain,
+            "opened": self._opened,
             "call": self._call,
             "after": self._after,
         }
@@ -155,20 +157,17 @@ class ToolCallParser:
     def finish(self) -> list[Piece]:
         """See `Parser.finish`."""
         rest, self._text = self._text, ""
-        if self._state == "call" and self._named:
-            return self._ended()
-        if self._state == "call":
-            rest = "".join(self._raw)
+        if self._reader is not None and self._state in ("opened", "call"):
+            pieces: list[Piece] = []
+            if self._reader.name is not None or self._raw[0].strip():
+                self._reader.end()
+            if self._reader.name is not None:
+                self._pass_on(self._reader, pieces)
+                return pieces
+            rest = "".join(self._raw) + rest
         elif self._state == "after" or (self._calls and not rest.strip()):
             rest = ""
         return [Content(rest)] if rest else []
-
-    def _ended(self) -> list[Piece]:
-        """What an open call still says when nothing follows."""
-        assert self._reader is not None
-        self._reader.end()
-        arguments = self._reader.take()
-        return [CallArguments(self._calls - 1, arguments)] if arguments else []
 
     def _first(self, pieces: list[Piece]) -> bool:
         """Nothing but white space has come, in front of the answer or behind a call."""
@@ -183,7 +182,7 @@ class ToolCallParser:
         return True
 
     def _plain(self, pieces: list[Piece]) -> bool:
-        found = [(self._text.find(mark), mark) for mark in self._marks if mark in self._text]
+        found = [(self._text.find(mark), mark) for mark in self.marks if mark in self._text]
         if found:
             place, mark = min(found)
             shown = self._text[:place].rstrip()
@@ -195,7 +194,7 @@ class ToolCallParser:
             elif mark in self._form.within:
                 self._open(space)
             return True
-        kept = held_back(self._text, self._marks)
+        kept = held_back(self._text, self.marks)
         certain = self._text[: len(self._text) - kept].rstrip()
         self._show(certain, pieces)
         self._text = self._text[len(certain) :]
@@ -204,7 +203,19 @@ class ToolCallParser:
     def _open(self, before: str = "") -> None:
         """Begin to read a call; the text before it is shown if it turns out to be none."""
         self._reader, self._raw, self._named = self._form.reader(self._types), [before], False
+        self._state = "opened" if before.strip() else "call"
+
+    def _opened(self, _: list[Piece]) -> bool:
+        """A mark has come, which models write twice at times: the second one is no text."""
+        begun, marks = self._text.lstrip(), self._form.begin
+        doubled = next((mark for mark in marks if mark.strip() and begun.startswith(mark)), None)
+        if doubled is not None:
+            self._text = begun[len(doubled) :]
+            return True
+        if any(mark.startswith(begun) for mark in marks):
+            return False  # it may become one
         self._state = "call"
+        return True
 
     def _call(self, pieces: list[Piece]) -> bool:
         reader = self._reader
@@ -216,9 +227,7 @@ class ToolCallParser:
         self._raw.append(self._text[:taken])
         self._text = self._text[taken:]
         if reader.broken:
-            shown, self._raw = "".join(self._raw), []
-            self._show(shown.removesuffix(reader.spare), pieces)
-            self._text = reader.spare + self._text
+            self._show(self._refused(), pieces)
             self._state = "text"
             return True
         if reader.name is not None:
@@ -227,6 +236,14 @@ class ToolCallParser:
             self._text = reader.spare + self._text
             self._state = "after"
         return True
+
+    def _refused(self) -> str:
+        """Return the text of a mark with which no call begins; what is behind it is read again."""
+        mark, behind = self._raw[0], "".join(self._raw[1:])
+        if not mark.strip() and behind.startswith(self._form.within):
+            mark, behind = mark + behind[:1], behind[1:]
+        self._text = behind + self._text
+        return mark
 
     def _pass_on(self, reader: CallReader, pieces: list[Piece]) -> None:
         if not self._named:
