@@ -120,8 +120,7 @@ def soak(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             yield {**counted, "seconds": round(told - begun, 1)}
     took = time.monotonic() - begun
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    ranks.close()
-    codes = [process.returncode for process in ranks.processes]
+    codes = ranks.close()
     yield {**counted, "seconds": round(took, 1), "exit_codes": codes}
 
 

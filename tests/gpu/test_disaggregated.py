@@ -21,7 +21,7 @@ from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
-from tests.parity.ranks import Ranks, next_turn
+from tests.parity.ranks import Ranks, next_turn, two_streams
 from tests.parity.test_tiny import compare
 from twolane.engine.messages import Abort, Outputs, Submit
 from twolane.lanes.cuda.disaggregated import CudaPairMachine
@@ -66,16 +66,11 @@ def on_two(settings: DeviceSettings, pages: int = PAGES) -> Ranks:
 def two(checkpoint: Path) -> Iterator[Ranks]:
     ranks = on_two(settings_of(checkpoint, lora_endpoints=True, max_loras=1, max_lora_rank=8))
     yield ranks
-    ranks.close()
-    assert [process.returncode for process in ranks.processes] == [0]
+    assert ranks.close() == [0]
 
 
 def test_greedy_tokens_are_those_of_the_reference(two: Ranks, judge: Judge, tally: Tally) -> None:
-    """With shared prefixes, where memory runs out, and prompts beside decode steps."""
-    served = two.serve(make_system("two-stream"), REQUESTS)
-    assert served.prefix_hits
-    assert served.preemptions
-    compare(REQUESTS, served, judge, tally)
+    compare(REQUESTS, two_streams(two, REQUESTS), judge, tally)
 
 
 def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) -> None:

@@ -61,8 +61,7 @@ def main(path: Path, *options: str) -> None:
     ]
     adapters = {"tuned": path.with_name("tuned")}
     served = ranks.serve(make_system("two-stream"), submits, adapters)
-    ranks.close()
-    codes = [process.returncode for process in ranks.processes]
+    codes = ranks.close()
     found = {"said": served.outputs, "hits": served.prefix_hits, "codes": codes}
     print(json.dumps({**found, "submits": json.dumps(REQUESTS)}))
 

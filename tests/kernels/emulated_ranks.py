@@ -68,8 +68,7 @@ def main(path: Path, size: int) -> None:
     for name, system in systems.items():
         said[name] = ranks.serve(system, submits, {"tuned": path.with_name("tuned")}).outputs
         print(name, file=sys.stderr, flush=True)
-    ranks.close()
-    codes = [process.returncode for process in ranks.processes]
+    codes = ranks.close()
     found = {"said": said, "codes": codes, "sizes": machine.pass_sizes}
     print(json.dumps({**found, "submits": json.dumps(REQUESTS)}))
 

@@ -45,8 +45,10 @@ class Ranks:
         self.wake = wake
         return Lent(self.lanes)
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float = 5.0) -> list[int]:
+        """End all ranks; the exit codes of ranks 1 and up."""
         self.lanes.close(timeout)
+        return [process.returncode for process in self.processes]
 
     def serve(
         self,
@@ -108,6 +110,14 @@ def load_where_files_differ(ranks: Ranks, base: Path, folder: Path) -> str:
         del own.load_adapter
     ranks.lanes.load_adapter(0, str(adapter), digest_of(adapter))
     return str(refused.value)
+
+
+def two_streams(ranks: Ranks, requests: list[Submit]) -> Served:
+    """Serve prompts beside decode steps, with shared prefixes and where memory runs out."""
+    served = ranks.serve(make_system("two-stream"), requests)
+    assert served.prefix_hits
+    assert served.preemptions
+    return served
 
 
 def next_turn(ranks: Ranks, judge: Judge, page: int) -> Served:

@@ -20,7 +20,7 @@ from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
-from tests.parity.ranks import Ranks, apart, load_where_files_differ, next_turn
+from tests.parity.ranks import Ranks, apart, load_where_files_differ, next_turn, two_streams
 from tests.parity.serving import serve
 from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_STOP, SIGNALS, _lives
 from tests.parity.test_ranks import SEEDED
@@ -47,16 +47,11 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 def two(checkpoint: Path) -> Iterator[Ranks]:
     ranks = apart(checkpoint, PAGES, PAGE, RUNNING, lora={"some": ""}, max_lora_rank=8)
     yield ranks
-    ranks.close()
-    assert [process.returncode for process in ranks.processes] == [0]
+    assert ranks.close() == [0]
 
 
 def test_greedy_tokens_are_those_of_the_reference(two: Ranks, judge: Judge, tally: Tally) -> None:
-    """With shared prefixes, where memory runs out, and prompts beside decode steps."""
-    served = two.serve(make_system("two-stream"), REQUESTS)
-    assert served.prefix_hits
-    assert served.preemptions
-    compare(REQUESTS, served, judge, tally)
+    compare(REQUESTS, two_streams(two, REQUESTS), judge, tally)
 
 
 def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
