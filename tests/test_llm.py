@@ -323,7 +323,7 @@ def test_closing_ends_the_engine(tmp_path):
 
 def test_an_engine_ends_with_the_last_reference_to_it(tmp_path):
     llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
-    pid, folder, thread = llm._engine.process.pid, llm._engine._folder, llm._thread
+    pid, folder, thread = llm._engine.process.pid, llm._engine._folder.path, llm._thread
     assert llm.generate([[1]], GREEDY)
     del llm
     gc.collect()
@@ -337,7 +337,7 @@ def test_a_program_that_does_not_close_leaves_nothing_behind(tmp_path):
     program = f"""
 from twolane import LLM
 llm = LLM({str(write_tiny_model(tmp_path))!r}, load_format="dummy", kv_tokens=1000)
-print(llm._engine._folder)
+print(llm._engine._folder.path)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")

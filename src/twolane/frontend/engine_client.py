@@ -2,13 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +41,7 @@ from twolane.engine.messages import (
 from twolane.frontend.adapters import Adapters
 from twolane.frontend.delivery import DeliveryQueue
 from twolane.frontend.liveness import HANG_SECONDS, PING_SECONDS, Liveness
+from twolane.frontend.socket_folders import SocketFolder, remove_dead_folders
 
 log = logging.getLogger("twolane.engine")
 
@@ -55,10 +53,6 @@ CLOSE_SECONDS = 10.0
 """How long an engine may take to exit (it may be writing a trace) before it is killed."""
 KILL_SECONDS = 5.0
 """Seconds that a killed engine may take to be gone: a device may keep it."""
-FOLDER_PREFIX, OWNER = "twolane-", "owner"
-"""How a folder of sockets is named, and the file in it that its server keeps locked."""
-SOCKET_PATH_MAX = 90
-"""Unix socket paths end at 107 bytes."""
 
 
 class EngineError(Exception):
@@ -135,10 +129,9 @@ class EngineClient:
         self._watching: asyncio.Task[None] | None = None
         self._pinging: asyncio.Task[None] | None = None
         remove_dead_folders()
-        self._folder = private_folder()
-        held = hold(self._folder)
+        self._folder = SocketFolder()
         # At the latest when the program ends, whoever forgets to close.
-        self._remove_folder = weakref.finalize(self, remove, self._folder, held)
+        self._remove_folder = weakref.finalize(self, self._folder.remove)
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
@@ -265,7 +258,7 @@ class EngineClient:
         self._remove_folder()
 
     async def _spawn(self, config: EngineConfig, log_level: str) -> None:
-        to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
+        to_engine, from_engine = (f"ipc://{self._folder.path}/{name}" for name in ("in", "out"))
         self._push.bind(to_engine)
         self._pull.bind(from_engine)
         # A group of its own keeps a terminal's Ctrl-C away from the engine: the API process drains
@@ -402,41 +395,3 @@ def has_folder() -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def private_folder() -> Path:
-    """Make a folder for sockets that only this user can enter."""
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-    if len(str(folder)) <= SOCKET_PATH_MAX:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
-
-
-def hold(folder: Path) -> int:
-    """Say that a folder is in use, as long as this process lives; return the open file of it."""
-    making = folder / "making"
-    file = os.open(making, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    making.rename(folder / OWNER)  # with the lock on it: nobody takes it for a dead one's
-    return file
-
-
-def remove(folder: Path, held: int) -> None:
-    """Remove a folder that this process holds."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(held)
-
-
-def remove_dead_folders() -> None:
-    """Remove the socket folders that killed servers of this user have left."""
-    for place in {tempfile.gettempdir(), "/tmp"}:
-        for owner in Path(place).glob(f"{FOLDER_PREFIX}*/{OWNER}"):
-            with contextlib.suppress(OSError):  # it is not ours, or in use, or gone meanwhile
-                file = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    if os.fstat(file).st_uid == os.getuid():
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(owner.parent, ignore_errors=True)
-                finally:
-                    os.close(file)

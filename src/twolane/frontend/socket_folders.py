@@ -1,0 +1,60 @@
+"""Folders for the sockets between two processes: each has an owner, and goes with it."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX, OWNER = "twolane-", "owner"
+"""How a folder of sockets is named, and the file in it that its process keeps locked."""
+SOCKET_PATH_MAX = 90
+"""Characters that the path of a folder may have: Unix socket paths end at 107 bytes."""
+
+
+class SocketFolder:
+    """A new folder that only this user can enter, in use as long as this process lives."""
+
+    def __init__(self) -> None:
+        self.path = _private_folder()
+        making = self.path / "making"
+        self._held = os.open(making, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        making.rename(self.path / OWNER)  # with the lock on it: nobody takes it for a dead one's
+
+    def remove(self) -> None:
+        """Remove the folder; once only."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._held)
+
+
+def remove_dead_folders() -> None:
+    """Remove the folders that killed processes of this user have left."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        for owner in Path(place).glob(f"{PREFIX}*/{OWNER}"):
+            with contextlib.suppress(OSError):  # it is not ours, or in use, or gone meanwhile
+                _remove_if_dead(owner)
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    if len(str(folder)) <= SOCKET_PATH_MAX:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))
+
+
+def _remove_if_dead(owner: Path) -> None:
+    """Remove the folder of an owner's file, if it is this user's.
+
+    Raises:
+        OSError: the file is gone, cannot be opened, or is locked: the owner lives.
+    """
+    file = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(file).st_uid == os.getuid():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+    finally:
+        os.close(file)
