@@ -13,7 +13,7 @@ from tests.model.adapters import make_adapter, merge
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
 from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
-from tests.parity.ranks import Ranks
+from tests.parity.ranks import Ranks, load_where_files_differ
 from tests.parity.schedules import schedules
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
@@ -119,9 +119,10 @@ def test_tokens_are_those_of_merged_weights(
 
 
 def test_two_ranks_say_what_merged_weights_say(
-    checkpoint: Path, adapters: dict[str, Path], judges: dict[str | None, Judge]
+    checkpoint: Path, adapters: dict[str, Path], judges: dict[str | None, Judge], tmp_path: Path
 ) -> None:
-    """Each rank has its part of A or of B, which is cut as the base's matrix is."""
+    """Each rank has its part of A or of B, which is cut as the base's matrix is; an adapter whose
+    files are others when rank 1 reads them is refused, and the next one is read."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings = DeviceSettings(
@@ -139,6 +140,7 @@ def test_two_ranks_say_what_merged_weights_say(
     ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), asked()
     try:
         served = ranks.serve(schedules(LAYERS)["static-split-k3"](), submits, adapters)
+        assert "rank 1" in load_where_files_differ(ranks, checkpoint, tmp_path)
     finally:
         ranks.close()
     check(submits, served, judges)

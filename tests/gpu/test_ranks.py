@@ -37,19 +37,20 @@ THIRDS = {
 """The shape of SmolLM2-135M, which three ranks can share."""
 JOINED = {"hidden_size": 128}
 """Rows of float32 that the kernel of joined sums serves."""
-Load = Callable[[int, str], tuple[Ranks, Judge]]
+Load = Callable[..., tuple[Ranks, Judge]]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """size, how steps sum → (so many GPUs with a model, the same checkpoint in transformers)."""
+    """size, how steps sum, family → (so many GPUs with a model, the same checkpoint in
+    transformers)."""
     open_ranks: list[Ranks] = []
 
     @cache
-    def load(size: int, all_reduce: str) -> tuple[Ranks, Judge]:
+    def load(size: int, all_reduce: str, family: str = "qwen3") -> tuple[Ranks, Judge]:
         folder = tmp_path_factory.mktemp("gpu") / "model"
-        family, sizes = ("llama31", THIRDS) if size == 3 else ("qwen3", None)
-        sizes = JOINED if all_reduce == "joined" else sizes
+        family, sizes = ("llama31", THIRDS) if size == 3 else (family, None)
+        sizes = sizes if all_reduce == "nccl" else JOINED
         path = make_checkpoint(family, folder, seed=1, sizes=sizes)
         settings = DeviceSettings(
             model=str(path),
@@ -83,10 +84,24 @@ def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_tokens_where_sums_are_joined_with_norms(size: int, ranks: Load, tally: Tally) -> None:
+def test_tokens_of_experts(size: int, ranks: Load, tally: Tally) -> None:
+    """Every rank routes the rows that all of them have summed and normalised."""
+    needs(size)
+    served, judge = ranks(size, "nccl", "qwen3-moe")
+    for schedule in ("static-split", "chunked-48"):
+        outputs = served.serve(schedules(LAYERS)[schedule](), REQUESTS)
+        compare(REQUESTS, outputs, judge, tally)
+
+
+@pytest.mark.parametrize("all_reduce", ["joined", "auto"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_where_sums_go_over_mapped_memory(
+    size: int, all_reduce: str, ranks: Load, tally: Tally
+) -> None:
+    """Joined with the norms behind them, or as was fastest at the start."""
     needs(size)
     needs_to_map_memory()
-    served, judge = ranks(size, "joined")
+    served, judge = ranks(size, all_reduce)
     for schedule in ("static-split", "chunked-48"):
         outputs = served.serve(schedules(LAYERS)[schedule](), REQUESTS)
         compare(REQUESTS, outputs, judge, tally)

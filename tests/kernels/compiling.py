@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -129,6 +129,23 @@ def launch_fused(dtype: torch.dtype) -> None:
     fused.advance(places, ints, ints, ints[:1], ints, ints, places, places)
 
 
+def launch_rounded(dtype: torch.dtype) -> None:
+    """Keys and values of Qwen3-8B in e4m3, on one GPU and on two that share the pages."""
+    from twolane.kernels import fused
+    from twolane.kernels.pool import E4M3, MirroredPool, RoundedPool
+
+    shape, ints = (4, 8, 2, 32, 128), torch.empty(2, dtype=torch.int32)
+    own, copy = (
+        RoundedPool(torch.empty(shape).to(E4M3), torch.empty(shape[:-1], dtype=torch.int8))
+        for _ in range(2)
+    )
+    qkv, q = torch.empty(2, 48 * 128, dtype=dtype), torch.empty(2, 32, 128, dtype=dtype)
+    norms, table = torch.empty(40, 128, dtype=dtype), torch.empty(64, 64, 2)
+    fused.qkv_rope_write(qkv, ints, norms, 1e-6, table, q, MirroredPool(own, copy), ints)
+    pages = torch.empty(2, 16, dtype=torch.int32)
+    fused.qkv_rope_write_decode(qkv, ints, norms, 1e-6, table, q, own, pages, ints, ints)
+
+
 def launch_routing(dtype: torch.dtype) -> None:
     from twolane.kernels.experts.routing import (
         ActiveRows,
@@ -148,6 +165,7 @@ def launch_routing(dtype: torch.dtype) -> None:
         gather(x, routing, input_of(out, torch.empty(len(out), 1), scheme))
     left = Combination(out, routing)
     left.add_into(x)
+    left.write_into(x)
     left.add_and_norm(x, weight, 1e-6, x)
 
 
@@ -248,6 +266,7 @@ if __name__ == "__main__":
     if "--full" in sys.argv:
         launch_grouped(torch.float8_e4m3fn)
         launch_fused(torch.float32)
+        launch_rounded(torch.bfloat16)
         launch_lora(torch.bfloat16, 16, (1024, 8192))
         launch_lora(torch.bfloat16, 64, (64, 8192))
         launch_lora(torch.float32, 16, (64, 1024))

@@ -95,7 +95,7 @@ def load_where_files_differ(ranks: Ranks, base: Path, folder: Path) -> str:
     """Load an adapter whose files are others when rank 1 reads them; return what is said."""
     adapter = make_adapter(base, folder / "some", rank=8, seed=3)
     other = make_adapter(base, folder / "other", rank=8, seed=4)
-    own = ranks.lanes._lanes  # type: ignore[attr-defined]
+    own = getattr(ranks.lanes, "_lanes", None) or ranks.lanes.runner  # type: ignore[attr-defined]
     read = own.load_adapter
 
     def read_before(*asked: Any) -> None:
