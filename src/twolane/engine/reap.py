@@ -6,7 +6,7 @@ from twolane.common.prompt_work import PromptWork
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.overlap import OTHER, Mixed, corunner_then
-from twolane.engine.request import Flight, Phase, Request
+from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
@@ -140,31 +140,34 @@ def _share_full_pages(state: State, request: Request) -> None:
 def _settle(state: State, flight: Flight) -> None:
     """The launch has ended: its pages may go, its batch moves on."""
     state.flights.remove(flight)
-    work = flight.launch.work
-    batch = flight.batch
-    if batch is not None:
-        batch.layers_done = work.last if isinstance(work, PrefillSlice) else state.layers
-        if batch.layers_done == state.layers:
-            state.launched.remove(batch)
-            for chunk in batch.chunks:
-                if not chunk.final:
-                    state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
+    ticket, lane = flight.ticket, flight.launch.lane
+    if flight.batch is not None:
+        _move_on(state, flight, flight.batch)
     state.kv.landed([allocation for _, allocation in flight.rows])
-    ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
-    if batch is not None:
-        layers = work.last - work.first if isinstance(work, PrefillSlice) else state.layers
-        work_done = PromptWork().plus(batch.work, layers / state.layers)
-        state.counters.note_prompts(ticket.seconds, work_done)
-    state.launching.note(work, ticket.launching, state.now())
-    if flight.launch.lane in OTHER:
-        state.landed[flight.launch.lane].append(flight)
+    state.launching.note(flight.launch.work, ticket.launching, state.now())
+    if lane in OTHER:
+        state.landed[lane].append(flight)
     state.unlearnt.append(flight)
     if not state.trace.silent:
         _trace(state, flight)
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
     flight.batch = None  # `landed` keeps the flight, which must not keep hidden states
+
+
+def _move_on(state: State, flight: Flight, batch: PrefillBatch) -> None:
+    """A batch has passed the layers of a launch; chunks that have passed all are shared."""
+    work = flight.launch.work
+    first, last = (work.first, work.last) if isinstance(work, PrefillSlice) else (0, state.layers)
+    batch.layers_done = last
+    if last == state.layers:
+        state.launched.remove(batch)
+        for chunk in batch.chunks:
+            if not chunk.final:
+                state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
+    computed = PromptWork().plus(batch.work, (last - first) / state.layers)
+    state.counters.note_prompts(flight.ticket.seconds, computed)
 
 
 def learn(state: State) -> None:
