@@ -83,14 +83,25 @@ def test_the_only_token_of_a_request_is_not_held_back() -> None:
 
 
 def test_gaps_and_slack_are_those_that_the_client_sees() -> None:
-    """The device's gaps are 8, 12 and 26 ms; a bound of 10 ms is missed once."""
-    pacer = Pacer(0.02)
-    (request,) = requests(pacer, Slo(tbt=0.010), 1)
+    """The device's gaps are 8, 12 and 26 ms; a bound of 10 ms is missed once. What transport may
+    take is no slack."""
+    pacer = Pacer(0.02, 0.002)
+    (request,) = requests(pacer, Slo(tbt=0.010 / 0.975), 1)
     slack = [scheduled(pacer, request, at) and request.slack for at in (0.0, 0.008, 0.020, 0.046)]
     assert slack == pytest.approx([0.010, 0.010, 0.0077, 0.0])
     assert pacer.gaps.total == 3
     assert pacer.gaps.above(0.0098, 3) == 1
     assert (request.first_token_at, request.last_token_at) == (0.0, 0.046)
+
+
+def test_a_token_is_no_older_than_the_one_before() -> None:
+    """The second one was made while the first was held, which is as old as its release."""
+    pacer = Pacer()
+    (request,) = requests(pacer, Slo(), 1)
+    for at in (0.3, 0.2):
+        pacer.schedule(request, at)
+    assert request.last_token_at == 0.3
+    assert pacer.gaps.above(-0.001, 1) == 1
 
 
 @pytest.mark.parametrize("pacer", [Pacer(), Pacer(transport=0.002)])
