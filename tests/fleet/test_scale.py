@@ -37,6 +37,12 @@ def test_a_load_that_stays_high_adds_one_replica(state) -> None:
     assert after([state], [0.0, 1.0, 2.0]) == [1, 1, 2]
 
 
+def test_first_tokens_that_are_in_time_add_none() -> None:
+    """19 of 20 are enough, and it does not matter how many were when nothing waits."""
+    for state in (ReplicaState(waiting=1, attainment=0.95), ReplicaState(attainment=0.5)):
+        assert after([state], [0.0, 2.0]) == [1, 1]
+
+
 def test_a_load_that_was_high_for_a_moment_adds_none() -> None:
     trend = Trend()
     for now, state in enumerate([QUEUED, QUEUED, IDLE, QUEUED, QUEUED]):
@@ -47,16 +53,13 @@ def test_a_load_that_was_high_for_a_moment_adds_none() -> None:
 def test_there_are_never_more_than_the_most_nor_fewer_than_the_least() -> None:
     assert after([QUEUED] * 3, [0.0, 2.0, 4.0])[-1] == 3
     assert after([IDLE], [0.0, 10.0, 30.0])[-1] == 1
-    assert after(
-        [],
-        [0.0],
-    ) == [1]
+    assert after([], [0.0]) == [1]
 
 
 def test_one_replica_less_when_the_others_suffice_for_long() -> None:
     assert after([IDLE, IDLE], [0.0, 9.0, 10.0]) == [2, 2, 1]
     one_busy = ReplicaState(running=3)
-    assert after([one_busy, IDLE], [0.0, 10.0, 20.0])[-1] == 2  # it would be too much for one
+    assert after([one_busy, IDLE], [0.0, 10.0]) == [2, 2]  # it would be too much for one
 
 
 def test_nothing_changes_while_a_replica_starts() -> None:

@@ -37,9 +37,8 @@ def wanted(
         return least, Trend()
     if not states or len(states) < present:  # what starts will change the load
         return present, Trend()
-    high, low = _high(states, options, len(states)), False
-    if len(states) > 1:
-        low = not high and not _high(states, options, SPARE_LOAD * (len(states) - 1))
+    high = _high(states, options, len(states))
+    low = not high and not _high(states, options, SPARE_LOAD * (len(states) - 1))
     since = Trend(
         (now if trend.high_since is None else trend.high_since) if high else None,
         (now if trend.low_since is None else trend.low_since) if low else None,
