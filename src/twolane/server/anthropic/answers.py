@@ -4,11 +4,11 @@ A message is a list of content blocks: thinking, text, tool uses. Each is opened
 closed before the next one is opened.
 """
 
-import json
 import uuid
 from typing import Any
 
 from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.parsers.json_call import parsed
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -170,9 +170,9 @@ SIGNED: dict[str, Json] = {"thinking": {"signature": ""}}
 
 
 def read_input(arguments: str) -> Json:
-    """Return a tool's input; what is no JSON object, as when an answer was cut, is shown raw."""
+    """Return a tool's input: nothing is {}; what is no JSON object, or too deep, is shown raw."""
     try:
-        value = json.loads(arguments)
+        value = parsed(arguments or "{}")
     except ValueError:
         return {"raw": arguments}
     return value if isinstance(value, dict) else {"raw": arguments}
