@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy
 import pytest
+from llguidance import LLMatcher
 
 from twolane import LLM, SamplingParams
 from twolane.frontend.engine_client import EngineError
-from twolane.frontend.generation import GenerationFailed
+from twolane.frontend.generation import GenerationFailed, GenerationRefused
 
 from .server.serving import PATIENCE, alive, write_tiny_model
 
@@ -181,6 +182,16 @@ def test_log_probabilities_come_with_the_tokens(llm):
     assert llm.generate("a", GREEDY)[0].logprobs is None
 
 
+def test_an_answer_follows_a_grammar(llm):
+    grammar = LLMatcher.grammar_from_regex("(Paris|Rome)!")
+    params = SamplingParams(temperature=0, grammar=grammar)
+    prompts = ["The capital of France is", "The capital of Italy is"]
+    assert [o.text for o in llm.generate(prompts, params)] == ["Paris!", "Rome!"]
+    assert "".join(piece.text for piece in llm.stream(prompts[1], params)) == "Rome!"
+    with pytest.raises(GenerationRefused, match="grammar"):
+        llm.generate(prompts[0], SamplingParams(grammar="start: nothing"))
+
+
 def test_a_bar_shows_on_demand_only(tiny, capfd):
     tiny.generate([[5]] * 3, GREEDY)
     assert capfd.readouterr().err == ""
@@ -295,6 +306,13 @@ def test_wrong_types_are_value_errors_and_end_no_engine(tiny, prompt, fields, me
     with pytest.raises(ValueError, match=message):
         tiny.stream(prompt, params)
     assert tiny.generate([[1]], GREEDY)
+
+
+def test_what_no_answer_could_show_is_refused(tiny):
+    with pytest.raises(ValueError, match="embeds is for"):
+        tiny.generate([[5]], SamplingParams(embeds=True))
+    with pytest.raises(ValueError, match="prompt_logprobs cannot be streamed"):
+        tiny.stream([5, 6], SamplingParams(prompt_logprobs=1))
 
 
 def test_wrong_settings_are_value_errors():

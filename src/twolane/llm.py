@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
 from twolane.frontend.body import Body, read
@@ -171,6 +172,8 @@ class LLM:
         )
         self._thread.start()
         self._closed = False
+        self._taught = False
+        """Whether the engine has the tokenizer, which it needs for grammars."""
         self._closing = threading.RLock()
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
@@ -257,7 +260,9 @@ class LLM:
             tokens = self._tokens(read_prompt(prompt), fields)
         self._check([tokens])
         params = params or self._params
-        check_type(params, SamplingParams, "sampling parameters")
+        check_params(params)
+        if params.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "cannot be streamed")
         return self._pieces(tokens, params, self._options(fields, options))
 
     def close(self) -> None:
@@ -332,7 +337,7 @@ class LLM:
             raise ValueError(f"{len(params)} sampling parameters for {len(tokens)} prompts")
         self._check(tokens)
         for one in params:
-            check_type(one, SamplingParams, "sampling parameters")
+            check_params(one)
         shown = self._progress and len(tokens) > 1 if progress is None else progress
         with AnswerBar(len(tokens), shown=shown) as bar:
             work = self._answer_all(list(zip(texts, tokens, params, strict=True)), options, bar)
@@ -417,6 +422,9 @@ class LLM:
     def _generation(
         self, tokens: list[int], params: SamplingParams, options: GenerationOptions
     ) -> Generation:
+        if params.grammar is not None and self._texts.codec.has_tokenizer and not self._taught:
+            self._engine.teach(self._texts.codec.tokenizer_json)
+            self._taught = True
         return Generation(self._engine, self._texts.codec, [tokens], [params], options)
 
     async def _end(self) -> None:
@@ -516,6 +524,17 @@ def chosen(form: type[B], options: Mapping[str, Any]) -> B:
         ValueError: one of them cannot be.
     """
     return read(form, {name: options[name] for name in form.model_fields.keys() & options.keys()})
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse sampling parameters of a wrong type, and those whose effect nobody would see.
+
+    Raises:
+        ValueError: one of them is such.
+    """
+    check_type(params, SamplingParams, "sampling parameters")
+    if params.embeds:
+        raise FieldError("embeds", "is for /v1/embeddings alone: no answer has hidden states")
 
 
 def check_type(given: object, form: type, name: str) -> None:

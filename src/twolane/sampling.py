@@ -64,8 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each prompt token but the first; such a request reuses no cached prefix."""
 
     grammar: str | None = None
-    """The output follows this grammar, in llguidance's form: what it does not allow next is never
-    chosen, and where it allows nothing more the output ends. Log-probabilities are as without."""
+    """The output follows this grammar, in the form of llguidance, whose `LLMatcher` makes it of a
+    JSON schema or an expression: what it does not allow next is never chosen, and where it allows
+    nothing more the output ends. Log-probabilities are as without."""
     embeds: bool = False
     """The last hidden state of the prompt comes with the first token of the output."""
 
