@@ -75,6 +75,17 @@ def test_help_shows_every_name_whole_on_a_narrow_terminal(group):
             assert (param.envvar or "") in shown
 
 
+def test_help_names_arguments_as_the_pages_do_and_keeps_marks():
+    def shown(*command):
+        return " ".join(run(*command, "--help").stdout.split())
+
+    assert shown("serve").startswith("Usage: twolane serve [OPTIONS] MODEL Serve")
+    assert "marks for it, <think> or [THINK]" in shown("serve")
+    assert "[OPTIONS] MODEL Serve a workload" in shown("simulate"), "the hidden NAME:MS is shown"
+    assert "[OPTIONS] [RUN]... Draw" in shown("bench", "report")
+    assert "[OPTIONS] PROFILE... Print" in shown("bench", "estimators")
+
+
 @pytest.mark.parametrize("group", [Commands, BenchCommands])
 def test_a_group_says_of_a_command_what_the_command_says_of_itself(group):
     for name, line in group.lines.items():
@@ -174,7 +185,9 @@ def test_completion_knows_commands_options_and_models():
     assert complete("ser") == ["serve"]
     assert "--slo-tbt-ms" in complete("serve", "--slo")
     assert complete("serve", "--system", "chu") == ["chunked"]
-    assert MODEL in complete("serve", "smol")
+    assert complete("serve", "smol") == [MODEL]
+    assert complete("bench", "serve", "--dataset", "azure-") == ["azure-code", "azure-conv"]
+    assert {"--replica-gpus", "--slo-tbt-ms"} < set(complete("fleet", "--"))
 
 
 def test_version():

@@ -19,7 +19,8 @@ def models(incomplete: str) -> list[str]:
     """Return the aliases and the built-in shapes."""
     from twolane.model.shapes import SHAPES
 
-    return aliases(incomplete) + [name for name in SHAPES if name.startswith(incomplete)]
+    named = dict.fromkeys((*aliases(incomplete), *SHAPES))  # an alias has a shape, too
+    return [name for name in named if name.startswith(incomplete)]
 
 
 def gpus(incomplete: str) -> list[str]:
@@ -29,5 +30,12 @@ def gpus(incomplete: str) -> list[str]:
     return [name for name in GPUS if name.startswith(incomplete)]
 
 
-COMPLETIONS = {"system": systems, "gpu": gpus}
+def datasets(incomplete: str) -> list[str]:
+    """Return the workloads by name; the shell itself offers files."""
+    from twolane.workload.spec import DRAWN, RANDOM
+
+    return [name for name in (RANDOM, *DRAWN) if name.startswith(incomplete)]
+
+
+COMPLETIONS = {"system": systems, "gpu": gpus, "dataset": datasets}
 """Completions by the name of the option."""

@@ -36,7 +36,7 @@ def config_option(**more: Any) -> Any:
         metavar="FILE.yaml",
         is_eager=True,
         callback=load,
-        help="Options by the names of their flags, as `port: 9000`. Flags and environment "
+        help="File of options by the names of their flags, as `seed: 7`. Flags and environment "
         "variables come before the file.",
         **more,
     )

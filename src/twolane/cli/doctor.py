@@ -29,7 +29,8 @@ app = command_app()
 @app.command(cls=Command)
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(autocompletion=models, help=MODEL, show_default=False)
+        str | None,
+        typer.Argument(metavar="MODEL", autocompletion=models, help=MODEL, show_default=False),
     ] = None,
     tokens: Annotated[
         str | None,

@@ -34,8 +34,21 @@ AT_THE_ADDRESS = ("max_body_bytes", "max_connections", "arrival_seconds", "stall
 app = command_app()
 
 
+class FleetCommand(Command):
+    """The command whose completion has the options of each server, too."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return its own options, and those of `twolane serve` that it does not have itself."""
+        own = super().shell_complete(ctx, incomplete)
+        server = get_command(single.app)
+        with server.make_context("serve", [], resilient_parsing=True) as context:
+            passed = server.shell_complete(context, incomplete)
+        known = {item.value for item in own}
+        return own + [item for item in passed if item.value not in known]
+
+
 @app.command(
-    cls=Command,
+    cls=FleetCommand,
     epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )

@@ -35,7 +35,10 @@ app = command_app()
 @takes(SamplingParams, "sampling", defaults={"max_tokens": None, "temperature": 0.0})
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    prompt: Annotated[
+        str,
+        typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.'),
+    ],
     config: EngineConfig,
     sampling: dict[str, Any],
     chat: Annotated[

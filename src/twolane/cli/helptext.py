@@ -18,6 +18,12 @@ DEFAULT_PANELS = {"argument": "Arguments", "option": "Options"}
 class Command(TyperCommand):
     """A command whose help shows every name whole, however narrow the terminal is."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return what the usage line shows behind the command's name: MODEL, [RUN]..."""
+        params = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
+        pieces = [piece for param in params for piece in param.get_usage_pieces(ctx)]
+        return [str(self.options_metavar), *(piece.replace("{", "").replace("}", "") for piece in pieces)]
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""
         from rich.console import Console
@@ -44,7 +50,11 @@ class Command(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 title = getattr(param, "rich_help_panel", None)
-                panels.setdefault(title or DEFAULT_PANELS[param.param_type_name], []).append(record)
+                names, description = record
+                if param.param_type_name == "argument":
+                    names = names.partition(" <")[0]  # its type says less than its description
+                heading = title or DEFAULT_PANELS[param.param_type_name]
+                panels.setdefault(heading, []).append((names, description))
         return {title: records for title, records in panels.items() if records}
 
 
@@ -59,6 +69,7 @@ def _print_record(console: Any, names: str, description: str) -> None:
         meaning, origin = description, ""
     names = names.replace(" range>", ">")  # the bounds stand below
     console.print(Padding(Text(names, style="bold cyan"), (0, 2)))
+    meaning = meaning.replace("<", r"\<")  # a template's mark, not HTML
     console.print(Padding(Markdown(meaning), (0, 1, 0, 6)))
     if origin:
         console.print(Padding(Text("[" + origin, style="dim"), (0, 1, 0, 6)))

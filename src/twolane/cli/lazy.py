@@ -31,6 +31,7 @@ class LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return name, command and the words behind it; the command with all its options."""
+        self.commands = {one: self.get_command(ctx, one) for one in self.lines}  # to suggest one
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and self.load(str(name)), rest
 

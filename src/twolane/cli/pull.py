@@ -18,7 +18,11 @@ app = command_app()
 def pull(
     model: Annotated[
         str,
-        typer.Argument(help="An alias or a Hugging Face id (owner/name).", autocompletion=aliases),
+        typer.Argument(
+            metavar="MODEL",
+            help="An alias or a Hugging Face id (owner/name).",
+            autocompletion=aliases,
+        ),
     ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, so that it can be served without a network."""

@@ -42,7 +42,11 @@ app = command_app()
 ServedModelArgument = Annotated[
     str,
     typer.Argument(
-        autocompletion=models, envvar="TWOLANE_MODEL", help=MODEL_HELP, show_default=False
+        metavar="MODEL",
+        autocompletion=models,
+        envvar="TWOLANE_MODEL",
+        help=MODEL_HELP,
+        show_default=False,
     ),
 ]
 

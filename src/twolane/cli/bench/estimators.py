@@ -20,7 +20,9 @@ app = command_app()
 
 @app.command(cls=Command)
 def estimators(
-    profiles: Annotated[list[Path], typer.Argument(help="Files of `twolane profile`.")],
+    profiles: Annotated[
+        list[Path], typer.Argument(metavar="PROFILE", help="Files of `twolane profile`.")
+    ],
 ) -> None:
     """Print the errors on the samples that were held out, for each estimator and kind of launch."""
     from rich.console import Console

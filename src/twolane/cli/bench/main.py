@@ -23,7 +23,10 @@ class BenchCommands(LazyCommands):
 
 
 app = typer.Typer(
-    cls=BenchCommands, help="Measure an LLM server from outside.", no_args_is_help=True
+    cls=BenchCommands,
+    help="Measure an LLM server from outside.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

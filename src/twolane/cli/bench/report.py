@@ -27,7 +27,7 @@ def report(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...",
+            metavar="RUN",
             help="Result files of `bench serve` and `simulate`, folders of `bench goodput`. "
             "NAME=FILE names what served; files of one name are one line of a figure.",
             show_default=False,
