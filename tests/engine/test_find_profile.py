@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from twolane.engine.config import EngineConfig
-from twolane.engine.predict import find_profile
+from twolane.engine.predict import find_profile, make_estimator
 from twolane.estimate.profile import SHIPPED, Profile, cached_profile
 
 CONFIG = EngineConfig(model="qwen3-8b")
@@ -47,3 +47,14 @@ def test_a_profile_that_is_named_comes_first(own: Path):
     key = Profile.read(SHIPPED / "qwen3-8b-h200.json").key
     named = EngineConfig(model="qwen3-8b", profile="other.json")
     assert find_profile(named, key) == Path("other.json")
+
+
+def test_a_profile_of_the_first_points_alone_is_called_rough(tmp_path: Path, caplog):
+    shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json")
+    make_estimator(SHIPPED / "qwen3-8b-h200.json", "guard", shipped.key)
+    assert "rough" not in caplog.text
+    first = [structs.replace(sample, held_out=False) for sample in shipped.samples]
+    short = tmp_path / "short.json"
+    structs.replace(shipped, samples=first).save(short)
+    make_estimator(short, "guard", shipped.key)
+    assert "predictions are rough" in caplog.text

@@ -14,7 +14,7 @@ from twolane.fleet.hosts import LocalHosts
 from twolane.fleet.inquiry import _bound, _known, _Landmarks, _with_tokens, session_key
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Member, Pool
-from twolane.fleet.run import application
+from twolane.fleet.run import announcement, application
 from twolane.server.options import ServerOptions
 
 PAGE = "https://page.example"
@@ -70,6 +70,20 @@ def test_metrics_need_no_key_and_count_the_replicas() -> None:
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
     assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/data"])
+def test_a_fleet_says_where_dashboards_are(path) -> None:
+    status, _, body = ask(path)
+    assert status == 501
+    assert b"GET /fleet" in body
+
+
+def test_the_first_line_has_the_address_second_and_says_how_many_servers_there_may_be() -> None:
+    first, second = announcement("m", FleetOptions(max_replicas=4), "http://a:1").splitlines()
+    assert first.split(" | ")[1:3] == ["http://a:1", "m"]
+    assert "fleet of 2 (2 to 4), router predicted, hosts ray" in first
+    assert second.endswith("http://a:1/fleet")
 
 
 def test_without_a_key_no_path_but_probes_reaches_a_replica() -> None:

@@ -256,3 +256,21 @@ def test_a_fleet_that_is_stopped_refuses_new_requests_at_once() -> None:
             await closing
 
     asyncio.run(run())
+
+
+def test_a_server_that_is_told_to_end_is_not_missed(monkeypatch, caplog) -> None:
+    async def run() -> None:
+        async with fleet_of(Scripted(well), Scripted(well), ready=1) as fleet:
+            watches = set(fleet.pool._busy)
+
+            async def stop(name: str, patience: float) -> None:
+                fleet.hosts.servers[name].alive = fleet.hosts.servers[name].well = False
+                while patience and watches & fleet.pool._busy:
+                    await asyncio.sleep(0.005)
+
+            monkeypatch.setattr(fleet.hosts, "stop", stop)
+            assert await fleet.pool.restart()
+            assert [each.name for each in fleet.pool.serving] == ["replica-2"]
+
+    asyncio.run(run())
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]

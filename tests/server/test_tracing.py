@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+import twolane
 from twolane.server.run import span_provider
 
 from .serving import PATIENCE, serving, wait_for
@@ -18,6 +19,8 @@ pytest.importorskip("opentelemetry.exporter", reason="twolane[otel] is not insta
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from twolane.server.ops.tracing import described
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -199,3 +202,13 @@ def test_spans_are_sent_before_the_server_ends(traced):
     assert traced.process.wait(PATIENCE) == 0
     [(_, parts)] = traced.collector.trees(trace)
     assert parts.keys() == {"queue", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("given, name", [(None, "twolane"), ("shop", "shop")])
+def test_a_service_that_no_variable_names_is_called_twolane(given, name, monkeypatch):
+    monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    if given:
+        monkeypatch.setenv("OTEL_SERVICE_NAME", given)
+    assert described().attributes["service.name"] == name
+    assert described().attributes["service.version"] == twolane.__version__

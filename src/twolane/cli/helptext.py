@@ -22,7 +22,10 @@ class Command(TyperCommand):
         """Return what the usage line shows behind the command's name: MODEL, [RUN]..."""
         params = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         pieces = [piece for param in params for piece in param.get_usage_pieces(ctx)]
-        return [str(self.options_metavar), *(piece.replace("{", "").replace("}", "") for piece in pieces)]
+        return [
+            str(self.options_metavar),
+            *(piece.replace("{", "").replace("}", "") for piece in pieces),
+        ]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help."""

@@ -74,6 +74,11 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
     except (ProfileError, OSError) as error:
         raise FieldError("profile", str(error)) from error
     log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
+    if not any(sample.held_out for sample in profile.samples):
+        log.warning(
+            "the profile has only its first points, so predictions are rough: the `twolane "
+            "profile` that made it goes on where it ended"
+        )
     return copy.deepcopy(estimator)  # it learns
 
 

@@ -47,6 +47,8 @@ T = TypeVar("T")
 REDIRECTED = (*LANDMARKS, "/v1/messages")
 """Not `RESPONSES`: the fleet has to know which replica stores a response."""
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
+NO_DASHBOARD = "a fleet has no dashboard: open that of a server, at a url that GET /fleet names"
+"""A page that asked for its data here would get those of another server each time."""
 MOST_TRIES = 4
 """Replicas that a request is sent to until one begins to answer."""
 MOST_LOST = 2
@@ -90,6 +92,8 @@ class Ingress:
             await answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
             await answer_json(send, 200, self.overview())
+        elif path == "/dashboard" or path.startswith("/dashboard/"):
+            await refuse(ApiError(501, NO_DASHBOARD, code="not_served"), path, send)
         else:
             await self._serve(scope, receive, send)
 

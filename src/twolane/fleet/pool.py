@@ -51,6 +51,8 @@ class Member:
     """Set while no request is open."""
     adapters: dict[str, bytes] = field(default_factory=dict)
     """Bodies of the requests that loaded its adapters, by their names."""
+    stopped: bool = False
+    """Whether it has been told to end, so that it is not missed."""
 
     def enter(self) -> None:
         """Note that a request goes there."""
@@ -180,7 +182,7 @@ class Pool:
         while member.name in self.members and not self.closing:
             asked_at = self.clock()
             answer = await self._ask(member)
-            if member.name not in self.members:
+            if member.stopped or member.name not in self.members:
                 return
             if answer is not None:
                 if member.phase in ("starting", "out"):
@@ -266,9 +268,11 @@ class Pool:
                 await member.idle.wait()
         except TimeoutError:
             log.warning("%s is stopped with %d open requests", member.name, member.open)
+        member.stopped = True
         await self._hosts.stop(member.name, self.options.drain_seconds + END_SECONDS)
         member.lost.set()
         self.members.pop(member.name, None)
+        log.info("%s has been stopped", member.name)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 from starlette.types import ASGIApp
 
+import twolane
 from twolane.common import garbage
 from twolane.common.errors import FieldError
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
@@ -82,8 +83,21 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     return RayHosts(arguments, options.ray_address, *room, most + 1)
 
 
+def announcement(model: str, options: FleetOptions, address: str) -> str:
+    """Return the two lines that are printed once a server takes requests.
+
+    As those of `twolane serve`: parts by " | ", of which the second is the address.
+    """
+    least, most = options.bounds
+    room = "" if least == most else f" ({least} to {most})"
+    return (
+        f"Twolane {twolane.__version__} | {address} | {model} | fleet of {options.replicas}{room}, "
+        f"router {options.router}, hosts {options.hosts}\n"
+        f"Servers, each with a dashboard: {address}/fleet"
+    )
+
+
 async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
-    least, _ = options.bounds
     again = asyncio.Event()
     with bind(options.host, options.port) as listener:
         hosts = hosts_of(arguments, options)
@@ -111,10 +125,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory())
             garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
-            announce(
-                f"twolane fleet of {options.replicas} | {address_of(listener)} | "
-                f"router {options.router}, {options.hosts} hosts, at least {least}"
-            )
+            announce(announcement(arguments[0], options, address_of(listener)))
             await first_of(stop.asked.wait(), serving)
             for task in (keeping, restarting, returning):
                 task.cancel()
@@ -132,8 +143,8 @@ async def _restart(pool: Pool, asked: asyncio.Event) -> None:
     while True:
         await asked.wait()
         asked.clear()
-        log.info("all replicas are restarted, one after the other")
+        log.info("restarting all replicas, one after the other")
         if await pool.restart():
-            log.info("all replicas were restarted")
+            log.info("all replicas have been restarted")
         else:
             log.error("a new replica did not start: the others are left as they are")

@@ -149,7 +149,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 
-            service.tracing = Tracing(provider, engine, name)
+            service.tracing = Tracing(provider, engine)
         ticking = asyncio.create_task(tick(service))
         try:
             entry.app = await application(service, config, options)

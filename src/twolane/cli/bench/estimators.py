@@ -34,12 +34,15 @@ def estimators(
     for path in profiles:
         try:
             profile = Profile.read(path)
-            console.print(_table(_title(path, profile), table(profile)))
+            errors = table(profile)
+            console.print(_table(_title(path, profile), errors))
             costs = prediction_seconds(profile)
         except ProfileError as error:
             problem = str(error).removeprefix(str(path)).lstrip(": ")
             typer.echo(f"twolane: {path}: {problem}", err=True)
             raise typer.Exit(1) from error
+        if not errors:
+            console.print("no sample was held out, so there is nothing to compare: measure longer")
         if costs:
             console.print("a prediction of a decode step, one level / all levels at once:")
         for name, (one, every) in costs.items():

@@ -172,11 +172,13 @@ class AdapterRegistry:
             ValueError: there is none, or the name is in use.
         """
         if name in self._loaded or name in self._loading:
-            raise ValueError(f"an adapter {name!r} is loaded already")
+            raise ValueError(f"an adapter {name!r} is loaded already: unload it first")
         if name in self._leaving:
             raise ValueError(f"an adapter {name!r} is being unloaded, and requests still use it")
         if not self._slots:
             raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
         if not self._free:
-            raise ValueError(f"{self._slots} adapters are loaded, and no more are served at a time")
+            raise ValueError(
+                f"{self._slots} adapters are loaded, and no more are served at a time (--max-loras)"
+            )
         return self._free.pop()

@@ -327,7 +327,10 @@ def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) ->
         if rank != asked or rank < 1:
             raise AdapterError(f"{module} has rank {rank}, and {CONFIG} says {asked}")
         if rank > most:
-            raise AdapterError(f"{module} has rank {rank}: the most that is served here is {most}")
+            raise AdapterError(
+                f"{module} has rank {rank}: the most that is served here is {most} "
+                "(--max-lora-rank)"
+            )
 
 
 def _layer(

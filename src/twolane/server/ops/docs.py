@@ -49,7 +49,7 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> Iterator[st
         yield f"<tr><td><code>{escape(where)}</code><td>{_kind(parameter.get('schema', {}))}"
     for content in operation.get("requestBody", {}).get("content", {}).values():
         yield f"<tr><td>body<td>{_kind(content.get('schema', {}))}"
-    for status, answer in operation.get("responses", {}).items():
+    for status, answer in sorted(operation.get("responses", {}).items()):
         kinds = [_kind(c.get("schema", {})) for c in answer.get("content", {}).values()]
         yield f"<tr><td>{escape(status)}<td>{escape(answer.get('description', ''))} "
         yield f"{', '.join(kinds)}"

@@ -25,6 +25,10 @@ from twolane.engine.messages import Launched, Output, Times
 from twolane.frontend.engine_client import EngineClient, Event
 
 TRACES = "/v1/traces"
+NAMING = ("operation.name", "request.model")
+"""Attributes whose values are the name of a request's span: `chat NAME`, also of an adapter."""
+UNNAMED = "unknown_service"
+"""How the SDK's name of a service begins where no variable names it."""
 SETTLE_SECONDS = 0.2
 """After a request's end, its last launch is reaped within this time."""
 CLOSE_SECONDS = 3.0
@@ -51,10 +55,17 @@ def make_provider(endpoint: str) -> TracerProvider:
         ValueError: see `traces_url`.
     """
     exporter = OTLPSpanExporter(traces_url(endpoint))
-    defaults = {"service.name": "twolane", "service.version": twolane.__version__}
-    provider = TracerProvider(resource=Resource(defaults).merge(Resource.create()))
+    provider = TracerProvider(resource=described())
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
+
+
+def described() -> Resource:
+    """Return what the spans say of the server: what OTEL_* variables name, and defaults."""
+    named = Resource({"service.version": twolane.__version__}).merge(Resource.create())
+    if str(named.attributes["service.name"]).startswith(UNNAMED):
+        return named.merge(Resource({"service.name": "twolane"}))
+    return named
 
 
 class Tracing:
@@ -63,11 +74,9 @@ class Tracing:
     Args:
         provider: where they go.
         engine: is asked to tell of every launch.
-        model_name: what clients call the model.
     """
 
-    def __init__(self, provider: TracerProvider, engine: EngineClient, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(self, provider: TracerProvider, engine: EngineClient) -> None:
         self.tracer = provider.get_tracer("twolane", twolane.__version__)
         self._provider = provider
         self._slices: OrderedDict[str, list[Launched]] = OrderedDict()
@@ -164,9 +173,9 @@ class RequestTrace:
         """Make the spans."""
         # One for all spans: whoever reads two clocks may lose the processor in between.
         epoch = time.time_ns() - time.monotonic_ns()
-        name = f"{self._attributes['gen_ai.operation.name']} {self._tracing.model_name}"
+        operation, model = (self._attributes[f"gen_ai.{one}"] for one in NAMING)
         span = self._tracing.tracer.start_span(
-            name,
+            f"{operation} {model}",
             self._parent,
             trace.SpanKind.SERVER,
             self._attributes,

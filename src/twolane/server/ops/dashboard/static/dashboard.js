@@ -64,15 +64,15 @@ function verdict(data) {
   const say = (name) =>
     `P99 ${name.toUpperCase()} ${seconds(windows.now[name][2])}, bound ${boundText(data, name)}`;
   const unavailable = data.about.unavailable;
-  const judged = bounds.some((name) => windows.now[name][2] != null);
+  const judged = bounds.filter((name) => windows.now[name][2] != null);
   const element = $("verdict");
-  element.className = unavailable || over.length ? "missed" : judged ? "met" : "";
+  element.className = unavailable || over.length ? "missed" : judged.length ? "met" : "";
   if (unavailable) element.textContent = `✕ ${unavailable}`;
-  else if (over.length) element.textContent = `▲ SLO breach: ${over.map(say).join("; ")}`;
+  else if (over.length) element.textContent = `▲ SLO breach: ${over.map(say).join("; ")} (last 5 seconds)`;
   else if (!bounds.length)
     element.textContent = "This server has no latency bounds: --slo-ttft-ms and --slo-tbt-ms set them.";
-  else if (!judged) element.textContent = "No tokens in the last 5 seconds.";
-  else element.textContent = `✓ Latency bounds hold: ${bounds.map(say).join("; ")}`;
+  else if (!judged.length) element.textContent = "No tokens in the last 5 seconds.";
+  else element.textContent = `✓ Within the bounds: ${judged.map(say).join("; ")} (last 5 seconds)`;
 }
 
 function tile(title, value, below, bad) {
