@@ -1,6 +1,8 @@
 """When tokens are due, and which first tokens are held."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +13,8 @@ from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.common.vocabulary import LaneName
 from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.pacing import PACE_FRACTION, Pacer
-from twolane.engine.request import Request
+from twolane.engine.request import Phase, Request
+from twolane.lanes.base import Sampled, Ticket
 from twolane.lanes.work import DecodeWork, Work
 from twolane.sim import lanes as sim_lanes
 from twolane.sim.lanes import Demand, SimLanes
@@ -168,6 +171,20 @@ def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
 def test_a_first_token_is_not_paced_for_nothing(slo: Slo, output: int) -> None:
     late = (0.11, submit("late", 20, output, slo=slo))
     assert served(late).times["late"] == served(late, paced=False).times["late"]
+
+
+@pytest.mark.parametrize(("work", "released"), [(PrefillSlice(0, 4), True), (DecodeSteps(), False)])
+def test_only_decode_launches_hold_a_first_token(
+    work: PrefillSlice | DecodeSteps, released: bool
+) -> None:
+    """A slice in flight is beside the token's next step, not in front of it."""
+    pacer = Pacer(1e-6)
+    (request,) = requests(pacer, TIGHT, 1)
+    request.phase = Phase.DECODE
+    assert pacer.hold(request, Sampled(0, 7))
+    launch, ticket = Launch("prefill", UNITS, work), Ticket("prefill", UNITS)
+    flight: Any = SimpleNamespace(launch=launch, ticket=ticket, rows=(), predicted=9.0)
+    assert bool([*pacer.release_ready(0.0, [flight])]) == released
 
 
 def test_a_paced_first_token_does_not_outlive_its_request() -> None:
