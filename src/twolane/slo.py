@@ -57,7 +57,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.ttft is None else self.ttft + self.ttft_per_token * new
 
     def sooner(self, seconds: float) -> "Slo":
-        """The same with a TBT bound that is shorter by so much, by a fortieth of it at most."""
+        """The same with a TBT bound that is `seconds` shorter, but by a fortieth of it at most."""
         tbt = None if self.tbt is None else max(self.tbt - seconds, 0.975 * self.tbt)
         return msgspec.structs.replace(self, tbt=tbt)
 

@@ -153,7 +153,7 @@ async def _warm_up(
     """Send the first requests' shapes with other content, all at once, and drop the figures.
 
     Raises:
-        BenchError: one failed, or all were refused: a server may turn away some of so many at once.
+        BenchError: one failed, or all were refused; that a server turns away some is no error.
     """
     if not config.num_warmups:
         return

@@ -44,8 +44,10 @@ def pin_thread(cores: Sequence[int]) -> None:
 
 
 def yield_processor(niceness: int) -> None:
-    """Have this thread yield to others in its claim on the processor, by so much more than now; see
-    nice(2). Where threads have no claims of their own, or may not change them, nothing changes."""
+    """Add `niceness` to this thread's own (nice(2)), so that others get the processor before it.
+
+    Where threads have no niceness of their own, or may not change it, nothing changes.
+    """
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()

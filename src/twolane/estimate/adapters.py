@@ -9,7 +9,7 @@ from twolane.estimate.query import Corunner, Kind, LaunchShape
 WEIGHT = 0.1
 """Weight of the newest launch in the mean of each factor's logarithm."""
 MOST_FACTOR = 8.0
-"""Largest factor that is learnt; a launch that took longer counts as if it had taken so long."""
+"""Largest factor that is learnt; a launch with a larger one counts as if it had this one."""
 
 
 class AdapterEstimator(Estimator):

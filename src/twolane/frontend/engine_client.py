@@ -211,7 +211,7 @@ class EngineClient:
                 self._send(Abort(id=id))
 
     def watch(self, seconds: float) -> None:
-        """Have the engine tell `watchers` of launches for so long from now."""
+        """Have the engine tell `watchers` of launches for `seconds` from now on."""
         if self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Watch(seconds))

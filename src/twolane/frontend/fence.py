@@ -24,7 +24,8 @@ from twolane.frontend.fenced import BROKEN, HEAD, JOB, LIMITS, SETUP
 SETUP_SECONDS = 300.0
 """Setting a program up may take this many seconds, the conversion of its files included."""
 LONG_WORK_NICENESS = 10
-"""By so much workers of long jobs yield to those whose answers are awaited token by token."""
+"""Niceness (nice(2)) that workers of long jobs add to their own: they yield to the processes whose
+answers clients read token by token."""
 PART = 1 << 18
 """A job is sent in parts of this many bytes, between which others have their turn."""
 
@@ -212,7 +213,7 @@ class Fence:
             writer.close()
 
     async def worker(self, niceness: int) -> Worker:
-        """Return a new worker that yields so much to others; see nice(2)."""
+        """Return a new worker, which adds `niceness` to its own; see nice(2)."""
         for tried in range(2):
             await self.start()
             own, its = socket.socketpair()

@@ -82,7 +82,7 @@ def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> N
 class TookTooLong(BaseException):
     """A foreign program did not end within its time.
 
-    No `Exception`: whoever tries several things after each other shall not go on.
+    It is no `Exception`, so that code that tries one thing after another does not go on.
     """
 
 

@@ -13,12 +13,12 @@ WHOLE = 1024
 """Tokens of the largest hybrid pass whose layers are one graph; larger ones take the GPU several
 times as long as launching takes the host."""
 FILLED = 0.65
-"""Share of the rows of attention's large tiles that has a token, from which on these are taken: so
-much of their kernel's rate has the one with small tiles."""
+"""Attention takes large tiles if at least this share of their rows has a token: the kernel with
+small tiles reaches this share of their kernel's rate."""
 EMPTY_KEYS = 8192
-"""Keys that an SM reads, at most, for large tiles that are emptier, in the graph of a whole pass: a
-tenth of a millisecond, less than the host takes for a layer that is not in one, as those with the
-other kernel."""
+"""The graph of a whole pass takes large tiles that are emptier than that, too, if an SM reads at
+most this many keys for them. That takes a tenth of a millisecond; small tiles cannot be in a graph,
+and the host takes longer to launch their layer."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64

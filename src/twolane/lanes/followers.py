@@ -313,8 +313,8 @@ class Followers:
                 self._lose_silent(*late)
 
     def _lose_silent(self, rank: int, seconds: float) -> None:
-        """Hold a rank for lost that has been silent for so long while nothing is owed: far longer
-        than one that is short of CPU time may be."""
+        """Hold a rank for lost if it has been silent, with nothing to do, for far longer than one
+        that is short of CPU time may be."""
         if seconds > base.UNPREDICTED_SECONDS - PING_SECONDS:  # perhaps since before the ping
             self._lose(f"rank {rank} of {self.size} has not answered for {seconds:.1f} s")
 

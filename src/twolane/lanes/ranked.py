@@ -27,7 +27,7 @@ class LocalLanes(Lanes, Protocol):
         """See `MachineLanes.fill_kv`."""
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads when they are through with what is queued; wait for each so long."""
+        """End the threads behind what is queued; wait for each for `timeout` seconds at most."""
 
 
 class RankedLanes:

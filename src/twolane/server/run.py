@@ -351,7 +351,7 @@ async def drain(
     stop: Stop,
     seconds: float,
 ) -> None:
-    """Let open requests end, for so long or until the second signal; then break them off.
+    """Let open requests end, for `seconds` or until the second signal; then break them off.
 
     The server listens all the while, so that probes and new requests are told (503).
     """

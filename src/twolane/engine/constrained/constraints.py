@@ -22,7 +22,8 @@ KEPT_BYTES = 4 << 20
 """Their grammars have at most this many bytes together: one may take eighty times as many when it
 is compiled."""
 COMPILER_NICENESS = 5
-"""By so much the thread that compiles grammars yields to those that decode; see nice(2)."""
+"""Niceness (nice(2)) that the thread that compiles grammars adds to its own: it yields to those
+that decode."""
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *[rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (4, 8, 16, 30)],
@@ -108,7 +109,7 @@ class Constraint:
         self._seconds, self._taken = 0.0, 0
         """Processor time of the tokens that it has taken, and their number."""
         self.ambiguous = False
-        """Whether they took so long that it is given up."""
+        """Whether it is given up, because they took too long."""
 
     def take(self, token: int) -> None:
         """Go on behind an output token that was delivered."""

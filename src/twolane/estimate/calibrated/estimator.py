@@ -220,7 +220,7 @@ class _LinearBase:
     def _steps(
         self, load: Load, context: int, units: Sequence[int], woken: float | None = None
     ) -> Rows:
-        """Equation 2 of so much context, and what products of more rows take."""
+        """The terms of Equation 2 for `context` tokens, and what products of more rows take."""
         rows = self._computed.rows(load)
         ways = _ways(rows, self._computed.steps)
         active = self._active(load.requests) if woken is None else (woken,)
@@ -424,8 +424,8 @@ class Calibrated(Estimator):
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
     def _remembered(self, asked: _Question) -> Sequence[float]:
-        """What is missed: decode steps of about so much context are asked about again and again, a
-        token further each time."""
+        """What is missed, kept by the leading bits of the context: decode steps are asked about
+        again and again, a token further each time."""
         (kind, load, layers, _, _), units, corunner, _ = asked
         others: tuple[object, ...] = ()
         if corunner is not None:

@@ -12,7 +12,8 @@ MODULE = "twolane.frontend.structured.worker"
 LONG_JOB = 1 << 14
 """Jobs of this many bytes and more wait for each other, and no shorter one for them."""
 SHORT_WORK_NICENESS = 5
-"""By so much the process that makes short grammars yields to those that decode; see nice(2)."""
+"""Niceness (nice(2)) that the process of short grammars adds to its own: it yields to those that
+decode."""
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 

@@ -127,7 +127,7 @@ class CpuLanes:
         """See `Lanes.check`: errors are their tickets'."""
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads when they are through with what is queued; wait for each so long."""
+        """End the threads behind what is queued; wait for each for `timeout` seconds at most."""
         for ticket in self._open.waiting():
             ticket.masks.cancel()  # nobody will tell them any more
         for worker in self._workers.values():

@@ -299,8 +299,8 @@ class CudaLanes:
         return between
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads when they are through with what is queued; wait for each so long. Ends
-        the other ranks, too."""
+        """End the threads behind what is queued, and the other ranks; wait for each for `timeout`
+        seconds at most."""
         self._launcher.thread.shutdown()
         for watcher in self._watchers.values():
             watcher.queue.put(None)

@@ -55,7 +55,7 @@ class PrefillJob:
     def slice(self, view: View, layers: int, units: int) -> Launch:
         """The next this many layers, or those that are left, in the prefill lane.
 
-        They are fewer where the host would take so long to launch them that decode ran dry.
+        They are fewer where decode would run dry while the host launches them.
         """
         if view.decoding:
             layers = min(layers, view.launching.layers_at_once)
@@ -136,10 +136,9 @@ def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
-    """⌈seconds · layers / whole⌉: as many as take so long if all of them take `whole`; at least 1,
-    at most all.
+    """⌈seconds · layers / whole⌉: the layers that take `seconds` where all of them take `whole`.
 
-    MuxWise §3.4.2, N_PL. One layer while nothing is known.
+    MuxWise §3.4.2, N_PL. At least one layer, and one while nothing is known.
     """
     if seconds is None or not whole:
         return 1

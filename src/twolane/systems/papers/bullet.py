@@ -331,7 +331,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return shared_levels(view) if self.partition else [(view.units, view.units)]
 
     def _ttft(self, work: BulletWork, seconds: Floats) -> Floats:
-        """Predicted TTFT as a share of its SLO if the batch takes so long; [levels]."""
+        """Predicted TTFT as a share of its SLO if the batch takes `seconds`; both are [levels]."""
         arrivals = np.array([request.arrival for request in work.requests])
         due = np.array([self._due(request) for request in work.requests])
         latency = work.start + np.outer(seconds, work.shares) - arrivals
