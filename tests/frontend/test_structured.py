@@ -5,6 +5,8 @@ import time
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
@@ -20,6 +22,7 @@ from twolane.frontend.structured.grammar import (
     made_grammar,
     regex_grammar,
 )
+from twolane.frontend.structured.patterns import EQUAL
 from twolane.frontend.structured.schema import plain_schema
 from twolane.frontend.structured.tools import (
     OPENINGS,
@@ -58,6 +61,31 @@ def takes(tokenizer, vocabulary):
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     return whether
+
+
+@pytest.mark.parametrize("written", EQUAL)
+@given(
+    pieces=st.lists(st.sampled_from(["a", "_", "+", "-", "'", ".", "..", "@", "b.Co", "1"]))
+    | st.lists(
+        st.sampled_from(
+            ["P", "T", *(f"{n}{unit}" for n in ("1", "20") for unit in "YMDWHS"), "3,5S", "."]
+        )
+    )
+)
+def test_a_pattern_without_look_around_is_equal_to_the_one_it_stands_for(written, pieces):
+    """The samples alone are whole durations and addresses."""
+    samples = ["P1Y2DT3H4.5S", "PT5M", "P3W", "P", "PT", "P1YT", "a.b'c+d@x-y.co", ".a@b.co"]
+    samples += ["a..b@c.de", "a.@b.co", "a'@b.co", "'a@b.co", "a@b.c", "a@b..co", "P1W2D"]
+    for text in ["".join(pieces), "P" + "".join(pieces), "".join(pieces) + "@b.co", *samples]:
+        assert bool(re.search(EQUAL[written], text)) == bool(re.search(written, text)), text
+
+
+def test_addresses_as_zod_has_them_are_enforced(takes):
+    [email, *_] = EQUAL
+    schema = {"type": "string", "format": "email", "pattern": email}
+    grammar = json_schema_grammar(schema)
+    assert takes(grammar, '"a.b@c.de"')
+    assert not takes(grammar, '"a..b@c.de"')
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from twolane.frontend.structured.patterns import EQUAL
+
 Json = dict[str, Any]
 
 ONE = frozenset(
@@ -129,6 +131,8 @@ def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
         return urllib.parse.quote(LOOSE_PERCENT.sub("%25", value), safe=URI_CHARACTERS)
     if name == "$schema":
         return _dialect(value)
+    if name == "pattern" and isinstance(value, str):
+        return EQUAL.get(value, value)
     return value
 
 
