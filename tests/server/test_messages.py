@@ -35,6 +35,7 @@ KEY = "secret"
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 
 
@@ -210,6 +211,26 @@ def test_a_tools_input_is_an_object_whatever_the_model_writes(written):
     assert read_input(written) == {"raw": written}
 
 
+def test_documents_of_text_and_tools_that_were_found_are_text(client):
+    """Claude Code's search for tools has references as its result, which stay in the history."""
+    source = {"type": "text", "media_type": "text/plain", "data": "21 degrees"}
+    document = {"type": "document", "title": "Rome", "source": source}
+    found = [{"type": "tool_reference", "tool_name": "weather"}, document]
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    for result in ([{"type": "tool_result", "tool_use_id": "a", "content": found}], [document]):
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [call]}]
+        message = whole(client, [*said, {"role": "user", "content": result}])
+        assert message.content[0].text == "It is 21 degrees in Rome."
+
+
+def test_tools_may_be_many(client):
+    tools = [{**WEATHER, "name": f"t{i}", "input_schema": {"type": "object"}} for i in range(200)]
+    counted = client.messages.count_tokens(
+        model="parrot", messages=[{"role": "user", "content": "Hello"}], tools=tools
+    )
+    assert counted.input_tokens > 200
+
+
 def test_tokens_are_counted(client):
     asked = {"model": "parrot", "messages": [{"role": "user", "content": FRANCE}]}
     count = client.messages.count_tokens(**asked).input_tokens
@@ -245,6 +266,10 @@ def test_tokens_are_counted(client):
         (
             {"messages": [{"role": "user", "content": [RESULT]}]},
             "messages[0].content[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [PDF]}]},
+            "messages[0].content[0].source.type",
         ),
     ],
 )

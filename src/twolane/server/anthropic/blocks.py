@@ -22,6 +22,46 @@ class TextBlock(Body):
     text: str
 
 
+class TextSource(Body):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class DocumentBlock(Body):
+    """A document that is text; its title and what it is about stand in front of it."""
+
+    inert = BLOCK_INERT
+    null_says_nothing = True
+
+    type: Literal["document"]
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return "\n".join(filter(None, [self.title, self.context, self.source.data]))
+
+
+class ToolReferenceBlock(Body):
+    """A tool that a search for tools has found: the model knows all of the request's anyway."""
+
+    inert = BLOCK_INERT
+    null_says_nothing = True
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        """What the model reads: its name."""
+        return self.tool_name
+
+
 class ThinkingBlock(Body):
     """Thinking of an earlier answer; what is redacted cannot be read."""
 
@@ -44,6 +84,23 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
+Said = TextBlock | DocumentBlock | ToolReferenceBlock
+"""Blocks that are text."""
+SAID: Mapping[str, type[Said]] = {
+    "text": TextBlock,
+    "document": DocumentBlock,
+    "tool_reference": ToolReferenceBlock,
+}
+
+
+def _said_block(value: Any) -> Said:
+    """Read a block of a tool's result; another one is refused by its type, not by its fields."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None and kind not in SAID:
+        raise wrong("type", f"must be one of {', '.join(SAID)} here", "unsupported_field")
+    return SAID[kind or "text"].model_validate(value)
+
+
 def _text_block(value: Any) -> TextBlock:
     """Read a block of text; another one is refused by its type rather than by its fields."""
     if isinstance(value, dict) and value.get("type") not in (None, "text"):
@@ -51,24 +108,32 @@ def _text_block(value: Any) -> TextBlock:
     return TextBlock.model_validate(value)
 
 
+_SAID: TypeAdapter[list[Said]] = TypeAdapter(
+    Annotated[list[Annotated[Said, PlainValidator(_said_block)]], Field(fail_fast=True)]
+)
 _TEXTS: TypeAdapter[list[TextBlock]] = TypeAdapter(
     Annotated[list[Annotated[TextBlock, PlainValidator(_text_block)]], Field(fail_fast=True)]
 )
 
 
-def _text(value: Any) -> str:
+def _joined(value: Any, form: TypeAdapter[Any]) -> str:
     """Read a text, or a list of blocks of text that are joined by new lines."""
     if isinstance(value, str) or value is None:
         return value or ""
     if not isinstance(value, list):
         raise wrong("text", "must be a string or a list of blocks of text")
-    return "\n".join(block.text for block in _TEXTS.validate_python(value))
+    return "\n".join(block.text for block in form.validate_python(value))
 
 
 TEXT_SCHEMA = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
 }
-Text = Annotated[str, PlainValidator(_text), WithJsonSchema(TEXT_SCHEMA)]
+Text = Annotated[
+    str, PlainValidator(lambda value: _joined(value, _TEXTS)), WithJsonSchema(TEXT_SCHEMA)
+]
+ResultText = Annotated[
+    str, PlainValidator(lambda value: _joined(value, _SAID)), WithJsonSchema(TEXT_SCHEMA)
+]
 
 
 class ToolResultBlock(Body):
@@ -80,12 +145,13 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: ResultText = ""
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 BLOCKS: Mapping[str, Callable[[Any], Block]] = {
     "text": TextBlock.model_validate,
+    "document": DocumentBlock.model_validate,
     "thinking": ThinkingBlock.model_validate,
     "redacted_thinking": ThinkingBlock.model_validate,
     "tool_use": ToolUseBlock.model_validate,
@@ -155,4 +221,5 @@ class AnthropicMessage(Body):
 
 def joined(blocks: Sequence[Block]) -> str:
     """Return what the blocks of text say."""
-    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    said = (block for block in blocks if isinstance(block, TextBlock | DocumentBlock))
+    return "\n".join(block.text for block in said)

@@ -8,8 +8,8 @@ from pydantic import Field
 from twolane.frontend.body import Body, one_message
 from twolane.frontend.structured.tools import Tool
 
-MOST_TOOLS = 128
-"""A request may bring this many tools, as in OpenAI's API."""
+MOST_TOOLS = 1024
+"""A request may bring this many tools. OpenAI's API takes 128; users of MCP have hundreds."""
 
 
 class FunctionDefinition(Body):
