@@ -117,6 +117,22 @@ def test_a_classifier_that_only_the_index_names_is_missing(tmp_path):
         load_decoder(resolve(str(folder)))
 
 
+@pytest.mark.parametrize("place", [0, -1], ids=["before", "behind"])
+def test_of_two_tensors_of_a_name_the_index_says_which(tmp_path, place):
+    """As where files of another checkpoint are used again; without an index nobody knows."""
+    folder = make_checkpoint("llama2", tmp_path / "model", shards=3)
+    norm = load_decoder(resolve(str(folder))).weights.norm
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    others = {*places.values()} - {places["model.norm.weight"]}
+    other = folder / sorted(others)[place]
+    stale = {**load_file(other), "model.norm.weight": torch.zeros(64)}
+    save_file(stale, other, {"format": "pt"})
+    assert torch.equal(load_decoder(resolve(str(folder))).weights.norm, norm)
+    (folder / INDEX).unlink()
+    with pytest.raises(ValueError, match=r"has model\.norm\.weight, and so has another file"):
+        load_decoder(resolve(str(folder)))
+
+
 def test_numbered_files_need_no_index(tmp_path):
     """As other servers read them; of a part of them nothing is known."""
     folder = make_checkpoint("llama2", tmp_path / "model", shards=3)

@@ -1,7 +1,7 @@
 """The safetensors files of a model directory."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,18 @@ class Safetensors:
     Args:
         paths: of the files.
         stack: closes the files.
+        index: the file of each tensor that an index names; others may have what is out of date.
 
     Raises:
-        ValueError: a file is missing or broken.
+        ValueError: a file is missing or broken, or it is not clear which of two has a tensor.
     """
 
-    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
+    def __init__(
+        self, paths: Iterable[Path], stack: ExitStack, index: Mapping[str, Path] | None = None
+    ) -> None:
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
+        places = index or {}
         for path in paths:
             if not path.is_file():
                 raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
@@ -45,8 +49,12 @@ class Safetensors:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises its own type, derived from Exception
                 raise ValueError(f"{path} {_broken(path)}: {error}") from error
-            names: list[str] = file.keys()
-            self._files.update({_placed(name): (file, name) for name in names})
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                known = _placed(name) in self._files
+                if known and name not in places:
+                    raise ValueError(f"{path} has {name}, and so has another file of the model")
+                if not known or places[name] == path:
+                    self._files[_placed(name)] = file, name
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
@@ -138,16 +146,17 @@ def _is_row(names: list[str]) -> bool:
     return None not in shards and len(rows) == 1 and numbers == [*range(1, rows.pop()[1] + 1)]
 
 
-def indexed(directory: Path) -> set[str]:
-    """The tensors that a model's index names; none where a model has but one file.
+def indexed(directory: Path) -> dict[str, Path]:
+    """The file of each tensor that a model's index names; none where a model has but one file.
 
     Raises:
         ValueError: the index is broken.
     """
     index = directory / INDEX
     if (directory / "model.safetensors").is_file() or not index.is_file():
-        return set()
-    return {*converted(read_json(index), _Index, str(index)).weight_map}
+        return {}
+    files = converted(read_json(index), _Index, str(index)).weight_map
+    return {tensor: directory / file for tensor, file in files.items()}
 
 
 class _Index(msgspec.Struct):

@@ -193,9 +193,10 @@ def _open_directory(
     Raises:
         WeightsError: the files lack a classifier that their index names.
     """
-    tensors, spec = Safetensors(model_files(path), stack), source.spec()
+    index, spec = indexed(path), source.spec()
+    tensors = Safetensors(model_files(path), stack, index)
     if not spec.tie_embeddings:  # without an index, the embeddings might be meant
-        refuse_tensors(source.name, "missing", sorted({HEAD} & indexed(path) - {*tensors.names()}))
+        refuse_tensors(source.name, "missing", sorted({HEAD} & {*index} - {*tensors.names()}))
     spec = with_stored_head(spec, tensors, source.name)
     if spec.tie_embeddings and HEAD in tensors.names() and EMBEDDING not in tensors.names():
         tensors.rename(HEAD, EMBEDDING)  # of two names of one tensor, either may be stored
