@@ -402,6 +402,31 @@ def test_patterns_leave_modules_in_floats(tmp_path, form, change):
     assert [layer.o.scheme == "float32" for layer in layers] == [False, True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("form", "family", "change"),
+    [
+        ("awq", "qwen2", {"modules_to_not_convert": ["model.layers.1."]}),
+        ("awq", "phi3", {}),
+        ("fp8", "qwen2", {"modules_to_not_convert": ["model.language_model.layers.1"]}),
+        ("fp8", "qwen2", {"modules_to_not_convert": ["layers.1.", "layers.2"]}),
+        ("pack-quantized", "qwen2", {"ignore": ["model.layers.1"]}),
+        ("gptq", "qwen2", {"modules_in_block_to_quantize": [["self_attn.o_proj"]]}),
+    ],
+)
+def test_tensors_tell_formats_that_a_config_says_otherwise(tmp_path, caplog, form, family, change):
+    """Layer 1 is stored in floats: lists that others match in other ways say less or more."""
+    write(tmp_path / "a", tmp_path / "b", form, family, lambda name: ".layers.1." in name, **SIZES)
+    edit_config(tmp_path / "a", quantization_config={**FORMATS[form][1], **change})
+    decoder, floats = (load_decoder(resolve(str(tmp_path / n))) for n in "ab")
+    for place, (ours, meant) in enumerate(
+        zip(decoder.weights.layers, floats.weights.layers, strict=True)
+    ):
+        for kind in (lambda layer: layer.qkv, lambda layer: layer.mlp.down):
+            assert (kind(ours).scheme == "float32") == (place == 1)
+            close(kind(ours).dequantised().float(), kind(meant).values)
+    assert "modules are stored otherwise than quantization_config says" in caplog.text
+
+
 JOINED_FORMS = ["fp8", "float-quantized-tensor", "awq", "gptq", "pack-quantized-zeros"]
 
 
@@ -444,8 +469,10 @@ def test_only_named_modules_of_a_block_may_be_quantised(tmp_path):
     assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "float32")
 
 
-def test_the_group_that_names_a_module_holds(tmp_path):
-    """Whatever the order in which compressed-tensors' groups are written."""
+@pytest.mark.parametrize("broad", ["Linear", "re:.*proj"])
+def test_the_group_that_names_a_module_holds(tmp_path, broad):
+    """Whatever the order in which compressed-tensors' groups are written; of two expressions that
+    mean a module, its tensors tell which holds."""
     base = FORMATS["pack-quantized"][1]
     [general] = base["config_groups"].values()
     [eight] = FORMATS["float-quantized-channel"][1]["config_groups"].values()
@@ -456,7 +483,7 @@ def test_the_group_that_names_a_module_holds(tmp_path):
     tensors = {n: t for n, t in load_file(file).items() if down not in n}
     others = load_file(tmp_path / "eight/model.safetensors")
     save_file(tensors | {n: t for n, t in others.items() if down in n}, file, {"format": "pt"})
-    groups = {"group_0": general, "group_1": special}
+    groups = {"group_0": {**general, "targets": [broad]}, "group_1": special}
     edit_config(tmp_path / "a", quantization_config={**base, "config_groups": groups})
     layer = load_decoder(resolve(str(tmp_path / "a"))).weights.layers[0]
     assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "fp8_channel")

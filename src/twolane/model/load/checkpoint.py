@@ -104,10 +104,10 @@ def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict
     def linear(name: str, module: LinearModule) -> None:
         form, place = stored_form(name, spec, quantization)
         if place is None:
-            stored.update(_module_tensors(name, module, form))
+            stored.update(module_tensors(name, module, form))
             return
         whole = LinearModule(place.rows, module.columns, bias=False)
-        stored.update(_module_tensors(place.module, whole, form))
+        stored.update(module_tensors(place.module, whole, form))
         if module.bias:
             stored[f"{name}.bias"] = StoredTensor(((module.rows,),))
 
@@ -148,10 +148,12 @@ def norm_names(spec: ModelSpec) -> dict[str, str]:
     }
 
 
-def _module_tensors(
-    name: str, module: LinearModule, form: Format | None
-) -> dict[str, StoredTensor]:
-    """The tensors of a linear module."""
+def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict[str, StoredTensor]:
+    """The tensors of a linear module.
+
+    Raises:
+        WeightsError: a module of this shape cannot be stored so.
+    """
     if form is None:
         tensors: Mapping[str, StoredTensor] = {
             "weight": StoredTensor(((module.rows, module.columns),))

@@ -1,8 +1,8 @@
 """Which linear modules of a checkpoint are quantised, and what tensors each has. No torch."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 BLOCK = 128
@@ -123,6 +123,8 @@ class Quantization:
     unused: tuple[str, ...] = ()
     """Ends of the names of calibrated scales that the checkpoint may have. They are not used, for
     ours follow the numbers of each token."""
+    stored: Mapping[str, Format | None] = field(default_factory=dict)
+    """Formats of modules that differ from what the lists say (`with_stored_formats`)."""
 
     @property
     def name(self) -> str:
@@ -144,10 +146,18 @@ class Quantization:
 
     def format(self, module: str) -> Format | None:
         """How a linear module is stored; None: in 16 bits."""
+        if module in self.stored:
+            return self.stored[module]
         if (module == "lm_head" and not self.head) or self._matches(module, self.ignored):
             return None
         fitting = [group for group in self.groups if self._matches(module, group.targets)]
         return min(fitting, key=lambda group: _rank(module, group)).format if fitting else None
+
+    def formats(self, module: str) -> Iterable[Format | None]:
+        """The ways in which a linear module may be stored, what the lists say first."""
+        if module == "lm_head" and not self.head:
+            return (None,)
+        return dict.fromkeys((self.format(module), None, *(group.format for group in self.groups)))
 
     def _matches(self, module: str, names: Sequence[str]) -> bool:
         return any(self._names(name, module) for name in names)

@@ -36,6 +36,7 @@ from twolane.model.load.quantization import Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
+from twolane.model.load.stored_formats import with_stored_formats
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
@@ -102,10 +103,9 @@ def load_weights(
     stored = quantization_of(source)
     scheme = asked_scheme(quantization, stored, dummy)
     with ExitStack() as stack:
-        spec, tensors = _open(source, dummy, seed, router_skew, device, stack, stored)
+        spec, tensors, modules = _open(source, dummy, seed, router_skew, device, stack, stored)
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
-        modules = None if dummy else stored
         check_tensors(spec, tensors, modules, source.name)
         if device.type == "cpu":
             _check_room(spec, floats, bool(scheme or modules), ranks, source.name)
@@ -168,20 +168,25 @@ def _open(
     device: torch.device,
     stack: ExitStack,
     stored: Quantization | None,
-) -> tuple[ModelSpec, TensorSource]:
+) -> tuple[ModelSpec, TensorSource, Quantization | None]:
+    """The spec of a model, its tensors, and how they store linear modules; None: in floats."""
     if dummy:
         spec = skewed(source.spec(), router_skew)
-        return spec, _dummy(spec, seed, device)
+        return spec, _dummy(spec, seed, device), None
     if router_skew:
         raise FieldError("router_skew", "is for dummy weights")
     if source.kind == "gguf" and source.path is not None:
         model = GGUFModel(source.path)
-        return model.spec, Joined(model, model.spec) if model.spec.family in JOINED else model
+        joined = Joined(model, model.spec) if model.spec.family in JOINED else model
+        return model.spec, joined, None
     if source.kind == "dir" and source.path is not None:
         spec, tensors = _open_directory(source, source.path, stack)
+        if stored is not None:
+            stored = with_stored_formats(stored, spec, tensors, source.name)
         if spec.family not in JOINED:
-            return spec, tensors
-        return spec, Joined(tensors, spec, lambda m: stored is not None and bool(stored.format(m)))
+            return spec, tensors, stored
+        whole = Joined(tensors, spec, lambda m: stored is not None and bool(stored.format(m)))
+        return spec, whole, stored
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
 
 

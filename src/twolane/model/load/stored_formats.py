@@ -1,0 +1,97 @@
+"""The formats of modules that a checkpoint's tensors tell, whatever the lists of its config say.
+
+Writers and readers match names and patterns in different ways: `modules_to_not_convert` as parts of
+names, as their begins or as expressions, with the prefix of another model or with a point at the
+end, and overlapping patterns by their order or by the alphabet. The tensors are what was written.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from twolane.model.load.checkpoint import (
+    HEAD,
+    LinearModule,
+    WeightsError,
+    linears_of,
+    module_tensors,
+)
+from twolane.model.load.configs import JOINED
+from twolane.model.load.joined import place_of
+from twolane.model.load.quantization import Format, Quantization
+from twolane.model.load.source import TensorSource
+from twolane.model.spec import ModelSpec
+
+log = logging.getLogger("twolane.model")
+
+
+def with_stored_formats(
+    quantization: Quantization, spec: ModelSpec, tensors: TensorSource, name: str
+) -> Quantization:
+    """Return the quantisation with the formats of modules that are stored in another one.
+
+    Where no module is stored in any of its formats, it is left as it is: the tensors are not those
+    of the config.
+
+    Args:
+        quantization: what the config says.
+        spec: of the config.
+        tensors: those of the files, not `Joined`.
+        name: of the model, for the log.
+    """
+    ends = defaultdict[str, set[str]](set)
+    for tensor in tensors.names():
+        if not tensor.endswith((*quantization.unused, ".bias")):
+            module, _, end = tensor.rpartition(".")
+            ends[module].add(end)
+    found: dict[str, Format | None] = {}
+    for module, linear in _linear_modules(spec):
+        fitting = (
+            form
+            for form in quantization.formats(module)
+            if _fits(form, module, linear, tensors, ends[module])
+        )
+        found[module] = next(fitting, quantization.format(module))
+    if not any(found.values()):
+        return quantization
+    others = {m: form for m, form in found.items() if form != quantization.format(m)}
+    if others:
+        text = "%s: %d modules are stored otherwise than quantization_config says, such as %s"
+        log.warning(text, name, len(others), next(iter(others)))
+    return replace(quantization, stored=others)
+
+
+def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
+    """The linear modules as the checkpoint has them: some families join several in one."""
+    if not spec.tie_embeddings:
+        yield HEAD.removesuffix(".weight"), LinearModule(spec.vocab_size, spec.hidden_size, False)
+    for i in range(spec.layers):
+        joined = set()
+        for name, linear in linears_of(spec, i).items():
+            whole = f"model.layers.{i}.{name}"
+            place = place_of(whole, spec) if spec.family in JOINED else None
+            if place is None:
+                yield whole, linear
+            elif place.module not in joined:
+                joined.add(place.module)
+                yield place.module, LinearModule(place.rows, linear.columns, False)
+
+
+def _fits(
+    form: Format | None, module: str, linear: LinearModule, tensors: TensorSource, ends: set[str]
+) -> bool:
+    """Whether a module has the tensors of a format, and no others."""
+    try:
+        wanted = module_tensors(module, replace(linear, bias=False), form)
+    except WeightsError:  # its shape has no whole groups
+        return False
+    for tensor, stored in wanted.items():
+        end = tensor.rpartition(".")[2]
+        if end not in ends and not stored.optional:
+            return False
+        if end in ends and not (
+            tensors.shape(tensor) in stored.shapes and tensors.type(tensor) in stored.types
+        ):
+            return False
+    return {f"{module}.{end}" for end in ends} <= wanted.keys()
