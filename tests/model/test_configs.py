@@ -274,6 +274,12 @@ def test_smollm3_may_say_which_layers_are_rotated():
     assert spec.unrotated_layers == (0, 3)
 
 
+def test_which_layers_have_a_window_must_be_said_of_each():
+    raw = {"architectures": ["MistralForCausalLM"], "layer_types": ["sliding_attention"] * 2}
+    with pytest.raises(ValueError, match="layer_types has 2 values for 32 layers"):
+        spec_from_config(raw)
+
+
 def test_which_layers_have_experts_must_be_said():
     raw = {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}
     with pytest.raises(ValueError, match="decoder_sparse_step must be 1 or more, not 0"):
@@ -342,6 +348,13 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "layer_types 'linear_attention'; these work: full_attention, sliding_attention",
+        ),
         (
             named(
                 LlamaConfig(rope_parameters={"rope_type": "proportional", "factor": 2.0}),

@@ -105,6 +105,9 @@ _GLOBAL: tuple[Family, ...] = ("llama", "granite", "olmo2", "glm", "glm4")
 """The families without sliding windows."""
 
 
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
 class _Kind(msgspec.Struct):
     """What of a `config.json` tells whether the rest can be read."""
 
@@ -290,6 +293,8 @@ def spec_from_config(
         raise ValueError(f"config.json: max_position_embeddings {said}")
     if config.hidden_act not in ("silu", "swish"):  # two names of one function
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
+    if other := {*(config.layer_types or ())} - _LAYER_TYPES:
+        raise UnsupportedModel.because("layer_types", min(other), sorted(_LAYER_TYPES))
     if config.is_causal is False:  # each token would be attended to by those before it, too
         raise UnsupportedModel.because("is_causal", config.is_causal, ("True",))
     window, sliding_layers = _sliding(config, family)
@@ -423,7 +428,7 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
     and llama.cpp.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: it is negative, or `layer_types` has not one value for each layer.
     """
     window, types = config.sliding_window, config.layer_types
     if family in _GLOBAL or not window:
@@ -435,6 +440,9 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
         return None, ()
     layers: Iterable[int] = range(config.num_hidden_layers)
     if types is not None and family not in ("mixtral", "phi3", "qwen3_moe"):
+        if len(types) != config.num_hidden_layers:
+            said = f"has {len(types)} values for {config.num_hidden_layers} layers"
+            raise ValueError(f"config.json: layer_types {said}")
         layers = (i for i, t in enumerate(types) if t == "sliding_attention")
     elif family == "smollm3":
         layers = _unrotated(config)
