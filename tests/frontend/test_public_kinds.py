@@ -134,6 +134,35 @@ def test_flags_of_declared_tokens_hold_as_in_transformers(tmp_path, config):
         assert "".join(map(stream.step, tokens)) + stream.flush() == shown
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"additional_special_tokens": ["Ġa", "b"]},
+        {"extra_special_tokens": ["Ġa", "b"]},
+        {"extra_special_tokens": {"a_token": "Ġa", "b_token": "b"}},
+        {"extra_special_tokens": [], "additional_special_tokens": ["Ġa"], "image_token": "b"},
+        {"additional_special_tokens": None, "extra_special_tokens": ["<tool>"]},
+    ],
+)
+def test_special_tokens_without_a_known_name_are_those_of_transformers(tmp_path, config):
+    """After mlx-lm#661: the forms of several versions; pieces of the vocabulary become special."""
+    tokenizer = byte_level(added=["<tool>"])
+    folder = write(tmp_path / "m", tokenizer, tokenizer_class="PreTrainedTokenizerFast", **config)
+    theirs, made = AutoTokenizer.from_pretrained(folder), codec(folder)
+    for text in ("aĠab<tool>", "bb a"):
+        tokens = theirs(text).input_ids
+        assert made.encode(text) == tokens
+        assert made.decode(tokens, skip_special_tokens=True) == theirs.decode(
+            tokens, skip_special_tokens=True
+        )
+
+
+def test_a_special_token_that_the_tokenizer_lacks_is_noted(tmp_path):
+    write(tmp_path / "m", byte_level(), additional_special_tokens=["<lost>"])
+    [note] = load_file(resolve(str(tmp_path / "m"))).notes
+    assert note == "special token '<lost>' is no token of tokenizer.json"
+
+
 @pytest.mark.parametrize("kind", ["Qwen2Tokenizer", None])
 def test_tokens_may_be_added_by_a_file_of_their_own(tmp_path, kind):
     """As `transformers` wrote them before `added_tokens_decoder`; pieces may stand there, too."""

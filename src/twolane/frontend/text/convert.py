@@ -61,6 +61,7 @@ def convert(source: Path) -> TokenizerFile:
     parts.backend.no_padding()
     check_decoder(parts.backend.decoder)
     add_named_tokens(parts)
+    add_extra_tokens(parts)
     bos = settle_bos(parts)
     template, tool_template = (parts.templates.get(name) for name in ("default", "tool_use"))
     if template is None and parts.templates:
@@ -142,9 +143,22 @@ def from_directory(source: Path) -> Parts:
         begins = True  # its documented default; llama.cpp's, too
     parts = Parts(backend, origin, special_tokens, begins)
     parts.add_eos = config.get("add_eos_token")
+    parts.extra_tokens = [*extra_tokens(first), *extra_tokens(second)]
     parts.templates = read_templates(source, config)
     add_declared_tokens(parts, declared)
     return parts
+
+
+def extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Return the special tokens that a file names beside those of `NAMES`: in a list, by names of
+    their own in a table, or in fields of a model's own such as `image_token`."""
+    values: list[object] = []
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        given = config.get(name)
+        if isinstance(given, dict | list):
+            values += given.values() if isinstance(given, dict) else given
+    values += [v for name, v in config.items() if name.endswith("_token") and name not in NAMES]
+    return [token for token in map(content, values) if token is not None]
 
 
 def declared_tokens(source: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -271,6 +285,19 @@ def add_named_tokens(parts: Parts) -> None:
         elif token not in added or not added[token].special:
             flags = flags_of(added[token]) if token in added else {"normalized": False}
             parts.backend.add_special_tokens([AddedToken(token, **{**flags, "special": True})])
+
+
+def add_extra_tokens(parts: Parts) -> None:
+    """Let tokens be special, and found as they are in a text, that files name so and that the
+    tokenizer has as ordinary pieces; those that it has as added tokens have flags of their own."""
+    added = {entry.content for entry in parts.backend.get_added_tokens_decoder().values()}
+    new = dict[str, AddedToken]()
+    for token in parts.extra_tokens:
+        if parts.backend.token_to_id(token) is None:
+            parts.notes.append(f"special token {token!r} is no token of {parts.origin}")
+        elif token not in added:
+            new[token] = AddedToken(token, special=True, normalized=False)
+    parts.backend.add_special_tokens([*new.values()])
 
 
 def settle_bos(parts: Parts) -> Declared | None:

@@ -27,5 +27,7 @@ class Parts(msgspec.Struct):
     templates: dict[str, Template] = {}
     """The chat templates, by name."""
     ends: list[Declared] = []
+    extra_tokens: list[str] = []
+    """Special tokens that no name is known of."""
     notes: list[str] = []
     config_name: str = "tokenizer_config.json"

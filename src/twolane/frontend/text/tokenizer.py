@@ -20,7 +20,7 @@ from twolane.model.load.hub import ModelSource, cache_dir
 
 log = logging.getLogger("twolane.frontend")
 
-_FORMAT = 13
+_FORMAT = 14
 """The version of `TokenizerFile` and of how it is made; files of others are made anew."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*.jinja")
 """The files of a model directory that a tokenizer may be made of."""
