@@ -433,12 +433,33 @@ def test_only_a_good_request_that_is_refused_misses_its_bounds(metrics):
     assert (group.count, len(group.message)) == (2, MESSAGE_LONGEST)
 
 
+def by_adapter(metrics):
+    """Requests by the label of their adapter, as Prometheus gets them."""
+    return {
+        sample.labels["adapter"]: sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "twolane:adapter_requests_total"
+    }
+
+
 def test_adapters_beyond_the_first_share_a_label(metrics):
     names = [str(i) for i in range(MOST_ADAPTERS + 2)]
     for name in (*names, names[0]):
         metrics.count_adapter(name, 1)
-    counts = [value_of(metrics.adapter(name)) for name in (names[0], names[1], OTHER_ADAPTERS)]
-    assert counts == [2, 1, 2]
+    found = by_adapter(metrics)
+    assert len(found) == MOST_ADAPTERS + 1
+    assert [found[name] for name in (names[0], names[1], OTHER_ADAPTERS)] == [2, 1, 2]
+
+
+def test_an_adapter_that_is_unloaded_leaves_no_series(metrics):
+    """A server that loads and unloads new names for ever has no more of them than there are."""
+    for i in range(2 * MOST_ADAPTERS):
+        metrics.count_adapter(f"adapter {i}", 1)
+        metrics.forget_adapter(f"adapter {i}")
+    metrics.forget_adapter("that nobody asked")
+    metrics.count_adapter("last", 3)
+    assert by_adapter(metrics) == {"last": 3}
 
 
 def test_series_that_are_known_begin_at_zero():

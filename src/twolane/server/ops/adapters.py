@@ -60,6 +60,9 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             raise refused(error, "lora_name") from error
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
+        finally:  # also where the client does not wait
+            if body.lora_name not in service.engine.adapters.loaded:
+                service.metrics.forget_adapter(body.lora_name)
         return json_response({"status": "ok"})
 
 

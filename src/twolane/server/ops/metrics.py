@@ -217,8 +217,11 @@ class ServerMetrics:
         )
         self.refused = self._counter_by("requests_refused", "Requests refused", "reason")
         self.aborted = self._counter_by("requests_aborted", "Requests broken off", "reason")
-        self.adapter = self._counter_by(
-            "adapter_requests", "Requests admitted that a LoRA adapter answers", "adapter"
+        self._adapter = Counter(
+            f"{PREFIX}adapter_requests",
+            "Requests admitted that a LoRA adapter answers",
+            ["model_name", "adapter"],
+            registry=self.registry,
         )
         self._adapters = set[str]()
         """Those that have a label."""
@@ -283,7 +286,13 @@ class ServerMetrics:
             self._adapters.add(name)
         else:
             name = OTHER_ADAPTERS
-        self.adapter(name).inc(requests)
+        self._adapter.labels(self._model_name, name).inc(requests)
+
+    def forget_adapter(self, name: str) -> None:
+        """Remove the series of an adapter that is served no more; its label is free for another."""
+        if name in self._adapters:
+            self._adapters.remove(name)
+            self._adapter.remove(self._model_name, name)
 
     def refuse(self, reason: str, message: str) -> None:
         """Count a refused request."""
