@@ -14,6 +14,7 @@ from twolane.fleet.pool import Pool
 from twolane.fleet.process import StartError
 from twolane.fleet.run import application
 from twolane.router.state import ReplicaState
+from twolane.server.http.unsent import UnsentOutput
 from twolane.server.options import ServerOptions
 from twolane.server.run import UvicornServer, address_of, bind, uvicorn_config
 
@@ -164,7 +165,9 @@ async def fleet_of(
             pool = Pool(hosts, FleetOptions(**how), session, keys)  # type: ignore[arg-type]
             keeping = asyncio.create_task(pool.run())
             shared = ServerOptions()
-            server = UvicornServer(uvicorn_config(application(pool, session, shared), shared))
+            output = UnsentOutput()
+            app = application(pool, session, shared, output)
+            server = UvicornServer(uvicorn_config(app, shared, output))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             async with aiohttp.ClientSession(timeout=timeout) as client:
                 while not server.started:

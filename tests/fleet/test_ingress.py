@@ -15,6 +15,7 @@ from twolane.fleet.inquiry import _bound, _known, _Landmarks, _with_tokens, sess
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.run import announcement, application
+from twolane.server.http.unsent import UnsentOutput
 from twolane.server.options import ServerOptions
 
 PAGE = "https://page.example"
@@ -36,7 +37,8 @@ def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, 
         async with aiohttp.ClientSession() as session:
             pool = Pool(LocalHosts(()), FleetOptions(), session, keys)
             shared = ServerOptions(api_keys=keys, cors_origins=origins, max_body_bytes=1000)
-            await application(pool, session, shared)(scope, receive, send)
+            app = application(pool, session, shared, UnsentOutput())
+            await app(scope, receive, send)
 
     asyncio.run(answer())
     begun = {name.decode(): each.decode() for name, each in sent[0]["headers"]}

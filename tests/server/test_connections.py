@@ -22,6 +22,7 @@ from twolane.server.http.connection import (
     ConnectionLimits,
     connection_class,
 )
+from twolane.server.http.unsent import UnsentOutput
 
 from .conftest import TINY
 from .serving import PATIENCE, engine_of, free_port, serving, stopped, wait_for
@@ -346,7 +347,11 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
     async def work():
         limits = ConnectionLimits(max_connections=9, arrival_seconds=60, stall_seconds=60)
         config = uvicorn.Config(
-            app, port=0, http=connection_class(limits), lifespan="off", log_config=None
+            app,
+            port=0,
+            http=connection_class(limits, UnsentOutput()),
+            lifespan="off",
+            log_config=None,
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())

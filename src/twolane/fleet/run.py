@@ -13,13 +13,16 @@ from twolane.common import garbage
 from twolane.common.errors import FieldError
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
+from twolane.fleet.metrics import PREFIX
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
 from twolane.server.http.cross_origin import cross_origin
 from twolane.server.http.gate import Gate
+from twolane.server.http.unsent import UnsentCollector, UnsentOutput
 from twolane.server.options import ServerOptions
 from twolane.server.run import (
+    LoopErrors,
     Stop,
     UvicornServer,
     address_of,
@@ -63,9 +66,19 @@ def serve_fleet(
     return asyncio.run(_run(arguments, options, shared))
 
 
-def application(pool: Pool, session: aiohttp.ClientSession, shared: ServerOptions) -> ASGIApp:
-    """Return what serves the fleet's address; its door is that of every replica."""
+def application(
+    pool: Pool, session: aiohttp.ClientSession, shared: ServerOptions, output: UnsentOutput
+) -> ASGIApp:
+    """Return what serves the fleet's address; its door is that of every replica.
+
+    Args:
+        pool: the replicas.
+        session: for requests to them.
+        shared: see `serve_fleet`.
+        output: what waits for the clients of the fleet.
+    """
     ingress = Ingress(pool, POLICIES[pool.options.router](), session, shared.max_body_bytes)
+    ingress.metrics.registry.register(UnsentCollector(output, PREFIX))
     # Bodies are kept, to be sent to another replica.
     gate = Gate(ingress, shared.api_keys, shared.max_body_bytes, keeps_bodies=True)
     return cross_origin(gate, shared.cors_origins)
@@ -102,6 +115,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
     with bind(options.host, options.port) as listener:
         hosts = hosts_of(arguments, options)
         loop = asyncio.get_running_loop()  # after Ray, which has handlers of its own
+        loop.set_exception_handler(LoopErrors())
         stop = Stop()
         loop.add_signal_handler(signal.SIGHUP, again.set)
         # Answers may take as long as they do: who watches the replicas ends them.
@@ -119,8 +133,9 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
                 await first_of(pool.close(), stop.insisted.wait())
                 await hosts.close()
                 return 0 if stop.asked.is_set() else 1
-            app = application(pool, session, shared)
-            server = UvicornServer(uvicorn_config(app, shared, files_each=FILES_EACH))
+            output = UnsentOutput()
+            app = application(pool, session, shared, output)
+            server = UvicornServer(uvicorn_config(app, shared, output, files_each=FILES_EACH))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory())

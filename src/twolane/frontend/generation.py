@@ -1,6 +1,5 @@
 """The life of a request on the API process's side: from tokens to the engine, and back to text."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,6 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from twolane.engine.messages import Output, Refused, Submit
+from twolane.frontend.backlog import Backlog
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.output_reader import Delta, OutputReader, TextOptions
@@ -119,7 +119,8 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._observer = observer
-        self._events: asyncio.Queue[Delta | Event | Exception | None] = asyncio.Queue()
+        self.backlog: Backlog[Event | Exception | None] = Backlog()
+        """What has come and was not iterated over yet."""
         self._taker: Taker | None = None
         self._awaited = False
         """Somebody iterates, and has had all that was in the queue."""
@@ -141,9 +142,9 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Yield deltas until every answer has ended."""
-        while self._open or not self._events.empty():
-            self._awaited = self._events.empty()
-            match await self._events.get():
+        while self._open or not self.backlog.empty:
+            self._awaited = self.backlog.empty
+            match await self.backlog.take():
                 case Delta() as delta:
                     yield delta
                 case Output():
@@ -231,7 +232,7 @@ class Generation:
 
     def _put(self, told: Delta | Event | Exception | None) -> None:
         self._awaited = False
-        self._events.put_nowait(told)
+        self.backlog.put(told)
 
     def _read(self, reader: OutputReader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)

@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from twolane.frontend.forms import AnswerForm
 from twolane.frontend.generation import Generation, GenerationFailed, GenerationRefused
@@ -56,17 +57,37 @@ class Answering(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that closes its generation, however it ends."""
+    """A stream of server-sent events that closes its generation, however it ends.
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    Args:
+        events: of the stream.
+        generation: what they are made from.
+        connection: where they go; None: another server's.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        generation: AbstractContextManager[object],
+        connection: Connection | None,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect it
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._generation = generation
+        self._connection = connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
+
+        async def unless_lost(message: Message) -> None:
+            if self._connection is not None and self._connection.transport.is_closing():
+                # The loop has found the client gone and tells the connection in its next turn,
+                # which cancels this. All that waits would be written for nobody meanwhile.
+                await asyncio.Event().wait()
+            await send(message)
+
         with self._generation:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, unless_lost)
 
 
 async def begin_chat(
@@ -102,9 +123,12 @@ async def respond(
     except BaseException:
         generation.close()
         raise
-    begun = partial(write_at_once, request.scope["state"].get(CONNECTION), generation, answer)
+    connection: Connection | None = request.scope["state"].get(CONNECTION)
+    if connection is not None:  # and not another server's
+        connection.hold(generation.backlog)
+    begun = partial(write_at_once, connection, generation, answer)
     events = stream(first, deltas, answer, begun)
-    return EventStream(events, generation)
+    return EventStream(events, generation, connection)
 
 
 async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> int:
@@ -144,7 +168,7 @@ async def stream(
 def write_at_once(connection: Connection | None, generation: Generation, answer: Answering) -> None:
     """Write what an answer gets from now on when it comes, wherever the connection takes it."""
 
-    if connection is None:  # another server's
+    if connection is None:
         return
 
     def write(delta: Delta) -> bool:

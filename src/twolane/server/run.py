@@ -28,6 +28,8 @@ from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
 from twolane.server.http.entry import Entry
+from twolane.server.http.unsent import UnsentCollector, UnsentOutput
+from twolane.server.ops.metrics import PREFIX
 from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
@@ -58,6 +60,10 @@ RETURN_SECONDS = 5.0
 """Memory that requests have left free goes back to the system once in this many seconds."""
 ACCEPT_LOG_SECONDS = 60.0
 """That no connection can be accepted is logged once in this many seconds."""
+UNREACHABLE = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+)
+"""What a connection's socket says when its client has gone without a word, beside a reset."""
 
 
 class UvicornServer(uvicorn.Server):
@@ -120,10 +126,11 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
     config = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)
     provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
-    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
+    asyncio.get_running_loop().set_exception_handler(LoopErrors())
     with bind(options.host, options.port) as listener:
         entry = Entry()
-        server = UvicornServer(uvicorn_config(entry, options))
+        output = UnsentOutput()
+        server = UvicornServer(uvicorn_config(entry, options, output))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -145,6 +152,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             await give_up(starting, server, serving)
             return 0
         service = service_of(starting.result(), config, options)
+        service.metrics.registry.register(UnsentCollector(output, PREFIX))
         engine, name = service.engine, service.model_name
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
@@ -244,12 +252,15 @@ def span_provider(endpoint: str) -> "TracerProvider":
     return make_provider(endpoint)
 
 
-def uvicorn_config(app: ASGIApp, options: ServerOptions, *, files_each: int = 1) -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, options: ServerOptions, output: UnsentOutput, *, files_each: int = 1
+) -> uvicorn.Config:
     """Return uvicorn's settings; the limit on open files is raised first.
 
     Args:
         app: what answers.
         options: the bounds on connections.
+        output: what waits for the readers of all connections.
         files_each: open files that a connection takes.
     """
     most = raise_file_limit() - open_files() - FILES_BESIDE
@@ -260,7 +271,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, files_each: int = 1)
     limits = ConnectionLimits(min(wanted, most), options.arrival_seconds, options.stall_seconds)
     return uvicorn.Config(
         app,
-        http=connection_class(limits),
+        http=connection_class(limits, output),
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -286,8 +297,9 @@ async def return_memory() -> None:
         await asyncio.to_thread(garbage.return_free_memory)
 
 
-class AcceptErrors:
-    """The loop's handler of errors: that there are no more files for connections is one line."""
+class LoopErrors:
+    """The loop's handler of errors: that there are no more files for connections is one line, and
+    that a client's network is gone is none."""
 
     def __init__(self) -> None:
         self._told_at = -ACCEPT_LOG_SECONDS
@@ -295,7 +307,10 @@ class AcceptErrors:
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """See `asyncio.loop.set_exception_handler`."""
         error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        number = error.errno if isinstance(error, OSError) else None
+        if number in UNREACHABLE and isinstance(context.get("protocol"), Connection):
+            log.debug("a client cannot be reached any more: %s", error)
+        elif number not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
         elif time.monotonic() - self._told_at > ACCEPT_LOG_SECONDS:
             self._told_at = time.monotonic()

@@ -7,7 +7,7 @@ import re
 import sys
 import termios
 import time
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import h11
 import msgspec
@@ -15,8 +15,10 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from twolane.frontend.backlog import Backlog
 from twolane.server.http.calls import set_refusal
 from twolane.server.http.errors import error_body
+from twolane.server.http.unsent import LOG_SECONDS, Fault, UnsentOutput
 
 log = logging.getLogger("twolane.server")
 
@@ -29,8 +31,6 @@ CROWD = 64
 SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 """A body may come in this many chunks, and in one more for each of this many bytes. A chunk takes
 the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
-LOG_SECONDS = 60.0
-"""A full server writes one line about it into the log in this many seconds."""
 
 
 REQUEST_LINE = re.compile(
@@ -134,6 +134,8 @@ class Connection(H11Protocol):
     """One client's connection. What it sends that is no HTTP is refused in OpenAI's form."""
 
     limits: ClassVar[ConnectionLimits]
+    output: ClassVar[UnsentOutput]
+    """What waits for the readers of all connections."""
     waiting: ClassVar[dict["Connection", float]]
     """Since when each connection waits for the whole head of its next request, the longest first,
     in seconds of the loop's clock."""
@@ -146,11 +148,18 @@ class Connection(H11Protocol):
     _progress: asyncio.TimerHandle | None = None
     _unsent = 0
     """Bytes that waited to be sent at the last look, if nothing was sent since; or else 0."""
+    _backlog: Backlog[Any] | None = None
+    """What waits of the answer under way and is not written yet."""
+    _behind_since: float | None = None
+    """When the client fell behind, in seconds of the loop's clock; None: it is not behind."""
+    _dropped = False
+    """Whether it was disconnected for what waited for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         self.app_state = {**self.app_state, CONNECTION: self}
         super().connection_made(transport)
+        self.output.readers.add(self)
         self.conn._receive_buffer = StrictBuffer()
         if len(self.connections) > self.limits.max_connections:
             self._make_room()
@@ -192,6 +201,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Go on to the next request, part of which may be here already."""
+        self._backlog = None
         super().on_response_complete()
         self._watch_arrival()
 
@@ -199,6 +209,8 @@ class Connection(H11Protocol):
         """See `asyncio.Protocol`."""
         self._stop_watch()
         self.waiting.pop(self, None)
+        self.output.readers.discard(self)
+        self._backlog = None
         if self._progress is not None:
             self._progress.cancel()
         super().connection_lost(exc)
@@ -221,16 +233,48 @@ class Connection(H11Protocol):
         unsent = self.transport.get_write_buffer_size() + unacknowledged(self.transport)
         full = self.flow.write_paused or self.transport.is_closing()
         if full and 0 < self._unsent <= unsent:
-            log.debug("a client that did not read its answer was disconnected")
-            self.transport.abort()
+            self.drop("stalled")
             return
         self._unsent = unsent if full else 0
         self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
 
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`: the client is behind."""
+        super().pause_writing()
+        if self._behind_since is None:
+            self._behind_since = self.loop.time()
+        self.output.grew(self.transport.get_write_buffer_size())
+
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`: the client has read."""
         self._unsent = 0
+        if self._backlog is None or self._backlog.empty:
+            self._behind_since = None
         super().resume_writing()
+
+    def hold(self, backlog: Backlog[Any]) -> None:
+        """Count what waits of the answer under way, until it has been sent."""
+        self._backlog = backlog
+        backlog.on_growth = self.output.grew
+
+    @property
+    def unsent(self) -> int:
+        """See `OutputSink`."""
+        if self._dropped:
+            return 0
+        held = 0 if self._backlog is None else self._backlog.held
+        return self.transport.get_write_buffer_size() + held
+
+    @property
+    def seconds_behind(self) -> float:
+        """See `OutputSink`."""
+        return 0.0 if self._behind_since is None else self.loop.time() - self._behind_since
+
+    def drop(self, fault: Fault) -> None:
+        """See `OutputSink`."""
+        self._dropped = True
+        self.output.note_drop(fault, self.client)
+        self.transport.abort()
 
     @property
     def takes_parts(self) -> bool:
@@ -247,6 +291,7 @@ class Connection(H11Protocol):
         else that is done for a token.
         """
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))  # RFC 9112, section 7.1
+        self.output.grew(len(data))
 
     def _watch_arrival(self) -> None:
         state = self.conn.their_state
@@ -302,7 +347,12 @@ def unacknowledged(transport: asyncio.Transport) -> int:
     return int.from_bytes(answer, sys.byteorder)
 
 
-def connection_class(limits: ConnectionLimits) -> type[Connection]:
-    """Return the protocol that uvicorn makes one of for each connection."""
-    shared = {"limits": limits, "waiting": {}, "told_at": -LOG_SECONDS}
+def connection_class(limits: ConnectionLimits, output: UnsentOutput) -> type[Connection]:
+    """Return the protocol that uvicorn makes one of for each connection.
+
+    Args:
+        limits: of all connections.
+        output: what waits for their readers.
+    """
+    shared = {"limits": limits, "output": output, "waiting": {}, "told_at": -LOG_SECONDS}
     return type("BoundConnection", (Connection,), shared)

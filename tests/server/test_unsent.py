@@ -1,0 +1,198 @@
+"""Output that waits for readers: what one holds is known, and all together are bound."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+
+import uvicorn
+
+from twolane.frontend.backlog import Backlog
+from twolane.frontend.text.output_reader import Delta
+from twolane.sampling import PackedLogprobs, TokenLogprobs
+from twolane.server.http.connection import CONNECTION, ConnectionLimits, connection_class
+from twolane.server.http.unsent import FAULTS, UnsentOutput
+from twolane.server.respond import EventStream
+from twolane.server.run import LoopErrors
+
+from .serving import PATIENCE
+
+MIB = 1 << 20
+LIMITS = ConnectionLimits(max_connections=99, arrival_seconds=PATIENCE, stall_seconds=PATIENCE)
+SCORED = [TokenLogprobs(7, -0.5, 1, [(7, -0.5), (9, float("-inf"))])]
+
+
+def delta(index):
+    return Delta(
+        index, "é\x00", [7], [index], "stop", "x", index, SCORED, PackedLogprobs(1, [b"a"])
+    )
+
+
+def test_what_waits_is_taken_in_order_as_it_was_put():
+    async def work():
+        backlog, grown = Backlog(), []
+        backlog.on_growth = grown.append
+        events = [delta(0), delta(1), None, delta(2), ValueError("x")]
+        for event in events:
+            backlog.put(event)
+        assert backlog.held == sum(grown) > 0
+        taken = [await backlog.take() for _ in events]
+        assert backlog.empty
+        assert backlog.held == 0
+        assert taken[:4] == events[:4]
+        assert taken[4] is events[4]
+
+    asyncio.run(work())
+
+
+@contextlib.asynccontextmanager
+async def served(app, output):
+    """Serve an ASGI application on connections of ours; yields the address."""
+    http = connection_class(LIMITS, output)
+    config = uvicorn.Config(app, port=0, http=http, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    try:
+        yield server.servers[0].sockets[0].getsockname()
+    finally:
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def asking(address, path):
+    """Ask, and read nothing yet; the client's system takes little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(address)
+    client.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+    return client
+
+
+def read(client):
+    """Return how many bytes of an answer's body come."""
+    client.settimeout(PATIENCE)
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += client.recv(65536)
+    fields, _, body = head.partition(b"\r\n\r\n")
+    [length] = [int(each[16:]) for each in fields.split(b"\r\n") if b"content-length" in each]
+    count = len(body)
+    while count < length and (part := client.recv(MIB)):
+        count += len(part)
+    return count
+
+
+async def sized(scope, receive, send):
+    """Answer with as many MiB as the path says."""
+    size = int(scope["path"][1:]) * MIB
+    headers = [(b"content-length", b"%d" % size)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": bytes(size)})
+
+
+def test_when_too_much_waits_the_reader_that_held_most_for_longest_goes(caplog):
+    """Of three answers of 32, 16 and 32 MiB two fit, and the newest is read."""
+
+    async def work():
+        output = UnsentOutput(50 * MIB)
+        async with served(sized, output) as address:
+            with contextlib.ExitStack() as clients:
+                first = clients.enter_context(asking(address, b"/32"))
+                await until(lambda: output.together > 16 * MIB)
+                second = clients.enter_context(asking(address, b"/16"))
+                await until(lambda: sum(each.unsent > 0 for each in output.readers) == 2)
+                assert not output.dropped["slow"]
+                third = clients.enter_context(asking(address, b"/32"))
+                assert await asyncio.to_thread(read, third) == 32 * MIB
+                assert await asyncio.to_thread(read, second) == 16 * MIB
+                assert await asyncio.to_thread(read, first) < 32 * MIB
+            assert output.dropped == {"slow": 1, "stalled": 0}
+            await until(lambda: not output.readers)
+        assert output.together == 0
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(work())
+    assert [FAULTS["slow"] in each.getMessage() for each in caplog.records] == [True]
+
+
+def test_a_stream_that_is_not_read_is_broken_off_when_it_holds_too_much():
+    """What a generation keeps for its reader counts beside what the connection keeps."""
+
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        backlog = Backlog()
+        scope["state"][CONNECTION].hold(backlog)
+        while not output.dropped["slow"]:
+            backlog.put(delta(0))
+            await asyncio.sleep(0)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.set()
+
+    async def work():
+        async with served(endless, output) as address:
+            with asking(address, b"/"):
+                async with asyncio.timeout(PATIENCE):
+                    await ended.wait()
+            await until(lambda: not output.readers)
+
+    output, ended = UnsentOutput(MIB // 4), asyncio.Event()
+    asyncio.run(work())
+    assert output.together == 0
+
+
+def test_nothing_is_written_to_a_client_that_was_found_gone(caplog):
+    """asyncio writes a line for each event that is, and the events take the loop's time."""
+
+    async def work():
+        async def gone(scope, receive, send):
+            connection = scope["state"][CONNECTION]
+
+            async def events():
+                yield b"data: 0\n\n"
+                connection.transport.abort()  # as when a write finds that the client has reset it
+                for i in range(1, 99):
+                    made.append(i)
+                    yield b"data: %d\n\n" % i
+
+            with contextlib.suppress(asyncio.CancelledError):
+                stream = EventStream(events(), contextlib.nullcontext(), connection)
+                await stream(scope, receive, send)
+            ended.set()
+
+        async with served(gone, UnsentOutput()) as address:
+            with asking(address, b"/"):
+                async with asyncio.timeout(PATIENCE):
+                    await ended.wait()
+
+    made, ended = [], asyncio.Event()
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(work())
+    assert made == [1]
+    assert not caplog.records
+
+
+def test_the_log_tells_what_is_wrong_here_and_not_that_a_client_is_out_of_reach(caplog):
+    """A reset is known to asyncio; the end of a client's network would be a traceback."""
+    client, other = connection_class(LIMITS, UnsentOutput()), object()
+    lost, full = OSError(errno.ETIMEDOUT, "lost"), OSError(errno.EMFILE, "full")
+    told = [(lost, client, False), (lost, other, True), (ValueError("x"), client, True)]
+    loop, handler = asyncio.new_event_loop(), LoopErrors()
+    config = uvicorn.Config(sized, lifespan="off", log_config=None)
+    config.load()
+    for error, kind, expected in [*told, (full, client, True), (full, client, False)]:
+        caplog.clear()
+        whose = kind
+        if kind is client:
+            whose = client(config, uvicorn.server.ServerState(), {}, loop)
+        handler(loop, {"message": "m", "exception": error, "protocol": whose})
+        assert bool(caplog.records) == expected, (error, kind)
+    loop.close()
