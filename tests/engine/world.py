@@ -478,10 +478,12 @@ def _compare(got: list[TokenLogprobs], want: list[TokenLogprobs]) -> None:
     """The same tokens in the same order; the model is in float64, its logits in float32."""
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
-        assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
-        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        other = f"{ours} is not {theirs}"
+        assert (ours.token, ours.rank) == (theirs.token, theirs.rank), other
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top], other
         values = [ours.logprob, *(logprob for _, logprob in ours.top)]
-        assert values == pytest.approx([theirs.logprob, *(p for _, p in theirs.top)], abs=1e-4)
+        close = pytest.approx([theirs.logprob, *(p for _, p in theirs.top)], abs=1e-4)
+        assert values == close, other
 
 
 def _in_flight(request: Request) -> bool:

@@ -188,17 +188,18 @@ def some_work(layers: int) -> list[Work]:
     ]
 
 
-def last_accesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+def last_accesses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[float, float]]:
     """For each launch: when rank 0 was through with it, and when rank 1 last touched its pool.
 
-    Rank 1 is slow at its pool.
+    Rank 1 touches its pool when rank 0 is through with the launch, or after so many seconds.
     """
     touched: list[float] = []
     index_copy = Tensor.index_copy_
+    through = [threading.Event() for _ in range(4)]
 
     def slow(pool: Tensor, *args: Any) -> Tensor:
         if pool.data_ptr() in theirs:
-            time.sleep(0.03)
+            through[len(seen)].wait(seconds)
             touched.append(time.monotonic())
         return index_copy(pool, *args)
 
@@ -215,6 +216,7 @@ def last_accesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
                     pass
                 if runner is first:
                     ended.append(time.monotonic())
+                    through[len(ended) - 1].set()
                 else:
                     seen.append(touched[-1])
 
@@ -227,14 +229,14 @@ def last_accesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 def test_rank_0_ends_a_launch_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 gives pages back when its own part of a launch has ended: no other rank may touch
     them from then on."""
-    assert all(ended >= touched for ended, touched in last_accesses(monkeypatch))
+    assert all(ended >= touched for ended, touched in last_accesses(monkeypatch, 0.03))
 
 
 def test_a_launch_that_ends_without_a_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would not know when the others are through."""
     monkeypatch.setattr(CpuGroup, "all_reduce", lambda self, partial: partial)
     monkeypatch.setattr(CpuGroup, "gather_columns", lambda self, part: torch.cat([part, part], 1))
-    assert not all(ended >= touched for ended, touched in last_accesses(monkeypatch))
+    assert not any(ended >= touched for ended, touched in last_accesses(monkeypatch, PATIENCE))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2)])
