@@ -1,3 +1,4 @@
+import sys
 import threading
 import time
 
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from tests.server.serving import PATIENCE
 from twolane.engine.messages import Output
 from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
 from twolane.frontend.text.output_reader import OutputReader, TextOptions
@@ -296,29 +298,39 @@ def test_bytes_of_sentencepiece_tokens(sentencepiece):
     ]
 
 
-def turns_beside(work):
-    """Do `work` in a thread; return how often this one had its turn meanwhile, and not while the
-    thread began or ended, which it may do slowly."""
-    at_work = threading.Event()
+def has_turns_beside(work):
+    """Do `work` in a thread that loses the interpreter's lock where it gives it away alone; return
+    whether this thread had a turn meanwhile."""
+    at_work, seen, before = threading.Event(), threading.Event(), sys.getswitchinterval()
 
     def run():
         at_work.set()
-        work()
+        work(seen)
         at_work.clear()
 
-    thread, turns = threading.Thread(target=run), 0
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.001)
-        turns += at_work.is_set()
-    return turns
+    thread = threading.Thread(target=run)
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            if at_work.is_set():
+                seen.set()
+    finally:
+        sys.setswitchinterval(before)
+    return seen.is_set()
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenised(codec, tokenizer):
-    """As often as the machine lets them; while the lock is kept, not once."""
-    text = " ".join(f"{number:x}" for number in range(100_000))
-    kept = turns_beside(lambda: tokenizer.backend.encode(text))
-    assert turns_beside(lambda: codec.encode(text)) > 10 * kept
+    """The library's function for one text keeps the lock."""
+    text, end = " ".join(f"{number:x}" for number in range(40_000)), time.monotonic() + PATIENCE
+
+    def encode(seen):
+        while not seen.is_set() and time.monotonic() < end:
+            codec.encode(text)
+
+    assert has_turns_beside(encode)
+    assert not has_turns_beside(lambda seen: tokenizer.backend.encode(text))
 
 
 def test_a_long_text_has_the_tokens_of_a_short_one(codec, tokenizer):
