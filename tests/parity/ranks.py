@@ -14,6 +14,7 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import VOCAB
 from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
+from tests.server.serving import PATIENCE
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
 from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
@@ -45,7 +46,7 @@ class Ranks:
         self.wake = wake
         return Lent(self.lanes)
 
-    def close(self, timeout: float = 5.0) -> list[int]:
+    def close(self, timeout: float = PATIENCE) -> list[int]:
         """End all ranks; the exit codes of ranks 1 and up."""
         self.lanes.close(timeout)
         return [process.returncode for process in self.processes]

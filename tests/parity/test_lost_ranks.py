@@ -2,11 +2,13 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from tests.model.checkpoints import make_checkpoint
 from tests.parity.lost_rank_0 import endless
 from tests.parity.ranks import Ranks, on_cpu
-from tests.server.serving import wait_for
+from tests.server.serving import PATIENCE, wait_for
 from twolane.engine.messages import Submit
 from twolane.lanes import base, followers
 from twolane.lanes.cpu import machine
@@ -31,8 +33,7 @@ by itself, and a launch without a prediction may take 60."""
 SHORT_STOP = 2.0
 """Seconds for which a rank may be stopped in most rounds."""
 HANGS = 4.0
-"""Seconds that a launch may take where a rank hangs; a busy machine takes over one for the first.
-"""
+"""Seconds that a launch may take where a rank hangs; the first one may take longer."""
 ROUNDS, FULL_ROUNDS = 2, 40
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -100,9 +101,10 @@ def test_a_rank_that_hangs_in_a_launch_ends_the_engine(
 ) -> None:
     """As one that is stopped does where nothing tells that it is."""
     monkeypatch.setattr(followers, "_is_stopped", lambda _: False)
+    ranks = on_cpu(checkpoint, 2, 256, 16, 8)
+    ranks.serve(make_system("static-split"), [Submit("first", [5, 6, 7], SHORT)])
     monkeypatch.setattr(base, "PATIENCE_SECONDS", HANGS)
     monkeypatch.setattr(base, "UNPREDICTED_SECONDS", HANGS)
-    ranks = on_cpu(checkpoint, 2, 256, 16, 8)
     took, said = lose(ranks, 1, signal.SIGSTOP, 0.5)
     assert took < ENDS_WITHIN
     assert said.startswith("rank 0 of 2 has waited"), said
@@ -115,7 +117,7 @@ def test_a_rank_that_hangs_in_a_launch_ends_the_engine(
         ("SIGKILL", r"rank 1 of 2 has died \(exit code -9\)"),
         pytest.param(
             "SIGSTOP",
-            r"rank 1 of 2 has been stopped for 1\.\d s",
+            r"rank 1 of 2 has been stopped for \d+\.\d s",
             marks=pytest.mark.full,
         ),
         pytest.param(
@@ -160,9 +162,7 @@ def test_a_rank_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
     ranks, news = on_cpu(checkpoint, 2, 256, 16, 8), threading.Event()
     ranks.wake = news.set
     ranks.processes[0].kill()
-    assert news.wait(ENDS_WITHIN)
-    with pytest.raises(RankLost, match="rank 1 of 2 has died"):
-        ranks.lanes.check()
+    assert noticed(ranks, news).startswith("rank 1 of 2 has died")
     ranks.close(1.0)
 
 
@@ -175,9 +175,8 @@ def test_a_rank_that_is_stopped_at_rest_is_noticed(
     assert [len(tokens) for tokens in served.outputs] == [SHORT.max_tokens]
     ranks.wake = news.set
     ranks.processes[0].send_signal(signal.SIGSTOP)
-    assert news.wait(60.0)
-    with pytest.raises(RankLost, match="rank 1 of 2 has been stopped for 2"):
-        ranks.lanes.check()
+    said = re.fullmatch(r"rank 1 of 2 has been stopped for ([\d.]+) s", noticed(ranks, news))
+    assert said and float(said[1]) >= SHORT_STOP
     ranks.processes[0].send_signal(signal.SIGCONT)
     ranks.close(1.0)
 
@@ -190,18 +189,16 @@ def test_a_rank_that_is_silent_at_rest_may_come_back(
     monkeypatch.setenv("DEAF", str(deaf))
     monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.deaf_follower")
     ranks = on_cpu(checkpoint, 2, 256, 16, 8)
-    wait_for(lambda: 0.0 < ranks.lanes.silences()[0] < 1.5, 60.0)
+    wait_for(lambda: 0.0 < ranks.lanes.silences()[0] < 1.5)
     deaf.touch()
-    wait_for(lambda: ranks.lanes.silences()[0] > 3.0, 60.0)
+    wait_for(lambda: ranks.lanes.silences()[0] > 3.0)
     ranks.lanes.check()
     deaf.unlink()
-    wait_for(lambda: ranks.lanes.silences()[0] < 1.5, 60.0)
+    wait_for(lambda: ranks.lanes.silences()[0] < 1.5)
     ranks.wake = news.set
     monkeypatch.setattr(base, "UNPREDICTED_SECONDS", 2.5)
     deaf.touch()
-    assert news.wait(60.0)
-    with pytest.raises(RankLost, match="rank 1 of 2 has not answered for"):
-        ranks.lanes.check()
+    assert noticed(ranks, news).startswith("rank 1 of 2 has not answered for")
     deaf.unlink()
     ranks.close(1.0)
 
@@ -252,20 +249,36 @@ def test_no_rank_outlives_rank_0(checkpoint: Path, number: signal.Signals, round
             time.sleep(random.Random(turn).random())
             rank_0.send_signal(number)
             if number == signal.SIGSTOP:
-                time.sleep(0.3)
-                before = _cpu_seconds(follower)
-                time.sleep(0.5)
-                assert _cpu_seconds(follower) - before < 0.1
+                wait_for(partial(_sleeps, follower))  # it ends what it has begun
                 rank_0.kill()
-        end = time.monotonic() + ENDS_WITHIN
-        while _lives(follower):
-            assert time.monotonic() < end, "an orphan"
-            time.sleep(0.05)
+        wait_for(partial(_has_ended, follower))
+
+
+def _sleeps(process: int) -> bool:
+    """Whether a process takes next to nothing of half a second."""
+    before = _cpu_seconds(process)
+    time.sleep(0.5)
+    return _cpu_seconds(process) - before < 0.1
 
 
 def _cpu_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def noticed(ranks: Ranks, news: threading.Event) -> str:
+    """What is said of a rank that is lost, at the news of it; there may be others before."""
+    while news.wait(PATIENCE):
+        news.clear()
+        try:
+            ranks.lanes.check()
+        except RankLost as lost:
+            return str(lost)
+    raise AssertionError("nobody has noticed it")
+
+
+def _has_ended(process: int) -> bool:
+    return not _lives(process)
 
 
 def _lives(process: int) -> bool:
