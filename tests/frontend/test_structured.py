@@ -279,6 +279,7 @@ def test_an_answer_may_follow_thinking(takes, way, opened):
     assert takes(grammar, begin + f"So 1 and {{2}}\nit is.\n{end}12")
     assert not takes(grammar, begin + f"So 1 and 2\n{end}x")
     assert takes(grammar, "12") is not opened
+    assert not takes(grammar, f"{begin}So{way.end}" + "\n" * 33 + "12")  # it would go on so
     for other in (
         choice_grammar(["a", "b"]),
         regex_grammar("a|b"),

@@ -132,7 +132,7 @@ def behind_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) ->
         f"start: {'thoughts' if opened else 'thoughts?'} @answer",
         f"thoughts: {'' if opened else terminal(thinking.begin, token_of)} thought SPACE",
         thought,
-        "SPACE: /[ \\n]*/",
+        "SPACE: /[ \\n]{0,32}/",  # bounded, as WHITESPACE is
     ]
     first = {"lark_grammar": "\n".join(lark)}
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]})
