@@ -187,6 +187,14 @@ def test_unserved_messages_are_refused(message, param):
     assert refusal(ChatRequest, {"messages": [message]}).param == f"messages[0].{param}"
 
 
+@pytest.mark.parametrize("name", ["image_url", "image", "source", "file", "input_audio"])
+def test_parts_that_are_no_text_are_refused_with_the_reason(name):
+    """Clients have several forms of images."""
+    part = {"type": name, name: {"data": "x"}}
+    with pytest.raises(ValidationError, match="prompts are text"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": [part]}]})
+
+
 def test_a_tool_may_return_nothing():
     """Agents send what a function returns, and that is often null."""
     nothing = {"role": "tool", "tool_call_id": "1", "content": None}

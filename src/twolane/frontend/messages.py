@@ -29,6 +29,8 @@ class Part(Body):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "image_url": (),
+        "image": (),
+        "source": (),
         "input_audio": (),
         "video_url": (),
         "audio_url": (),

@@ -13,7 +13,9 @@ NO_SCORES = (
 REFUSED: Mapping[str, str] = {
     "/v1/rerank": NO_SCORES,
     "/rerank": NO_SCORES,
+    "/v2/rerank": NO_SCORES,
     "/v1/score": NO_SCORES,
+    "/score": NO_SCORES,
     "/v1/batches": "is not served: `twolane run-batch` answers a file of requests",
     "/v1/files": "is not served: `twolane run-batch` answers a file of requests",
     "/v1/moderations": "is not served: it needs a model of its own",
