@@ -20,6 +20,7 @@ PACE = PromptPace(token=1e-3)
 IDLE = ReplicaState(prompt_pace=PACE)
 QUEUED = ReplicaState(prompt_pace=PACE, queued=PromptWork(3, 600, 0))
 BUSY = ReplicaState(running=5)
+CROWDED = ReplicaState(running=2, waiting=3)
 LATE = ReplicaState(waiting=1, attainment=0.5)
 
 
@@ -32,14 +33,16 @@ def after(states, times, present=None, options=OPTIONS) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("state", [QUEUED, BUSY, LATE])
+@pytest.mark.parametrize("state", [QUEUED, BUSY, CROWDED, LATE])
 def test_a_load_that_stays_high_adds_one_replica(state) -> None:
     assert after([state], [0.0, 1.0, 2.0]) == [1, 1, 2]
 
 
-def test_first_tokens_that_are_in_time_add_none() -> None:
-    """19 of 20 are enough, and it does not matter how many were when nothing waits."""
-    for state in (ReplicaState(waiting=1, attainment=0.95), ReplicaState(attainment=0.5)):
+def test_first_tokens_in_time_and_a_load_within_bounds_add_none() -> None:
+    """19 of 20 are enough, and it does not matter how many were when nothing waits. Nor does a load
+    that is as large as it may be."""
+    full = ReplicaState(prompt_pace=PACE, running=4, queued=PromptWork(1, 500, 0))
+    for state in (ReplicaState(waiting=1, attainment=0.95), ReplicaState(attainment=0.5), full):
         assert after([state], [0.0, 2.0]) == [1, 1]
 
 

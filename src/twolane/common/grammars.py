@@ -18,10 +18,9 @@ MOST_OPTIONAL = 400
 """An object of a schema may have this many properties that are not `required`: any of them may come
 next, and their masks take up to 3 ms."""
 TAKING_SECONDS, TAKING_TOKEN_SECONDS = 0.05, 0.001
-"""To take the tokens of an answer, a grammar may use the first number of seconds of processor time,
-and the second for each token more, while the library holds the interpreter's lock. Harmless ones
-take up to 0.5 ms for a token, and 10 ms for one of the first; what is ambiguous takes longer with
-each."""
+"""Seconds of processor time that a grammar may use to take the tokens of an answer, and more for
+each token: the library holds the interpreter's lock meanwhile. Harmless grammars take up to 0.5 ms
+for a token, and 10 ms for one of the first; an ambiguous one takes longer with each."""
 AMBIGUOUS = "is too ambiguous: each token takes milliseconds to match, and more with each"
 MOST_SAID = 450
 """An error message has at most this many characters of what a matcher says is wrong."""

@@ -40,7 +40,7 @@ _TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved", "query_beta")
 """The same of the rotation."""
 
 ANCHOR = "anchor"
-"""What the names of points begin with that are corners of the plan."""
+"""Beginning of the names of points that are corners of the plan."""
 
 Run = tuple[int, int, int]
 

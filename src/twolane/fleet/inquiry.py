@@ -22,9 +22,10 @@ LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 RESPONSES = "/v1/responses"
 GENERATES = (*LANDMARKS, RESPONSES, "/v1/messages")
 RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
-"""The first one in an answer of `RESPONSES`, or in the first event of its stream, is its own."""
+"""An id of a response: the first one in an answer of `RESPONSES`, or in the first event of its
+stream, is its own."""
 RESPONSE_HEAD = 1024
-"""It stands within this many bytes."""
+"""Bytes at the beginning of an answer within which its id stands."""
 KNOWN_RESPONSES = 65536
 """Number of responses of which the fleet knows the replica that may have stored them."""
 LANDMARK_SECONDS = 1.0

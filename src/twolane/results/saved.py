@@ -12,7 +12,7 @@ from twolane.common.files import is_file, is_folder
 from twolane.results.metrics import TTFT_PER_1K, bounded
 
 TRACE = "a trace: give it with --trace-file"
-"""What a file is that is a list, or the beginning of one: that of an engine that was killed."""
+"""What is said of a file that is a list, or the beginning of one, which a killed engine leaves."""
 
 
 @dataclass(frozen=True)

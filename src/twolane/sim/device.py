@@ -47,8 +47,8 @@ HOST_RANK = 2.0e-5
 """Seconds of the host for a launch that another rank replays, for each of these: a write to its log
 (assumed, not measured)."""
 HOST_PASS = 1.25e-3
-"""For a hybrid pass that is graphs, the first of which is launched in the middle of it: nine in ten
-behind others take less than a third more."""
+"""Seconds of the host for a hybrid pass that is graphs, the first of which is launched in the
+middle of them: nine in ten passes behind others take less than a third more."""
 
 
 class DeviceModel:

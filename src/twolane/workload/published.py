@@ -75,7 +75,8 @@ PUBLISHED: dict[str, dict[str, Statistics]] = {
     "azure-code": {"input": Statistics(mean=2047), "output": Statistics(mean=28)},
     "azure-conv": {"input": Statistics(mean=1155), "output": Statistics(mean=211)},
 }
-"""By workload and length. Sources: `papers.py`; Azure's: DuetServe, Table 1, and the traces."""
+"""Published statistics of each workload's lengths, in tokens. Their sources are those of
+`papers.py`; Azure's are DuetServe, Table 1, and the traces."""
 
 
 def reused_tokens(requests: Sequence[TraceRequest]) -> list[int]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GREY = "#CC79A7", "#56B4E9", "#000000", "#777777"
 INKS = {ORANGE: "#8A5F00", SKY: "#20719F", PURPLE: "#94466F", GREY: "#555555"}
-"""For text in the paler colours: the same hue, dark enough to read on white."""
+"""Colours of text for the paler ones: the same hue, dark enough to read on white."""
 
 RC: Any = {
     "figure.dpi": 130,

@@ -16,13 +16,13 @@ from twolane.bench.report.tracefile import Array, TraceFile
 Table = tuple[list[str], list[list[str]]]
 """Heads and rows."""
 WINDOW_LAUNCHES = 60
-"""In the timeline's window, unless it is asked for."""
+"""Number of launches that the timeline shows where no window is asked for."""
 BINS = 200
 """Number of time bins in the figure of the whole run."""
 LEAST_IDLE_SECONDS = 1e-6
 """Seconds between two launches that count as idle: traces tell tenths of a microsecond."""
 MOST_POINTS = 4000
-"""In the scatter of predictions."""
+"""Largest number of points in the scatter of predictions."""
 
 
 def window(trace: TraceFile, begin: float | None, seconds: float | None) -> tuple[float, float]:

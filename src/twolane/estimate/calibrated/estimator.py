@@ -58,12 +58,12 @@ device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26
 (docs/notes/host-h200.md). A single one says nothing of the next: of steps beside slices one in a
 hundred takes a quarter longer there."""
 LAUNCH_EXCESS = 0.05
-"""Share of that excess which is put down to the launch itself, as a logarithm."""
+"""Part of that excess that is put down to the launch itself, as a logarithm."""
 MOST_SLOW_EXCESS = 0.3
-"""What was above by more stood still."""
+"""Largest excess, as a logarithm, that means a slow device: a launch above it stood still."""
 SLOW_SECONDS = 0.02
-"""Seconds; behind a launch that took longer, such a moment is over before another plan is carried
-out."""
+"""Seconds of the longest launch that says so: behind a longer one, the slow moment is over before
+another plan is carried out."""
 CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MOST_CACHED = 4096
@@ -77,7 +77,7 @@ TURNS_GAIN = 0.5
 LEAST_STEPS = 24
 """Samples of decode steps that tell how skewed the choice of experts is."""
 CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
-"""What runs beside it."""
+"""The kind of work in the other lane, for each kind that has one."""
 OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
 """Features of a state that the process of contention does not look at: it begins with the layers
 and units of a slice, the units of a step."""
@@ -290,7 +290,7 @@ class _KindModel:
 
 
 Fit = Callable[[Sequence[Sample], _KindModel | None], _KindModel]
-"""On some samples, with the parameters of a model that was fitted before, if any."""
+"""Fits a model to samples, with the parameters of one that was fitted before, if there is one."""
 
 
 class _Promise:

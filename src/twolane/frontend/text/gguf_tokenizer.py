@@ -117,7 +117,8 @@ _KINDS: Mapping[Splitting, str] = {
     Splitting((r"\p{N}{1,3}", gpt4(r"\p{N}+")), ignore_merges=True): "minicpm5",
 }
 SPLITTINGS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""By the value of `tokenizer.ggml.pre`; llama.cpp has some more, of models that are not served."""
+"""How text is split, by the value of `tokenizer.ggml.pre`; llama.cpp has some more, of models that
+are not served."""
 END_TOKENS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),

@@ -23,7 +23,7 @@ COMBINERS = 4
 _LINE = 128
 """Bytes of a token that the copy engine puts on a line of shared memory."""
 _SHARED = 227 * 1024 - 1024
-"""What a block may have, less what the kernel takes statically."""
+"""Bytes of shared memory that a block may have, less those that the kernel takes statically."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ COLUMNS = 8
 MERGE_COLUMNS = 5
 """Columns of `Schedule.merges`."""
 WHOLE = -1
-"""To the output."""
+"""The item is all of its tile and writes to the output."""
 TAIL = -2
-"""To the output, with its log-sum-exp for the merge."""
+"""The item is the end of a tile that is split: it writes to the output, and its log-sum-exp for the
+merge."""
 
 _OWNER_BITS = 16
 _EXACT_ROUNDS = 2

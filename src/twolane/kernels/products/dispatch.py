@@ -458,7 +458,7 @@ def improve(
 
 
 Ways = dict[tuple[Case, int], Way]
-"""By case and rows."""
+"""The chosen way of each case and number of rows."""
 
 
 def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]) -> Ways:

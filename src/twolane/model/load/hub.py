@@ -45,8 +45,8 @@ _TOKENIZER_FILES = (
 )
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 _BELOW = ("[!0-9]*/*.json", "*/*.safetensors", "*/tokenizer.model", "*/merges.txt")
-"""What is not wanted of a repository's folders, where only templates are looked for, and how a
-vector is made (`1_Pooling/config.json`)."""
+"""Files that are not downloaded from a repository's folders: only templates are looked for there,
+and how a vector is made (`1_Pooling/config.json`)."""
 _HUB_NOT = (*_BELOW, "consolidated*", "*.index.fp32.json")
 
 

@@ -17,7 +17,7 @@ from twolane.engine.messages import Stats
 from twolane.server.ops.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, ServerMetrics
 
 Window = Literal["minute", "quarter"]
-"""What a chart spans."""
+"""The span of a chart."""
 WINDOWS = {"now": 5.0, "minute": 60.0, "quarter": 900.0}
 """Seconds that each window spans."""
 FINE_SECONDS, COARSE_SECONDS = 1.0, 10.0
