@@ -93,3 +93,73 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     request.config.stash[_TALLIES][request.module.__name__] = tally
     assert tally.forgiven < MOST_FORGIVEN * tally.tokens, str(tally)
     assert tally.side_by_side, f"never were two lanes at work at once: {tally}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLIES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, tally in terminalreporter.config.stash[_TALLIES].items():
+        terminalreporter.write_line(f"{name}: {tally}")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3, which nobody changes."""
+    from tests.model.checkpoints import make_checkpoint  # takes transformers, and seconds
+
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="session")
+def judge(checkpoint: Path) -> Judge:
+    """What `transformers` says with that checkpoint."""
+    from tests.model.checkpoints import reference
+
+    return Judge(reference(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """Of all cases of a module that ran; checked when the last one is through."""
+    tally = Tally()
+    yield tally
+    request.config.stash[_TALLIES][request.module.__name__] = tally
+    assert tally.forgiven < MOST_FORGIVEN * tally.tokens, str(tally)
+    assert tally.side_by_side, f"never were two lanes at work at once: {tally}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLIES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, tally in terminalreporter.config.stash[_TALLIES].items():
+        terminalreporter.write_line(f"{name}: {tally}")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3, which nobody changes."""
+    from tests.model.checkpoints import make_checkpoint  # takes transformers, and seconds
+
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("tiny") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="session")
+def judge(checkpoint: Path) -> Judge:
+    """What `transformers` says with that checkpoint."""
+    from tests.model.checkpoints import reference
+
+    return Judge(reference(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """Of all cases of a module that ran; checked when the last one is through."""
+    tally = Tally()
+    yield tally
+    request.config.stash[_TALLIES][request.module.__name__] = tally
+    assert tally.forgiven < MOST_FORGIVEN * tally.tokens, str(tally)
+    assert tally.side_by_side, f"never were two lanes at work at once: {tally}"
