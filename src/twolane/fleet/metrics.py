@@ -60,8 +60,8 @@ class FleetMetrics:
         self.registry.register(ReplicaCollector(members))
         self.requests = Counter(
             f"{PREFIX}requests",
-            "Requests by what came of them: answered, retried elsewhere, broken_off, refused, "
-            "unavailable, redirected",
+            "Requests by what came of them: answered, retried, redirected, broken_off, or the code "
+            "of the error",
             ["outcome"],
             registry=self.registry,
         )

@@ -61,7 +61,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a hung engine is killed, which ends the server with exit status 1 and the reason in
     the log; by default only with several ranks."""
     api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
-    """A key that requests must bring; may be repeated. The environment variable (keys apart by
+    """A key that requests must bring; may be repeated. The environment variable (keys separated by
     spaces) or the file keeps keys out of the process list."""
     cors_origins: Annotated[tuple[str, ...], Option(PANEL, "ORIGIN")] = ()
     """Origin whose pages may ask from a browser; may be repeated, and * is every page. By default

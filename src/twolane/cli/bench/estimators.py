@@ -58,20 +58,22 @@ def _title(path: Path, profile: "Profile") -> str:
 
 
 def _table(title: str, rows: "list[Errors]") -> "Table":
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False)
     for name in (
         "estimator",
         "launches",
-        "samples",
+        "count",
         "mean",
         "P95",
         "worst",
         "bound covers",
         "over",
     ):
-        table.add_column(name, justify="left" if name in ("estimator", "launches") else "right")
+        names = name in ("estimator", "launches")
+        table.add_column(name, justify="left" if names else "right", no_wrap=names)
     for row in rows:
         errors = (f"{error:.1%}" for error in (row.mean, row.p95, row.worst))
         bound = ["" if value is None else f"{value:.1%}" for value in (row.covered, row.excess)]

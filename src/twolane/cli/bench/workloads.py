@@ -34,7 +34,8 @@ def workloads(
 
     table = Table(title=f"{num_prompts} requests each, drawn / published tokens")
     for column in ("workload", "length", "min", "mean", "median", "P90", "max", "missed"):
-        table.add_column(column, justify="left" if column in ("workload", "length") else "right")
+        names = column in ("workload", "length")
+        table.add_column(column, justify="left" if names else "right", no_wrap=names)
     failed = False
     for name, published in PUBLISHED.items():
         spec = WorkloadSpec(dataset=name, num_prompts=num_prompts, seed=seed)
