@@ -1,16 +1,13 @@
 """The client against a scripted server over real sockets; every figure is the script's."""
 
-import asyncio
 import json
 
 import pytest
 
-from twolane.bench.serve import BenchError, run
+from twolane.bench.serve import BenchError
 from twolane.results.record import Record
-from twolane.results.result import BenchConfig
 from twolane.results.summary import result_json
 from twolane.workload.prompts import TokenRange
-from twolane.workload.spec import WorkloadSpec
 
 from .scripted import (
     BREAK,
@@ -197,17 +194,6 @@ def test_an_answer_that_is_no_stream_is_malformed():
     record = outcome_of(lambda number, body: (200, "not streaming"))
     assert record.outcome == "malformed"
     assert "application/json" in record.error
-
-
-def test_nobody_listens():
-    config = BenchConfig(
-        base_url="http://127.0.0.1:9", model="m", workload=WorkloadSpec(num_prompts=2)
-    )
-    result = asyncio.run(run(config))
-    assert result.metrics.outcomes == {"connect": 2}
-    nameless = BenchConfig(base_url="http://127.0.0.1:9")
-    with pytest.raises(BenchError, match="/v1/models"):
-        asyncio.run(run(nameless))
 
 
 def one_token(number, body):

@@ -223,7 +223,7 @@ def test_no_server_is_no_goodput_of_zero(tmp_path):
     words = ["--base-url", "http://127.0.0.1:9", "--model", "named", "--num-warmups", "0"]
     done = run(tmp_path / "found", *words, *LOOSE)
     assert done.returncode == 1
-    assert "http://127.0.0.1:9 is gone" in done.stderr
+    assert "http://127.0.0.1:9/v1/models does not answer" in done.stderr
     assert not runs(tmp_path / "found")
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
+from twolane.bench.preflight import BenchError
 from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
@@ -236,7 +237,7 @@ def measure(
     outcomes = {one.outcome for one in result.records}
     if CONNECT in outcomes or {DISCONNECT} <= outcomes <= {DISCONNECT, INTERRUPTED}:
         problem = "; ".join(error for _, error in first_errors(result))
-        raise serve.BenchError(f"the server at {config.base_url} is gone: {problem}")
+        raise BenchError(f"the server at {config.base_url} is gone: {problem}")
     return result, result.interrupted
 
 

@@ -299,10 +299,23 @@ async def get(url: str, headers: Mapping[str, str], timeout: float) -> tuple[int
         HTTPError: no whole answer came.
         TimeoutError: it took longer than `timeout` seconds.
     """
+    return await _ask(url, headers, None, timeout)
+
+
+async def post(
+    url: str, headers: Mapping[str, str], body: bytes, timeout: float
+) -> tuple[int, bytes]:
+    """The status and the body that a URL answers a JSON body with; raises what `get` does."""
+    return await _ask(url, headers, body, timeout)
+
+
+async def _ask(
+    url: str, headers: Mapping[str, str], body: bytes | None, timeout: float
+) -> tuple[int, bytes]:
     connections, page = Connections(url, headers), _Page()
     try:
         async with asyncio.timeout(timeout):
-            await connections.request(None, page)
+            await connections.request(body, page)
     finally:
         connections.close()
     return page.status, page.body

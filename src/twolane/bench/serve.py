@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 
 import msgspec
 
-from twolane.bench import engine_gaps, http
+from twolane.bench import engine_gaps, preflight
 from twolane.bench.client import Client, Job, LoadRun, RunCounts
 from twolane.bench.http import Clock
-from twolane.common.checked_json import UNREADABLE
+from twolane.bench.preflight import BenchError
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record, status_outcome
 from twolane.results.result import BenchConfig, Result
@@ -19,12 +20,6 @@ from twolane.workload.traces import TraceRequest
 
 _WARMUP_SEED = 1 << 32
 """Added to the seed, so that warm-up prompts are not found in the prefix cache later."""
-_MODELS_TIMEOUT = 30.0
-"""Seconds that a server may take to list its models."""
-
-
-class BenchError(RuntimeError):
-    """The run cannot start; the message says why."""
 
 
 async def run(
@@ -49,14 +44,14 @@ async def run(
     Raises:
         FieldError: an option is wrong or contradicts another.
         TraceError: the trace file is bad.
-        BenchError: the server does not tell its model, or a warm-up request fails.
+        BenchError: see `preflight.check`; or a warm-up request fails.
     """
     config.check()
     workload = config.workload.build()
     stop = stop or asyncio.Event()
     date = datetime.now().astimezone()
     async with Client(config.url, config.request_headers, config.timeout, clock) as client:
-        model = config.model or await _first_model(config)
+        model = await preflight.check(config, partial(_smallest, config))
         await _warm_up(config, model, workload, client, stop)
         jobs = make_jobs(config, model, workload)
         before = await _engine_gaps(config)
@@ -122,25 +117,9 @@ def _body(config: BenchConfig, model: str, ids: list[int], output_tokens: int) -
     return msgspec.json.encode(body)
 
 
-async def _first_model(config: BenchConfig) -> str:
-    url = config.base_url.rstrip("/") + "/v1/models"
-    try:
-        status, answer = await http.get(url, config.request_headers, _MODELS_TIMEOUT)
-    except (http.HTTPError, TimeoutError) as error:
-        why = str(error) or type(error).__name__
-        raise BenchError(f"{url} does not answer: {why}; is the server up?") from error
-    if status != 200:
-        raise BenchError(f"{url} does not answer: status {status}; is the server up?")
-    try:
-        return _model_id(answer)
-    except (*UNREADABLE, LookupError) as error:
-        raise BenchError(f"{url} lists no model; name one with --model") from error
-
-
-def _model_id(answer: bytes) -> str:
-    listed = msgspec.json.decode(answer, type=dict[str, object]).get("data")
-    models = msgspec.convert(listed, list[Mapping[str, object]])
-    return str(models[0]["id"])
+def _smallest(config: BenchConfig, model: str) -> bytes:
+    """The body of a request of one token for one token."""
+    return _body(config, model, [config.vocab_range.low], 1)
 
 
 async def _warm_up(

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from twolane.bench import http
-from twolane.bench.serve import BenchError
+from twolane.bench.preflight import BenchError
 from twolane.common.checked_json import UNREADABLE
 from twolane.common.resources import allowed_cores
 from twolane.results.provenance import without_secrets

@@ -54,7 +54,7 @@ def workload_errors() -> Iterator[None]:
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
     """Turn the errors that a user can mend into one line each: 2 wrong usage, 1 no run."""
-    from twolane.bench.serve import BenchError
+    from twolane.bench.preflight import BenchError
 
     try:
         with workload_errors():

@@ -1,0 +1,94 @@
+"""What would have every request refused is told before the first one is sent."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from twolane.bench.preflight import BenchError
+from twolane.bench.serve import run
+from twolane.results.result import BenchConfig
+from twolane.workload.spec import WorkloadSpec
+
+from .scripted import DONE, ScriptedServer, text
+
+MANY = WorkloadSpec(num_prompts=50)
+
+
+def one_token(number, body):
+    return [(float(number + 1), text("a", "length")), (float(number + 1), DONE)]
+
+
+def bench(script, **fields):
+    """Run against a scripted server that lists one model; return its result and what it was sent,
+    or the error."""
+
+    async def work():
+        async with server.serving() as url:
+            return await run(BenchConfig(base_url=url, workload=MANY, **fields), clock=server.clock)
+
+    server = ScriptedServer(script)
+    try:
+        return asyncio.run(work()), server.bodies
+    except BenchError as error:
+        return str(error), server.bodies
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are():
+    error, sent = bench(lambda number, body: (404, "no such model"), model="WRONG")
+    assert "--model WRONG is not served" in error
+    assert "serves scripted-model" in error
+    assert [body["model"] for body in sent] == ["WRONG"]
+
+
+def test_a_model_that_is_served_and_not_listed_is_measured():
+    result, sent = bench(one_token, model="alias")
+    assert result.model == "alias"
+    assert (len(result.records), len(sent)) == (50, 51)
+
+
+@pytest.mark.parametrize("model", [None, "scripted-model"])
+def test_a_listed_model_costs_no_request(model):
+    result, sent = bench(one_token, model=model)
+    assert result.model == "scripted-model"
+    assert len(sent) == 50
+
+
+def test_a_path_that_is_not_served_is_refused():
+    error, sent = bench(one_token, endpoint="/v2/completions")
+    assert "--endpoint /v2/completions is not served at http://127.0.0.1:" in error
+    assert not sent
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "told"), [(None, None, "needed"), ("m", None, "needed"), ("m", "k", "wrong")]
+)
+def test_a_key_that_is_not_taken_is_refused(model, key, told):
+    async def refuse(request):
+        asked.append(request.method)
+        return web.json_response({"error": {"message": "who?"}}, status=401)
+
+    async def work():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", refuse)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await run(BenchConfig(base_url=url, workload=MANY, model=model, api_key=key))
+        finally:
+            await runner.cleanup()
+
+    asked = []
+    with pytest.raises(BenchError, match=f"--api-key is {told}"):
+        asyncio.run(work())
+    assert set(asked) == {"GET"}
+
+
+@pytest.mark.parametrize("model", [None, "m"])
+def test_a_server_that_is_down_is_told(model):
+    config = BenchConfig(base_url="http://127.0.0.1:9", workload=MANY, model=model)
+    with pytest.raises(BenchError, match=r"/v1/models does not answer: .*; is the server up"):
+        asyncio.run(run(config))
