@@ -102,7 +102,7 @@ def test_by_default_nobody_empties_the_prefix_cache(tiny):
 
 
 def test_a_batch_file_is_answered(model, tmp_path):
-    chat = {"messages": SPAIN, "temperature": 0, "max_tokens": 20}
+    chat = {"messages": SPAIN, "temperature": 0, "max_tokens": 20, "priority": 1}
     lines = [
         {"custom_id": "chat", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": {**chat, "n": 0}},

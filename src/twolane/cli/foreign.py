@@ -4,6 +4,10 @@ from typing import Any
 
 _ROWS = (
     ("--model --model-path --model-id", "the model is the first argument: twolane serve MODEL"),
+    (
+        "-i --input-file -o --output-file",
+        "model and files are arguments: twolane run-batch MODEL INPUT OUTPUT",
+    ),
     ("--context-length --ctx-size --max-input-length", "use --max-model-len"),
     ("--max-total-tokens", "use --max-model-len for a request, --kv-tokens for the KV pool"),
     ("--max-num-seqs --max-running-requests --parallel", "use --max-running"),

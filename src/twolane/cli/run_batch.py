@@ -16,7 +16,7 @@ from twolane.server.options import ServerOptions
 
 OFFERED = (
     *("served_model_name", "sampling_defaults", "unknown_fields"),
-    *("tool_call_parser", "reasoning_parser", "log_level"),
+    *("tool_call_parser", "reasoning_parser", "reasoning_field", "log_level"),
 )
 """The server's options that say how requests are read and answered."""
 UNBOUNDED_QUEUE = 1 << 30
@@ -46,7 +46,8 @@ def run_batch(
     """Answer a file of requests in OpenAI's batch format, without a server."""
     from twolane.server import batch
 
-    options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE)
+    # Priorities are between the lines of one file: nobody else waits.
+    options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE, allow_priority=True)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
     with one_line_errors():
         answering = batch.run_batch(config, options, source, target, concurrency)
