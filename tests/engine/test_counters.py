@@ -4,8 +4,9 @@ import pytest
 
 from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
-from twolane.common.prompt_work import PromptWork
+from twolane.common.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.state import LEAST_TOKENS, QUEUE_SECONDS, Counters
+from twolane.slo import Slo
 
 TOKEN_SECONDS, SHORT_SECONDS = 1e-4, 0.02
 """Seconds for each token of long prompts, and for a prompt of one token."""
@@ -48,12 +49,40 @@ def test_a_pace_that_changes_is_known_after_some_prompts() -> None:
 
 
 def test_the_count_of_what_is_queued_is_taken_anew_after_a_while() -> None:
-    lanes = HeldLanes()
+    lanes = HeldLanes(now=QUEUE_SECONDS)
     engine = make_engine(lanes)
     engine.take([submit("a", 16, 8)])
     turn(engine)
     first = engine.state.count_queued()
+    assert first.work == PromptWork.of(16, 0)
     engine.take([submit("b", 32, 8)])
     assert engine.state.count_queued() is first
     lanes.now += QUEUE_SECONDS
-    assert engine.state.count_queued().work.tokens == first.work.tokens + 32
+    assert engine.state.count_queued().work == first.work.plus(PromptWork.of(32, 0))
+
+
+def test_what_is_queued_is_counted_at_once_behind_an_empty_queue() -> None:
+    engine = make_engine(HeldLanes(now=5.0))
+    assert not engine.state.count_queued().work.tokens
+    engine.take([submit("a", 16, 8), submit("b", 16, 8)])
+    assert engine.state.count_queued().work.prompts == 2
+
+
+def test_prompts_that_the_system_may_give_up_are_told_one_by_one() -> None:
+    """With the seconds that are left to their first token; not what has one, nor what has no bound
+    for it."""
+    lanes = HeldLanes(now=2.0)
+    engine = make_engine(lanes)
+    state, bound = engine.state, Slo(ttft=1.0)
+    state.gives_up = True
+    engine.take([submit("begun", 16, 8, slo=bound)])
+    turn(engine)
+    lanes.step(lanes.tickets[0])
+    lanes.tickets[0].end = lanes.now
+    engine.reap()
+    state.send_back(state.requests["begun"])
+    engine.take([submit("a", 16, 8, slo=bound), submit("free", 16, 8)])
+    lanes.now = 2.5
+    count = state.count_queued()
+    assert count.work.prompts == 3
+    assert count.yielding == [WaitingPrompt(16, 0, 0.5)]

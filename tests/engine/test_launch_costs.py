@@ -124,6 +124,15 @@ def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> No
     assert 14 <= launching.layers_at_once <= 17
 
 
+def test_slices_become_longer_by_a_factor_of_two_at_most() -> None:
+    launching, seen = LaunchCosts(36), []
+    launching.note(PrefillSlice(1, 2), 0.004, 0.0)
+    for _ in range(5):
+        seen.append(launching.layers_at_once)
+        launching.note(PrefillSlice(1, 1 + seen[-1]), 1e-5, 0.0)
+    assert seen == [1, 2, 4, 8, 16]
+
+
 def test_one_slow_slice_in_three_does_not_make_them_short() -> None:
     """As on a host where each launch may have to wait for Python's lock, 4 ms here."""
     launching, seen = LaunchCosts(36), []
