@@ -177,7 +177,8 @@ def test_log_probabilities_come_with_the_tokens(llm):
     assert [entry.token for entry in output.logprobs] == output.token_ids
     assert all(entry.rank == 1 and len(entry.top) == 2 for entry in output.logprobs)
     assert [e.token for e in output.prompt_logprobs] == output.prompt_token_ids[1:]
-    pieces = [entry for piece in llm.stream(output.prompt, params) for entry in piece.logprobs]
+    alone = SamplingParams(temperature=0, max_tokens=4, logprobs=2)  # the prompt's are not streamed
+    pieces = [entry for piece in llm.stream(output.prompt, alone) for entry in piece.logprobs]
     assert [entry.token for entry in pieces] == output.token_ids
     assert llm.generate("a", GREEDY)[0].logprobs is None
 
