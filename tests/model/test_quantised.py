@@ -225,6 +225,7 @@ def _with(place: tuple[int, ...], value: float):
 
 
 O = "model.layers.1.self_attn.o_proj"  # noqa: E741
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 REFUSED = {
     "floats where numbers of eight bits belong": (
         "fp8", "weight", lambda t: t.float(), r"mistyped tensors: .*weight F32 instead of F8_E4M3"
@@ -315,6 +316,19 @@ def test_other_quantisations_are_refused_by_name(checkpoint, form, change, messa
     edit_config(path, quantization_config={**FORMATS[form][1], **change})
     with pytest.raises(UnsupportedModel, match=message):
         load_decoder(resolve(str(path)))
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_0": {"targets": []}}])
+def test_a_checkpoint_may_be_calibrated_for_the_kv_cache_alone(folders, tmp_path, groups):
+    path = Path(shutil.copytree(folders("pack-quantized")[1], tmp_path / "floats"))
+    config = {**FORMATS["pack-quantized"][1], "config_groups": groups, "kv_cache_scheme": _CACHE}
+    edit_config(path, quantization_config=config)
+    tensors = load_file(path / "model.safetensors")
+    scales = {f"model.layers.{i}.self_attn.{n}_scale": torch.ones(1) for i in (0, 1) for n in "kv"}
+    save_file(tensors | scales, path / "model.safetensors", {"format": "pt"})
+    same_weights(path, folders("pack-quantized")[1])
+    rounded = load_decoder(resolve(str(path)), quantization="fp8")
+    assert rounded.weights.layers[0].o.scheme == "fp8_channel"
 
 
 @pytest.mark.parametrize(
@@ -487,9 +501,6 @@ def test_the_group_that_names_a_module_holds(tmp_path, broad):
     edit_config(tmp_path / "a", quantization_config={**base, "config_groups": groups})
     layer = load_decoder(resolve(str(tmp_path / "a"))).weights.layers[0]
     assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "fp8_channel")
-
-
-_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ class Quantization:
     """Which linear modules are quantised, and how."""
 
     groups: tuple[ModuleGroup, ...]
+    """None where a KV cache alone is quantised."""
     ignored: tuple[str, ...]
     """Modules that are left in 16 bits, by name or pattern."""
     head: bool
@@ -129,11 +130,13 @@ class Quantization:
     @property
     def name(self) -> str:
         """How the config calls it."""
-        return self.groups[0].format.name
+        return self.groups[0].format.name if self.groups else "floats, for a KV cache of 8 bits"
 
     @property
-    def scheme(self) -> Literal["fp8_block128", "fp8_channel", "int4_g128"]:
+    def scheme(self) -> Literal["fp8_block128", "fp8_channel", "int4_g128"] | None:
         """The scheme of matrices that dummy weights get in place of the checkpoint's."""
+        if not self.groups:
+            return None
         kind = self.groups[0].format.kind
         if kind == "fp8_block":
             return "fp8_block128"

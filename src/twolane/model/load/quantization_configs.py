@@ -319,9 +319,10 @@ def _compressed(config: _CompressedTensors) -> Quantization:
     chosen = [
         group
         for group in config.config_groups.values()
-        if not (group.targets and all(name.endswith("Attention") for name in group.targets))
+        if not all(name.endswith("Attention") for name in group.targets)
     ]
-    if not chosen:
+    cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
+    if not chosen and not cache:
         raise ValueError(f"{_WHERE}: config_groups has no group of linear modules")
     groups = tuple(
         ModuleGroup(
@@ -330,7 +331,6 @@ def _compressed(config: _CompressedTensors) -> Quantization:
         for group in chosen
     )
     ignored = _checked(config.ignore or ())
-    cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
     static = any(each.input_activations and not each.input_activations.dynamic for each in chosen)
     unused = _unused(static, cache)
     return Quantization(groups, ignored, head=True, by_pattern=True, unused=unused)

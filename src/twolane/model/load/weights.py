@@ -108,7 +108,8 @@ def load_weights(
             spec = replace(spec, max_positions=max_positions)
         check_tensors(spec, tensors, modules, source.name)
         if device.type == "cpu":
-            _check_room(spec, floats, bool(scheme or modules), ranks, source.name)
+            small = scheme is not None or (modules is not None and bool(modules.groups))
+            _check_room(spec, floats, small, ranks, source.name)
         if ranks > 1:
             _check_shared(scheme)
         loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
@@ -150,10 +151,11 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
         return stored.scheme if dummy and stored is not None else None
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {name!r}")
-    if not dummy and stored is not None and not (name == "fp8" and stored.int4):
+    matrices = None if dummy or stored is None or not stored.groups else stored
+    if matrices is not None and not (name == "fp8" and matrices.int4):
         raise ValueError(
             f"quantization {name} is for weights in 16 or 32 bits, and fp8 also for four; "
-            f"the checkpoint is stored as {stored.name} and is served so without it"
+            f"the checkpoint is stored as {matrices.name} and is served so without it"
         )
     if name == "int4" and not dummy:
         raise ValueError("quantization int4 is for dummy weights; use an AWQ or GPTQ checkpoint")
