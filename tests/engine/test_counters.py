@@ -5,6 +5,7 @@ import pytest
 from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
 from twolane.common.prompt_work import PromptWork, WaitingPrompt
+from twolane.engine.messages import Abort
 from twolane.engine.state import LEAST_TOKENS, QUEUE_SECONDS, Counters
 from twolane.slo import Slo
 
@@ -86,3 +87,17 @@ def test_prompts_that_the_system_may_give_up_are_told_one_by_one() -> None:
     count = state.count_queued()
     assert count.work.prompts == 3
     assert count.yielding == [WaitingPrompt(16, 0, 0.5)]
+
+
+def test_an_adapter_is_named_until_the_launches_of_its_requests_have_ended() -> None:
+    lanes = HeldLanes()
+    engine = make_engine(lanes)
+    engine.take([submit("a", 16, 8)])
+    engine.state.requests["a"].adapter = 3
+    turn(engine)
+    engine.take([Abort("a")])
+    assert engine.state.adapters_named() == {3}
+    lanes.step(lanes.tickets[0])
+    lanes.tickets[0].end = lanes.now
+    engine.reap()
+    assert not engine.state.adapters_named()

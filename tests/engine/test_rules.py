@@ -120,6 +120,12 @@ def test_look_ahead_is_clipped_to_the_pages_there_are() -> None:
     assert all(len(sim.times[name]) == 40 for name in "ab")
 
 
+def test_look_ahead_takes_the_last_page_unclipped() -> None:
+    script = Script(lambda view: one_by_one(view, k=48))
+    sim = simulate(script, [(0.0, submit("a", 16, 48))], pages=4)
+    assert [ran.reason for ran in sim.record.of("decode")] == ["script"]
+
+
 def test_an_aborted_prompt_leaves_at_the_slice_boundary() -> None:
     """The others of its batch go on; its pages are back when the slice has ended."""
 
