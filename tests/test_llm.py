@@ -18,7 +18,7 @@ from twolane import LLM, SamplingParams
 from twolane.frontend.engine_client import EngineError
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 
-from .server.serving import PATIENCE, alive, write_tiny_model
+from .server.serving import PATIENCE, alive, wait_for, write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 CHAT = SamplingParams(temperature=0, max_tokens=None)
@@ -111,7 +111,7 @@ def test_whoever_stops_reading_gives_the_rest_up(tiny):
         assert piece.token_ids
         break
     assert tiny.generate([[1]], GREEDY)
-    assert tiny._engine.stats.running == 0
+    wait_for(lambda: tiny._engine.stats.running == 0)
 
 
 def test_a_stream_may_be_collected_anywhere(tiny):
@@ -125,7 +125,7 @@ def test_a_stream_may_be_collected_anywhere(tiny):
     tiny._loop.call_soon_threadsafe(lambda: (gc.collect(), collected.set()))
     assert collected.wait(PATIENCE)
     assert tiny.generate([[1]], GREEDY)
-    assert tiny._engine.stats.running == 0
+    wait_for(lambda: tiny._engine.stats.running == 0)
 
 
 def test_a_stop_string_ends_the_answer(llm):

@@ -1,6 +1,7 @@
 """What control groups leave a process, its claim on the processor, and its open files."""
 
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import get_native_id
@@ -117,7 +118,9 @@ def test_a_thread_alone_yields_the_processor():
 
 
 def test_open_files_are_counted_where_the_system_shows_them(tmp_path):
-    before = open_files()
-    with (tmp_path / "one").open("w"):
-        assert open_files() == before + 1
+    script = (
+        "from twolane.common.resources import open_files; before = open_files(); "
+        f"file = open({str(tmp_path / 'one')!r}, 'w'); assert open_files() == before + 1"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)  # no thread of other tests is there
     assert open_files(tmp_path / "no such folder") == 0

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
 from twolane.fleet import hosts
 from twolane.fleet.hosts import RayHosts
@@ -65,7 +66,7 @@ def test_a_replica_without_a_machine_says_what_it_waits_for(
     async def start() -> object:
         cluster = RayHosts([], "auto", 1.0, 1.0, 2, 2)
         starting = asyncio.create_task(cluster.start("replica-1"))
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(PATIENCE):
             while not caplog.messages:
                 await asyncio.sleep(0.01)
         actor.placed.set_result(None)

@@ -360,6 +360,7 @@ class Fence:
         os.write(self._asking, data)  # blocks until all of it is written
         if not select.select([self._answering], [], [], SECONDS)[0]:
             os.kill(self._pid, signal.SIGKILL)
+            return f"ended by signal {os.WTERMSIG(self.end())}"
         if said := os.read(self._answering, ANSWER_BYTES):
             return said.decode(errors="replace")
         return f"ended by signal {os.WTERMSIG(self.end())}"

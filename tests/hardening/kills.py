@@ -15,6 +15,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,7 +60,9 @@ class Client(threading.Thread):
         address = urllib.parse.urlsplit(self._base)
         tokens = 0
         try:
-            connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+            connection = http.client.HTTPConnection(
+                address.hostname, address.port, timeout=PATIENCE
+            )
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/v1/completions", json.dumps(self._body), headers)
             response = connection.getresponse()
@@ -111,7 +114,8 @@ def kill(*roles: str, number: int = signal.SIGKILL) -> Callable[[dict[str, int]]
 
     def do(pids: dict[str, int]) -> None:
         for role in roles:
-            os.kill(pids[role], number)
+            with suppress(ProcessLookupError):  # one that has ended because of another
+                os.kill(pids[role], number)
 
     return do
 
@@ -128,7 +132,8 @@ def in_the_drain(pids: dict[str, int]) -> None:
     """The engine dies while the server drains."""
     os.kill(pids["server"], signal.SIGTERM)
     time.sleep(0.3)
-    os.kill(pids["engine"], signal.SIGKILL)
+    with suppress(ProcessLookupError):  # all answers may have ended before
+        os.kill(pids["engine"], signal.SIGKILL)
 
 
 DEATHS: dict[str, tuple[Callable[[dict[str, int]], None], tuple[int, ...]]] = {

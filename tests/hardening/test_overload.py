@@ -69,7 +69,7 @@ def kill_client(target, chance):
     """Kill a process with many requests under way: the server has everything back."""
     arguments = (target.served.base, str(POSITIONS), "30")
     client = subprocess.Popen([sys.executable, "-m", "tests.hardening.load", *arguments])
-    wait_for(lambda: target.served.metrics()["num_requests_running"] >= 4, 60)
+    wait_for(lambda: target.served.metrics()["num_requests_running"] >= 4)
     time.sleep(chance.random())
     client.kill()
     client.wait()

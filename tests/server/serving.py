@@ -133,10 +133,11 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, and that no connection of others gets meanwhile: it is
-    below those that the system gives out."""
+    """Return a port that nobody listens on, and that nobody else gets meanwhile: it is below those
+    that the system gives out, and each of the processes that run tests has ports of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+        port = 20_000 + worker % 4 * 3_000 + random.SystemRandom().randrange(3_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from twolane.server.http.connection import (
 from twolane.server.http.unsent import UnsentOutput
 
 from .conftest import TINY
-from .serving import PATIENCE, engine_of, free_port, serving, stopped, wait_for
+from .serving import PATIENCE, free_port, serving, wait_for
 
 FILES = 240
 """The limit on open files under which a server is tested."""
@@ -211,7 +212,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model
         before = files()
         with stall():
             wait_for(lambda: served.metrics()["requests_received_total"])
-            wait_for(lambda: files() == before)
+            wait_for(lambda: files() <= before)
         first = served.metrics()
 
         def stalled():
@@ -258,10 +259,25 @@ def test_the_second_server_on_a_port_ends_before_it_loads(tiny_model):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_while_the_model_loads_probes_are_told(tiny_model):
+LOADING = """
+import sys
+if "twolane.engine" in sys.orig_argv:
+    import time
+    from pathlib import Path
+
+    while Path({flag!r}).exists():
+        time.sleep(0.05)
+"""
+"""Keeps an engine process from getting ready as long as a file is there."""
+
+
+def test_while_the_model_loads_probes_are_told(tiny_model, tmp_path):
     port, seen = free_port(), []
+    (flag := tmp_path / "flag").touch()
+    (tmp_path / "sitecustomize.py").write_text(LOADING.format(flag=str(flag)))
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY]
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE)
+    process = subprocess.Popen([*command, "--port", str(port)], env=env, stdout=subprocess.PIPE)
 
     def ready():
         """Ask, and tell whether the server is up; it may not listen yet."""
@@ -284,8 +300,8 @@ def test_while_the_model_loads_probes_are_told(tiny_model):
         return [body for _, status, body in seen if status == 503]
 
     try:
-        with stopped(wait_for(lambda: engine_of(process.pid))):  # it does not get ready meanwhile
-            wait_for(lambda: ready() or early())
+        wait_for(lambda: ready() or early())
+        flag.unlink()
         wait_for(ready)
     finally:
         process.terminate()

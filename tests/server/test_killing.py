@@ -49,7 +49,7 @@ def test_an_engine_that_waits_for_a_file_at_its_start_goes_with_its_server(tiny_
         engine = engine_of(server.pid)
         server.kill()
         server.wait(PATIENCE)
-        wait_for(lambda: not alive(engine), 20.0)
+        wait_for(lambda: not alive(engine))
     finally:
         os.close(writer)
 
@@ -152,8 +152,8 @@ def test_killing_the_engine_while_it_starts(tiny_model, seed):
     time.sleep(random.Random(seed).uniform(0.0, 1.5))
     os.kill(engine, signal.SIGKILL)
     out, err = process.communicate(timeout=PATIENCE)
-    if not out:  # it was not up yet
-        assert b"the engine process ended on signal 9 while it started" in err
+    if not out:  # it was not up yet, though its engine may have been
+        assert b"the engine process ended on signal 9" in err
     assert process.returncode == 1
     assert not alive(engine)
 

@@ -39,7 +39,10 @@ class Stream:
 
     def __init__(self, served, body=LONG, **more):
         address = urllib.parse.urlsplit(served.base)
-        self.connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        self.connection = http.client.HTTPConnection(
+            address.hostname, address.port, timeout=PATIENCE
+        )
+        self.last = None
         headers = {"Content-Type": "application/json", **more}
         body = json.dumps({**body, "stream": True, "return_token_ids": True})
         self.connection.request("POST", "/v1/completions", body, headers)
@@ -49,10 +52,17 @@ class Stream:
         """Yield the events until the stream ends."""
         for line in self.response:
             if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-                yield json.loads(line[6:])
+                self.last = json.loads(line[6:])
+                yield self.last
 
     def next_token(self):
         return next(self.events())["choices"][0]["token_ids"]
+
+    def end(self):
+        """Read to the end; return the last event, which may have come before."""
+        for _ in self.events():
+            pass
+        return self.last
 
     def close(self):
         self.response.close()
@@ -70,6 +80,12 @@ def aborted(served):
     return served.metrics().get("requests_aborted_total", 0)
 
 
+def aborted_before(served):
+    """How many were aborted, when nothing is left of what other tests have asked."""
+    wait_for(lambda: quiet(served))
+    return aborted(served)
+
+
 def held_share(served):
     """Return the share of the KV pages in use while one token is made, the least there can be."""
     served.request("/v1/completions", {"prompt": [9], "max_tokens": 1, "ignore_eos": True})
@@ -77,25 +93,25 @@ def held_share(served):
 
 
 def test_a_client_that_leaves_a_stream_frees_the_engine(tiny):
-    before, stream = aborted(tiny), Stream(tiny)
+    before, stream = aborted_before(tiny), Stream(tiny)
     for _ in range(240):
         stream.next_token()
     assert tiny.metrics()["requests_in_flight"] == 1
     stream.close()
     wait_for(lambda: quiet(tiny))
-    assert aborted(tiny) == before + 1
+    wait_for(lambda: aborted(tiny) == before + 1)
     wait_for(lambda: held_share(tiny) < 0.0005)  # 240 tokens hold 0.0012
 
 
 def test_a_client_that_leaves_before_its_answer_frees_the_engine(tiny):
-    before, address = aborted(tiny), urllib.parse.urlsplit(tiny.base)
+    before, address = aborted_before(tiny), urllib.parse.urlsplit(tiny.base)
     connection = http.client.HTTPConnection(address.hostname, address.port)
     headers = {"Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(LONG), headers)
     wait_for(lambda: tiny.metrics()["num_requests_running"] == 1)
     connection.close()
     wait_for(lambda: quiet(tiny))
-    assert aborted(tiny) == before + 1
+    wait_for(lambda: aborted(tiny) == before + 1)
 
 
 def unchunked(data):
@@ -146,7 +162,7 @@ def test_streams_are_whole_and_in_order(tiny, whole, version, late):
             % (version.encode(), len(asked), asked)
         )
         if late:
-            wait_for(lambda: tiny.metrics()["generation_tokens_total"] == made + 16 * 500)
+            wait_for(lambda: tiny.metrics()["generation_tokens_total"] >= made + 16 * 500)
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     streams = {choice["index"]: [] for choice in whole}
     for event in events_in(answer, version):
@@ -222,9 +238,14 @@ def test_a_client_that_leaves_is_not_tokenised_for():
     async def run():
         async with slow_service() as service:
             leaves = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.7, leaves.set)
-            status, _ = await ask(service, "/v1/completions", {"prompt": ["a"] * 9}, leaves=leaves)
-            return status, await service.texts.encode("another client's")
+            asked = {"prompt": ["held"] * 9}
+            asking = asyncio.create_task(ask(service, "/v1/completions", asked, leaves=leaves))
+            async with asyncio.timeout(PATIENCE):
+                while not any(lane._waiting for lane in service.texts._lanes):
+                    await asyncio.sleep(0.01)
+                leaves.set()
+                status, _ = await asking
+                return status, await service.texts.encode("another client's")
 
     assert asyncio.run(run()) == (499, [1])  # the first of a new worker
 
@@ -253,8 +274,7 @@ def test_killing_the_engine_ends_streams_and_the_server(doomed):
     stream.next_token()
     engine = doomed.engine_pid
     os.kill(engine, signal.SIGKILL)
-    *_, last = stream.events()
-    assert "signal 9" in last["error"]["message"]
+    assert "signal 9" in stream.end()["error"]["message"]
     assert doomed.process.wait(PATIENCE) == 1
     assert not alive(engine)
 
@@ -273,8 +293,7 @@ def test_a_signal_drains(doomed, number):
     stream.next_token()
     engine = doomed.engine_pid
     doomed.process.send_signal(number)
-    *_, last = stream.events()
-    assert last["choices"][0]["finish_reason"] == "length"
+    assert stream.end()["choices"][0]["finish_reason"] == "length"
     assert doomed.process.wait(PATIENCE) == 0
     assert not alive(engine)
 
@@ -285,8 +304,7 @@ def test_a_supervisors_signal_to_all_processes_drains(doomed):
     stream.next_token()
     for pid in (doomed.engine_pid, doomed.process.pid):
         os.kill(pid, signal.SIGTERM)
-    *_, last = stream.events()
-    assert last["choices"][0]["finish_reason"] == "length"
+    assert stream.end()["choices"][0]["finish_reason"] == "length"
     assert doomed.process.wait(PATIENCE) == 0
 
 
@@ -299,7 +317,7 @@ def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
         folders = {"TWOLANE_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)}
         command = [sys.executable, "-m", "twolane", "serve", model, "--port", "0"]
         with subprocess.Popen(command, env={**os.environ, **own, **folders}) as process:
-            silent.settimeout(60)
+            silent.settimeout(PATIENCE)
             silent.accept()
             pids = children(process.pid)
             process.send_signal(signal.SIGTERM)
@@ -342,8 +360,7 @@ def test_draining_is_bounded(tiny_model):
         stream = Stream(served)
         stream.next_token()
         served.process.send_signal(signal.SIGTERM)
-        *_, last = stream.events()
-        assert last["error"]["message"] == "the server is shutting down"
+        assert stream.end()["error"]["message"] == "the server is shutting down"
         assert served.process.wait(PATIENCE) == 0
 
 
@@ -439,9 +456,8 @@ def test_256_streams_at_a_bound_of_128(tiny_model):
         assert ends.count("length") >= 128
         wait_for(lambda: quiet(served))
         wait_for(lambda: held_share(served) < 0.002)
-        figures = served.metrics()
-        assert figures["requests_refused_total"] == ends.count("refused")
-        assert figures["requests_in_flight"] == 0
+        assert served.metrics()["requests_refused_total"] == ends.count("refused")
+        wait_for(lambda: quiet(served))
 
 
 def test_without_a_tokenizer_text_is_refused_and_ids_are_served(tiny):
