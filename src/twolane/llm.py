@@ -24,6 +24,7 @@ from twolane.frontend.fields import (
     read_prompt,
     read_prompts,
 )
+from twolane.frontend.foreign import check_settings
 from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
@@ -158,12 +159,14 @@ class LLM:
         settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`.
 
     Raises:
+        TypeError: there is no such setting; the message says what to use instead.
         ValueError: a setting is wrong, or the model is not there.
         PullError: the model could not be fetched.
         EngineError: the engine could not start, for instance with an unsupported model.
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **settings: Any) -> None:
+        check_settings(settings, EngineConfig.__struct_fields__[1:])
         config = EngineConfig(model=model, **settings)
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._loop = asyncio.new_event_loop()

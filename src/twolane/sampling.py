@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,7 +22,50 @@ PACKED_TOGETHER = 64
 """Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+_TO_GENERATE = "is an argument of LLM.generate, chat and stream, beside the sampling parameters"
+_GRAMMAR = "is not a sampling parameter here: use grammar, in llguidance's form"
+_BIAS = "is not served: use logit_bias, where -100 keeps a token away and 100 prefers it"
+_BEAMS = "is not served: there is no beam search"
+_HINTS = {
+    **dict.fromkeys(
+        (
+            "stop",
+            "n",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "truncate_prompt_tokens",
+        ),
+        _TO_GENERATE,
+    ),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf"), _GRAMMAR
+    ),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), _BIAS),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), _BEAMS),
+    "best_of": "is not served: ask generate for n answers, and SamplingParams for logprobs",
+    "detokenize": "is not needed: every answer has its text and its token_ids",
+    "output_kind": "is not needed: generate returns whole answers, and stream their pieces",
+    "flat_logprobs": "is not served: logprobs has one form",
+    "spaces_between_special_tokens": "is not served: text is as the tokenizer joins it",
+    "extra_args": "is not served: every parameter has a name of its own",
+    "max_new_tokens": "has another name here: use max_tokens",
+    "min_new_tokens": "has another name here: use min_tokens",
+}
+"""What to use instead of each sampling parameter of vLLM and SGLang that is none here."""
+
+
+class _NamedParams(msgspec.StructMeta):
+    """Refuses a parameter that there is not, and says what to use instead."""
+
+    def __call__(cls, *args: Any, **params: Any) -> Any:
+        for name in params:
+            if name not in cls.__struct_fields__:
+                hint = _HINTS.get(name, f"is none of {', '.join(cls.__struct_fields__)}")
+                raise TypeError(f"SamplingParams: {name} {hint}")
+        return super().__call__(*args, **params)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_NamedParams):
     """How the tokens of one request are chosen and when it ends.
 
     Raises:

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from twolane.cli import doctor
 from twolane.cli.bench.common import slos
 from twolane.cli.bench.main import BenchCommands
-from twolane.cli.foreign import UNSERVED
 from twolane.cli.main import Commands, app, main
 from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
+from twolane.frontend.foreign import UNSERVED
 from twolane.server.options import ServerOptions
 
 from ..server.serving import PATIENCE, write_tiny_model

@@ -8,8 +8,8 @@ import typer
 
 import twolane
 from twolane.cli.errors import INTERRUPTED, fail, told
-from twolane.cli.foreign import unserved
 from twolane.cli.lazy import LazyCommands
+from twolane.frontend.foreign import unserved
 
 PLAIN = (
     ("Invalid value: ", ""),

@@ -1,5 +1,7 @@
-"""Options of other servers that users try here, and what to use instead."""
+"""Options and settings of other servers that users try here, and what to use instead."""
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 _ROWS = (
@@ -131,3 +133,48 @@ def unserved(error: Any) -> str | None:
     option = str(getattr(error, "option_name", "")).replace("_", "-")
     hint = UNSERVED.get(option)
     return None if hint is None else f"{option} is not an option here: {hint}"
+
+
+_SETTINGS = {
+    "model_path": "the model is the first argument: LLM(MODEL)",
+    "data_parallel_size": "one LLM is one engine: see twolane fleet",
+    "dp_size": "one LLM is one engine: see twolane fleet",
+    "enable_lora": "use lora={NAME: PATH}",
+    "generation_config": "the model's own is used where no SamplingParams are given",
+    "override_generation_config": "give SamplingParams",
+    "disable_radix_cache": "use prefix_cache=False",
+    "disable_log_stats": "an LLM logs no figures",
+    "scheduling_policy": "use system",
+    "max_num_batched_tokens": "no budget is needed: give slo=Slo(tbt=SECONDS), or system='chunked' "
+    "and options={'token_budget': TOKENS}",
+    "max_logprobs": "SamplingParams may ask for 20",
+    "skip_tokenizer_init": "prompts may be token ids without it",
+}
+"""What to use instead of settings of which a command's hint would tell nothing."""
+
+
+def check_settings(given: Collection[str], known: Collection[str]) -> None:
+    """Refuse settings of an `LLM` that there are not.
+
+    Args:
+        given: their names.
+        known: the names that there are.
+
+    Raises:
+        TypeError: one is not known; the message says what to use instead, where that is listed.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"LLM: {name} is not a setting here: {_setting_hint(name, known)}")
+
+
+def _setting_hint(name: str, known: Collection[str]) -> str:
+    hint = _SETTINGS.get(name) or UNSERVED.get("--" + name.replace("_", "-"))
+    if hint is None:
+        return f"there are {', '.join(sorted(known))}"
+
+    def as_setting(option: re.Match[str]) -> str:
+        setting = option[1].replace("-", "_")
+        return setting if setting in known else option[0]
+
+    return re.sub(r"--([a-z-]+)", as_setting, hint)
