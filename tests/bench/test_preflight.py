@@ -19,15 +19,14 @@ def one_token(number, body):
     return [(float(number + 1), text("a", "length")), (float(number + 1), DONE)]
 
 
-def bench(script, **fields):
-    """Run against a scripted server that lists one model; return its result and what it was sent,
-    or the error."""
+def bench(server, **fields):
+    """Run against a scripted server that lists one model; return its result, or the error, and what
+    it was sent."""
 
     async def work():
         async with server.serving() as url:
             return await run(BenchConfig(base_url=url, workload=MANY, **fields), clock=server.clock)
 
-    server = ScriptedServer(script)
     try:
         return asyncio.run(work()), server.bodies
     except BenchError as error:
@@ -35,27 +34,32 @@ def bench(script, **fields):
 
 
 def test_a_model_that_is_not_served_is_refused_with_those_that_are():
-    error, sent = bench(lambda number, body: (404, "no such model"), model="WRONG")
+    error, sent = bench(ScriptedServer(lambda number, body: (404, "no such model")), model="WRONG")
     assert "--model WRONG is not served" in error
     assert "serves scripted-model" in error
     assert [body["model"] for body in sent] == ["WRONG"]
 
 
 def test_a_model_that_is_served_and_not_listed_is_measured():
-    result, sent = bench(one_token, model="alias")
+    def typed(number, body):
+        kinds = {headers["Content-Type"] for headers in server.headers}
+        return one_token(number, body) if kinds == {"application/json"} else (415, "no JSON")
+
+    server = ScriptedServer(typed)
+    result, sent = bench(server, model="alias")
     assert result.model == "alias"
     assert (len(result.records), len(sent)) == (50, 51)
 
 
 @pytest.mark.parametrize("model", [None, "scripted-model"])
 def test_a_listed_model_costs_no_request(model):
-    result, sent = bench(one_token, model=model)
+    result, sent = bench(ScriptedServer(one_token), model=model)
     assert result.model == "scripted-model"
     assert len(sent) == 50
 
 
 def test_a_path_that_is_not_served_is_refused():
-    error, sent = bench(one_token, endpoint="/v2/completions")
+    error, sent = bench(ScriptedServer(one_token), endpoint="/v2/completions")
     assert "--endpoint /v2/completions is not served at http://127.0.0.1:" in error
     assert not sent
 

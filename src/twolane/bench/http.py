@@ -306,7 +306,7 @@ async def post(
     url: str, headers: Mapping[str, str], body: bytes, timeout: float
 ) -> tuple[int, bytes]:
     """The status and the body that a URL answers a JSON body with; raises what `get` does."""
-    return await _ask(url, headers, body, timeout)
+    return await _ask(url, {"Content-Type": "application/json", **headers}, body, timeout)
 
 
 async def _ask(
