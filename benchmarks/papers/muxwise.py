@@ -137,11 +137,11 @@ H100S = {
         rate=2.5,
         requests=120,
     ),
-    "235B on 4 H200": Load(
+    "235B on 8 H200": Load(
         model="qwen3-235b-a22b",
         tbt=0.1,
         gpu="h200",
-        tp=4,
+        tp=8,
         dataset="toolagent",
         rate=3.0,
         requests=120,
@@ -551,7 +551,5 @@ MISSING = {
     " device model knows the demand of a whole pass",
     "MuxWise §4.1, Bullet §2.3.3, POD": "attention of both phases in one kernel is not built: it"
     " gains over long contexts, where `auto` turns to lanes (docs/design/simulation.md)",
-    "MuxWise Fig. 16, Qwen3-235B on eight GPUs": "the simulator does not repeat KV heads, of which"
-    " the model has four; four GPUs stand for eight",
     "MuxWise Fig. 11, Tab. 2": "the grid of contention is the profile's: docs/notes has its errors",
 }
