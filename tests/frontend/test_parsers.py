@@ -1,4 +1,6 @@
 import json
+import time
+from functools import partial
 from itertools import pairwise
 from typing import get_args
 
@@ -7,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.frontend.forms import Asked, Forms
+from twolane.frontend.parsers.json_call import JsonCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
-from twolane.frontend.parsers.readers import typed
+from twolane.frontend.parsers.readers import XmlCall, typed
 from twolane.frontend.parsers.reasoning import WAYS, ReasoningParser, ThinkingMarks
-from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
+from twolane.frontend.parsers.tool_calls import FORMATS, CallFormat, ToolCallParser, format_of
+from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.tools import Tool
 from twolane.server.options import ToolForm
 
@@ -449,6 +453,69 @@ def test_a_call_with_which_the_thinking_ends_is_a_call(text, thinking, content, 
     assert [(call.name, call.arguments) for call in reader.calls] == [
         ("weather", '{"days": 2}')
     ] * calls
+
+
+class CountingCall(JsonCall):
+    """A call in JSON that counts the characters that all of them are fed."""
+
+    fed = 0
+
+    def feed(self, char):
+        CountingCall.fed += 1
+        super().feed(char)
+
+
+COUNTED = CallFormat(
+    lambda _: CountingCall(), ("<tool_call>",), ("</tool_call>",), separators="} \n", again="{"
+)
+NESTED = '<tool_call>{"a":' * 500 + "}" * 500 + "no"
+DRAFTS = '<tool_call>{"name": "f", "arguments": {"a":' * 500 + "}" * 1000 + "no"
+
+
+@pytest.mark.parametrize("step", [1, 7, len(DRAFTS)])
+@pytest.mark.parametrize(("text", "thinks"), [(NESTED, False), (NESTED, True), (DRAFTS, True)])
+def test_marks_within_each_other_are_not_read_again_and_again(text, thinks, step):
+    """They would take seconds of the server's loop, while all streams stand still."""
+    find = partial(ToolCallParser, COUNTED)
+    parser = CallsInThinking(find, {"f"}) if thinks else find()
+    CountingCall.fed = 0
+    thinking, content, calls = read(parser, slices(text + "<tool", step))
+    assert (thinking + content, calls) == (text + "<tool", [])
+    assert CountingCall.fed < 20 * len(text)
+
+
+def slices(text, step):
+    return [text[at : at + step] for at in range(0, len(text), step)]
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "<tool_call>{"])
+def test_a_call_behind_a_long_text_that_is_none_is_found(mark):
+    text = mark + '"name' + " " * 400 + '": 1}'
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    assert read(tools("hermes"), [text, call]) == ("", text, [("weather", "{}")])
+
+
+def test_white_space_in_a_call_is_not_kept_to_be_read_again():
+    call = XmlCall({})
+    for char in f"{' ' * 9}\n" * 1000 + "<function=f>" + " " * 10000:
+        call.feed(char)
+    assert len(call._pieces) <= 1
+
+
+@pytest.mark.parametrize("space", [" ", "\t", "\n"])
+def test_white_space_behind_a_name_is_matched_once(space):
+    """Two ways to match it take as many steps as the square of its length."""
+    began = time.process_time()
+    text = f"[TOOL_CALLS]f{space * 200_000}!"
+    assert read(tools("mistral"), [text + "{"]) == ("", text + "{", [])
+    assert time.process_time() - began < 30  # and not 130
+
+
+def test_arguments_in_thinking_come_as_one_piece():
+    parser = CallsInThinking(partial(tools, "hermes"), TYPES)
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert [piece for char in text for piece in parser.feed(char)] == []
+    assert parser.finish() == [CallStart(0, "weather"), CallArguments(0, '{"city": "Rome"}')]
 
 
 def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():

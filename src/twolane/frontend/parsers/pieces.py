@@ -50,6 +50,11 @@ class Parser(Protocol):
         ...
 
 
+MOST_READ_AGAIN = 256
+"""Characters behind a mark that are read again where no call begins with it. In what is longer no
+other call is looked for: marks within each other would be read as often as there are marks."""
+
+
 def held_back(text: str, marks: tuple[str, ...]) -> int:
     """Return how many characters at the end of a text may be the begin of one of the marks."""
     longest = max(map(len, marks), default=0) - 1

@@ -160,7 +160,7 @@ class ListedCall:
         if self._reader is None:
             if char in WHITE or char == "[":
                 return
-            named = NamedCall(r"(?P<name>[\w.:-]+?)\s*(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*")
+            named = NamedCall(r"(?P<name>[\w.:-]+)\s*+(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*")
             self._reader = JsonCall() if char == "{" else named
         self._reader.feed(char)
 
@@ -269,11 +269,14 @@ class XmlCall:
                 self._begun_name, self._pieces, self._end = unquoted(found["name"]), [], ""
         elif char == "\n":
             self.broken = bool("".join(self._pieces).strip())
+            self._pieces = []
 
     def _inside(self) -> None:
         """Something follows the name: a call has begun if that belongs to one."""
         begun = "".join(self._pieces).lstrip()
-        if begun.startswith(INSIDE):
+        if not begun:
+            self._pieces = []  # or else all of it is read again behind each character
+        elif begun.startswith(INSIDE):
             self.name = self._begun_name
             if begun.endswith(">"):
                 self._mark()

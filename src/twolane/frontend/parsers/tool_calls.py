@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from twolane.frontend.parsers.json_call import JsonCall
 from twolane.frontend.parsers.pieces import (
+    MOST_READ_AGAIN,
     CallArguments,
     CallStart,
     Content,
@@ -238,8 +239,14 @@ class ToolCallParser:
         return True
 
     def _refused(self) -> str:
-        """Return the text of a mark with which no call begins; what is behind it is read again."""
+        """Return the text of a mark with which no call begins; what is behind it is read again,
+        unless it is long."""
         mark, behind = self._raw[0], "".join(self._raw[1:])
+        if len(behind) > MOST_READ_AGAIN:
+            kept = held_back(behind, self.marks)
+            mark, behind = mark + behind[: len(behind) - kept], behind[len(behind) - kept :]
+            self._text = behind + self._text
+            return mark
         if not mark.strip() and behind.startswith(self._form.within):
             mark, behind = mark + behind[:1], behind[1:]
         self._text = behind + self._text

@@ -1,9 +1,11 @@
 """Tool calls with which a model's thinking ends, where it has not closed that before them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import groupby
 
 from twolane.frontend.parsers.json_call import is_object
 from twolane.frontend.parsers.pieces import (
+    MOST_READ_AGAIN,
     CallArguments,
     CallStart,
     Content,
@@ -33,15 +35,17 @@ class CallsInThinking:
         self._tools = tools
         self._marks = parser().marks
         self._text = ""
-        """The text that is kept back."""
+        """The text that is kept back: what may become a mark."""
+        self._held: list[str] = []
+        """The text that is kept back from a mark on, piece by piece."""
         self._parser: ToolCallParser | None = None
-        """Reads the text kept back from the mark on with which it begins, if it has one."""
+        """Reads the text kept back from a mark on, if there is one."""
         self._calls: list[Piece] = []
 
     @property
     def holds(self) -> bool:
         """Whether something is kept back."""
-        return bool(self._text)
+        return bool(self._text or self._held)
 
     def feed(self, text: str) -> list[Piece]:
         """Take some more thinking; return what is certain to be such."""
@@ -56,7 +60,8 @@ class CallsInThinking:
 
     def release(self) -> list[Piece]:
         """An answer follows the thinking: return what was kept back, which is of it."""
-        text, self._text, self._parser = self._text, "", None
+        text = "".join((*self._held, self._text))
+        self._held, self._text, self._parser = [], "", None
         return [Reasoning(text)] if text else []
 
     def finish(self) -> list[Piece]:
@@ -64,7 +69,7 @@ class CallsInThinking:
         if self._parser is not None:
             self._calls += self._parser.finish()
             if self._may_be_calls(self._calls) and is_object(self._last_arguments()):
-                return self._calls
+                return [*joined(self._calls)]
         return self.release()
 
     def _begin(self, text: str) -> tuple[str, str]:
@@ -83,13 +88,16 @@ class CallsInThinking:
 
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
         """Read on behind a mark; return what is thinking, and what is to be read again."""
-        self._text += text
-        self._calls += parser.feed(text)
-        if self._may_be_calls(self._calls):
-            return "", ""
-        held, self._text, self._parser = self._text, "", None
-        behind = len(held) - len(held.lstrip()) + 1  # the mark itself begins no other call
-        return held[:behind], held[behind:]
+        for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
+            found = parser.feed(char)
+            self._calls += found
+            if not self._may_be_calls(found):
+                held = "".join((*self._held, text[:place]))
+                self._held, self._parser = [], None
+                behind = _read_no_more(held, self._marks)
+                return held[:behind], held[behind:] + text[place:]
+        self._held.append(text)
+        return "", ""
 
     def _may_be_calls(self, pieces: list[Piece]) -> bool:
         return all(
@@ -103,3 +111,20 @@ class CallsInThinking:
         starts = [i for i, piece in enumerate(self._calls) if isinstance(piece, CallStart)]
         behind = self._calls[starts[-1] :] if starts else ()
         return "".join(piece.text for piece in behind if isinstance(piece, CallArguments))
+
+
+def _read_no_more(held: str, marks: tuple[str, ...]) -> int:
+    """Return how many characters of a text that begins with a mark, and no call, are thinking."""
+    if len(held) > MOST_READ_AGAIN:
+        return len(held) - held_back(held, marks)
+    return len(held) - len(held.lstrip()) + 1  # the mark itself begins no other call
+
+
+def joined(pieces: list[Piece]) -> Iterator[Piece]:
+    """Yield the pieces with all arguments of a call that follow each other as one."""
+    for is_arguments, group in groupby(pieces, lambda piece: isinstance(piece, CallArguments)):
+        if not is_arguments:
+            yield from group
+            continue
+        arguments = [piece for piece in group if isinstance(piece, CallArguments)]
+        yield CallArguments(arguments[0].index, "".join(piece.text for piece in arguments))
