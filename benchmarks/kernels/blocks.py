@@ -79,7 +79,8 @@ def main() -> None:
         for rows, one in found[name].items():
             print(name, rows, one, flush=True)
     if given.out:
-        save(given.out, provenance(), {"products": found})
+        about = provenance({"model": "qwen3-8b", "shapes": SHAPES, "rows": ROWS})
+        save(given.out, about, {"products": found})
 
 
 if __name__ == "__main__":
