@@ -89,14 +89,18 @@ def test_this_machine_has_some():
         ("0::/a/b", "a", {"cpu__max": "400000 100000"}, 4),
         ("3:cpu,cpuacct:/x", "cpu/x", {"cpu__cfs_quota_us": -1, "cpu__cfs_period_us": 100000}, 8),
         ("3:cpu,cpuacct:/x", "cpu", {"cpu__cfs_quota_us": 765000, "cpu__cfs_period_us": 100000}, 7),
+        ("0::/a:b", "a:b", {"cpu__max": "400000 100000"}, 4),
+        ("0::/\xe9\nb", "", {"cpu__max": "400000 100000"}, 4),
+        ("0::/\n\n", "", {"cpu__max": "50000"}, 8),
         ("3:cpuset:/x", "cpu", {"cpu__cfs_quota_us": 100000, "cpu__cfs_period_us": 100000}, 8),
     ],
 )
 def test_no_more_cores_are_used_than_control_groups_have_time_for(
     tmp_path, monkeypatch, own, group, files, count
 ):
-    """As with `docker run --cpus`, where the system chooses the cores."""
-    write(tmp_path / "proc" / "self", cgroup=own)
+    """As with `docker run --cpus`, where the system chooses the cores; names may be odd."""
+    write(tmp_path / "proc" / "self", cgroup="")
+    (tmp_path / "proc" / "self" / "cgroup").write_bytes(own.encode("latin-1") + b"\n")
     write(tmp_path / "cgroup" / group, **files)
     monkeypatch.setattr(resources, "allowed_cores", lambda: [*range(2, 10)])
     cores = usable_cores(tmp_path / "proc", tmp_path / "cgroup")

@@ -149,6 +149,76 @@ def test_a_stream_that_is_not_read_is_broken_off_when_it_holds_too_much():
     assert output.together == 0
 
 
+def test_a_reader_that_has_caught_up_is_behind_from_now_on():
+    """Or else whoever was slow once would go before one that is slow all the time."""
+    part = bytes(16 * MIB)
+
+    async def slow_twice(scope, receive, send):
+        connection, backlog = scope["state"][CONNECTION], Backlog()
+        connection.hold(backlog)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for index in range(2):
+            backlog.put(delta(index))
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        full.set()
+        await until(lambda: not connection.flow.write_paused)
+        for _ in range(2):
+            await backlog.take()
+        caught_up = connection.loop.time()
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+        backlog.put(delta(0))
+        behind.append(connection.flow.write_paused)
+        behind.append(connection.seconds_behind <= connection.loop.time() - caught_up)
+        ended.set()
+
+    async def work():
+        async with served(slow_twice, UnsentOutput()) as address:
+            with asking(address, b"/") as client:
+                async with asyncio.timeout(PATIENCE):
+                    await full.wait()
+                    await asyncio.to_thread(client.recv, len(part), socket.MSG_WAITALL)
+                    await ended.wait()
+
+    full, ended, behind = asyncio.Event(), asyncio.Event(), []
+    asyncio.run(work())
+    assert behind == [True, True]
+
+
+class Reader:
+    """A reader of which somebody counts how often it is asked."""
+
+    asked = 0
+
+    def __init__(self, unsent):
+        self.size, self.gone = unsent, False
+
+    @property
+    def unsent(self):
+        Reader.asked += 1
+        return 0 if self.gone else self.size
+
+    @property
+    def seconds_behind(self):
+        Reader.asked += 1
+        return 1.0
+
+    def drop(self, fault):
+        assert fault == "slow"
+        self.gone = True
+
+
+def test_many_readers_go_in_one_look():
+    """However many, each is looked at twice: with thousands the loop would stand still."""
+    output, readers = UnsentOutput(MIB), [Reader(size) for size in range(1000, 2000)]
+    output.readers.update(readers)
+    output.grew(MIB)
+    assert output.together <= MIB
+    gone = [each.size for each in readers if each.gone]
+    assert gone == list(range(2000 - len(gone), 2000))
+    assert sum(gone[1:]) < sum(range(1000, 2000)) - MIB <= sum(gone)
+    assert Reader.asked == 3 * len(readers)  # with what waits together, asked here
+
+
 def test_nothing_is_written_to_a_client_that_was_found_gone(caplog):
     """asyncio writes a line for each event that is, and the events take the loop's time."""
 

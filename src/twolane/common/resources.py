@@ -106,13 +106,13 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, 
     """The folders of the groups around this process that may bound what a controller gives it, and
     whether they are of the first version (Linux: cgroup-v2.rst; v1 cgroups.rst)."""
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        lines = (proc / "self" / "cgroup").read_bytes().split(b"\n")
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
+        _, controllers, path = [*os.fsdecode(line).split(":", 2), "", "", ""][:3]
+        if not path or (controllers and controller not in controllers.split(",")):
+            continue  # names may have any bytes, and lines of their own
         root = cgroups / controller if controllers else cgroups
         # A container may see its own group as the root, under the name that the host has for it.
         inside = root / path.strip("/")

@@ -202,6 +202,8 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Go on to the next request, part of which may be here already."""
         self._backlog = None
+        if not self.flow.write_paused:
+            self._behind_since = None
         super().on_response_complete()
         self._watch_arrival()
 
@@ -241,8 +243,8 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`: the client is behind."""
         super().pause_writing()
-        if self._behind_since is None:
-            self._behind_since = self.loop.time()
+        if self._behind_since is None or self._backlog is None or self._backlog.empty:
+            self._behind_since = self.loop.time()  # it had taken all since it was behind before
         self.output.grew(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:

@@ -92,10 +92,14 @@ class UnsentOutput:
     def _look(self) -> None:
         unsent = {reader: reader.unsent for reader in self.readers}
         together = sum(unsent.values())
-        while together > self._most:
-            worst = max(unsent, key=lambda each: (unsent[each] * each.seconds_behind, unsent[each]))
-            together -= unsent.pop(worst)
+        if together <= self._most:
+            return
+        burden = {one: (size * one.seconds_behind, size) for one, size in unsent.items()}
+        for worst in sorted(burden, key=lambda one: burden[one], reverse=True):
             worst.drop("slow")
+            together -= unsent[worst]
+            if together <= self._most:
+                return
 
 
 class UnsentCollector(Collector):
