@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from twolane.bench.preflight import BenchError
+from twolane.bench.preflight import BenchError, check
 from twolane.bench.serve import run
 from twolane.results.result import BenchConfig
 from twolane.workload.spec import WorkloadSpec
@@ -88,7 +88,57 @@ def test_a_key_that_is_not_taken_is_refused(model, key, told):
     asked = []
     with pytest.raises(BenchError, match=f"--api-key is {told}"):
         asyncio.run(work())
-    assert set(asked) == {"GET"}
+    assert asked.count("POST") == asked.count("GET") - 1 <= 1
+
+
+@pytest.mark.parametrize(
+    ("get", "post", "model", "told"),
+    [
+        (403, 400, None, None),  # as AWS's gateways answer GET where only POST is served
+        (404, 422, None, None),
+        (405, 400, "m", None),
+        (404, 404, "m", "/v1/completions is not served at .*: status 404"),
+        (404, 404, "x", "/v1/completions is not served at .*, or not for --model x: status 404"),
+        (405, 400, "x", "--model x is not served at .*, which serves m: status 400"),
+        (403, 403, "m", "--api-key is needed"),
+        (501, 400, None, "/v1/models lists no model; name one with --model"),
+    ],
+)
+def test_what_other_servers_answer_refuses_no_run_that_they_would_take(get, post, model, told):
+    """Models without a name are none that can be asked for."""
+
+    async def models(request):
+        listed = {"data": [{"id": None}, {"id": "m"}]}
+        return web.json_response(listed, status=200 if get != 501 else 404)
+
+    async def work():
+        app = web.Application()
+        app.router.add_get("/v1/models", models)
+        for method, status in (("GET", get), ("POST", post)):
+            answer = web.json_response({"error": "no"}, status=status)
+            app.router.add_route(method, "/v1/completions", answering(answer))
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return await check(BenchConfig(base_url=url, model=model), lambda model: b"{}")
+        finally:
+            await runner.cleanup()
+
+    if told is None:
+        assert asyncio.run(work()) == "m"
+        return
+    with pytest.raises(BenchError, match=told):
+        asyncio.run(work())
+
+
+def answering(answer):
+    async def handler(request):
+        return answer
+
+    return handler
 
 
 @pytest.mark.parametrize("model", [None, "m"])

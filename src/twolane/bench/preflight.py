@@ -1,6 +1,7 @@
 """Asks a server, before a run, for what would have all of its requests refused."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -35,7 +36,8 @@ async def check(config: BenchConfig, smallest: Callable[[str], bytes]) -> str:
             model.
     """
     listed = await _listed(config)
-    await _check_endpoint(config, config.model or (listed[0] if listed else ""))
+    model = config.model or (listed[0] if listed else "")
+    await _check_endpoint(config, model, known=config.model is None or model in listed)
     if config.model is None:
         if not listed:
             raise BenchError(f"{_models_url(config)} lists no model; name one with --model")
@@ -57,7 +59,7 @@ async def _listed(config: BenchConfig) -> Sequence[str]:
         raise BenchError(f"{url} does not answer: {why}; is the server up?") from error
     if config.model is None:
         _check_key(config, url, status)
-        if status != 200:
+        if status not in (200, *_UNKNOWN):
             raise BenchError(f"{url} does not answer: status {status}; is the server up?")
     try:
         return _names(answer) if status == 200 else ()
@@ -65,8 +67,13 @@ async def _listed(config: BenchConfig) -> Sequence[str]:
         return ()
 
 
-async def _check_endpoint(config: BenchConfig, model: str) -> None:
+async def _check_endpoint(config: BenchConfig, model: str, *, known: bool) -> None:
     """Ask for the path in a way that starts no work.
+
+    Args:
+        config: of the run.
+        model: to ask for.
+        known: whether the server lists it.
 
     Raises:
         BenchError: it is not served, or not for this key.
@@ -74,11 +81,12 @@ async def _check_endpoint(config: BenchConfig, model: str) -> None:
     try:
         headers, url = config.request_headers, config.url
         status, _ = await http.get(url, headers, _ANSWER_SECONDS)
-        if status == 404:  # also where a path is only there for POST
+        if status in (404, *_UNAUTHORISED):  # also where a path is only there for POST
             body = msgspec.json.encode({"model": model})
             status, _ = await http.post(url, headers, body, _ANSWER_SECONDS)
             if status in _UNKNOWN:
                 where = config.base_url.rstrip("/")
+                where += "" if known else f", or not for --model {model}"  # as Ollama says it
                 message = f"--endpoint {config.endpoint} is not served at {where}: status {status}"
                 raise BenchError(message)
     except (http.HTTPError, TimeoutError):  # the run shows what is wrong
@@ -113,5 +121,5 @@ def _models_url(config: BenchConfig) -> str:
 
 def _names(answer: bytes) -> list[str]:
     listed = msgspec.json.decode(answer, type=dict[str, object]).get("data")
-    models = msgspec.convert(listed, list[Mapping[str, object]])
-    return [str(model["id"]) for model in models if "id" in model]
+    models = msgspec.convert(listed, list[Mapping[str, Any]])
+    return [model["id"] for model in models if isinstance(model.get("id"), str)]
