@@ -21,12 +21,14 @@ from twolane.common.errors import FieldError
 from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.attention import Batch, KVCache, Segment
-from twolane.model.decoder import Decoder
+from twolane.model.decoder import Decoder, Weights
 from twolane.model.load.checkpoint import expected_shapes
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.weights import WeightsError, _Loader, load_weights
+from twolane.model.matrix import Matrix
+from twolane.model.mlp import Experts
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
@@ -146,12 +148,53 @@ def test_ranks_share_quantised_checkpoints(family: str, form: str, tmp_path: Pat
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen2", {"hidden_size": 192, "intermediate_size": 512}),
+        ("qwen3-moe", {"hidden_size": 256}),
+    ],
+)
+def test_blocks_that_ranks_would_split_get_a_scale_for_each_row(
+    family: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    write(tmp_path / "quantised", tmp_path / "floats", "fp8", family, **sizes)
+    source = resolve(str(tmp_path / "quantised"))
+    spec, whole = load_weights(source)
+    name = "o" if family == "qwen2" else "down"
+    with torch.inference_mode():
+        alone = logits(Decoder(spec, whole))
+    parts = {}
+
+    def ranked(group: CpuGroup) -> Tensor:
+        spec, weights = load_weights(source, rank=group.rank, ranks=2)
+        parts[group.rank] = matrix_of(weights, name)
+        return logits(Decoder(spec, weights, group))
+
+    found = together(2, ranked)[0]
+    assert {part.scheme for part in parts.values()} == {"fp8_channel"}
+    joined = torch.cat([parts[rank].dequantised() for rank in range(2)], dim=1)
+    meant = matrix_of(whole, name).dequantised()
+    assert 0 < (joined - meant).norm() < 0.04 * meant.norm()  # e4m3 has three bits
+    exact = logits(Decoder(*load_weights(resolve(str(tmp_path / "floats")))))
+    assert (found - exact).norm() < 2 * (alone - exact).norm()
+
+
+def matrix_of(weights: Weights, name: str) -> Matrix:
+    """A matrix of the first layer: attention's output, or the first expert's second one."""
+    layer = weights.layers[0]
+    if name == "o":
+        return layer.o
+    assert isinstance(layer.mlp, Experts)
+    return layer.mlp.down
+
+
 def test_columns_that_share_a_scale_stay_together(tmp_path: Path) -> None:
     sizes = {"hidden_size": 192, "intermediate_size": 512}
-    write(tmp_path / "quantised", tmp_path / "floats", "fp8", **sizes)
+    write(tmp_path / "quantised", tmp_path / "floats", "awq", **sizes)
     source = resolve(str(tmp_path / "quantised"))
-    with pytest.raises(WeightsError, match=r"o_proj: 2 ranks cannot share it: columns 0 to 96 cut"):
-        load_weights(source, rank=0, ranks=2)
+    with pytest.raises(WeightsError, match=r"o_proj: 4 ranks cannot share it: columns 0 to 48 cut"):
+        load_weights(source, rank=0, ranks=4)
 
 
 @pytest.mark.parametrize("size", [2, 4])

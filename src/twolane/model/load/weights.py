@@ -32,7 +32,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined, Place
-from twolane.model.load.quantization import Quantization
+from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
@@ -381,12 +381,19 @@ class _Loader:
     def _part(self, name: str, matrix: Matrix) -> Matrix:
         """The rank's part of a whole module.
 
+        Where blocks of FP8 have more columns than fit a rank's part, all ranks round the module
+        anew, with a scale for each row.
+
         Raises:
-            WeightsError: it would cut columns that share a scale.
+            WeightsError: it would cut columns that share a scale, in four bits.
         """
         cut = self.shard.cut(f"{name}.weight") if self.shard.size > 1 else None
         if cut is None:
             return matrix
+        if cut.dim and matrix.scheme == "fp8_block128" and (cut.stop - cut.start) % BLOCK:
+            rows = quantised(matrix.dequantised(), "fp8_channel")
+            self.converted[matrix.scheme, rows.scheme] += 1
+            matrix = rows
         try:
             part = matrix.columns if cut.dim else matrix.part
             return part(cut.start, cut.stop).contiguous()
