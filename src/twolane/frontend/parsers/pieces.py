@@ -57,8 +57,13 @@ other call is looked for: marks within each other would be read as often as ther
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
     """Return how many characters at the end of a text may be the begin of one of the marks."""
-    longest = max(map(len, marks), default=0) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks):
-            return size
-    return 0
+    longest, most = max(map(len, marks), default=0) - 1, 0
+    for mark in marks:
+        end = text[-min(len(mark), longest) :] if longest > 0 else ""
+        place = end.find(mark[:1])  # of most tokens, none begins a mark
+        while place >= 0:
+            if mark.startswith(end[place:]):
+                most = max(most, len(end) - place)
+                break
+            place = end.find(mark[:1], place + 1)
+    return most
