@@ -1,8 +1,10 @@
 """What of the lanes on a GPU needs none."""
 
+import ast
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import twolane
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
 from twolane.lanes.cuda.follower import FollowerLanes
@@ -150,3 +153,43 @@ def test_what_is_launched_in_order_stays_where_it_is(launcher: Launcher, first: 
 def test_a_step_does_not_go_before_the_whole_device(launcher: Launcher) -> None:
     order = Launches(launcher, "in order").ask(step="step", both="in order", other="step")
     assert order == ["layer 0", "layer 1", "layer 2", "step", "both", "other"]
+
+
+SERVING = (
+    *("lanes/cuda/*.py", "kernels/**/*.py", "parallel/*.py", "transfer/*.py"),
+    *("model/gpu_*.py", "model/products.py"),
+)
+"""The source that runs between a launch and its result on a GPU."""
+WAITS = ("torch.cuda.synchronize", "torch.cuda.empty_cache")
+"""What waits for all that runs on a device, a collective of the other lane included."""
+BEFORE_SERVING = {
+    ("two_shot.py", "_map"),
+    ("decode_graphs.py", "_capture_level"),
+    ("layer_graphs.py", "capture"),
+    ("lanes.py", "idle"),  # behind the first launches of a start
+}
+"""Who waits all the same: file, and function."""
+
+
+def waits(source: str) -> set[str]:
+    """The functions in which something waits for the whole device."""
+    return {
+        function.name
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in WAITS
+    }
+
+
+def test_nothing_waits_for_the_device_once_serving() -> None:
+    """A sum over GPUs may be waiting there for one that this rank would launch next."""
+    root = Path(twolane.__file__).parent
+    files = {path for pattern in SERVING for path in root.glob(pattern)}
+    found = {(path.name, name) for path in files for name in waits(path.read_text("utf-8"))}
+    assert found == BEFORE_SERVING
+
+
+def test_what_waits_for_the_device_is_found() -> None:
+    assert waits("def launch(self):\n    return submit(torch.cuda.synchronize)") == {"launch"}
+    assert waits("def launch(self):\n    stream.synchronize()") == set()
