@@ -25,7 +25,13 @@ from twolane.systems.registry import System, make_system
 PAGES, RUNNING, TOKENS = 256, 8, 12
 SIZES = {"hidden_size": 256, "intermediate_size": 512}
 """Whole blocks and groups of columns on two ranks, while keys and values end within blocks."""
-FORMS = ("fp8", "gptq", "awq", "pack-quantized-zeros", "float-quantized-channel")
+SPLIT = {"hidden_size": 256, "intermediate_size": 320}
+"""Two ranks would split the second of three blocks of the MLP's columns."""
+CASES = {
+    **{form: (form, SIZES) for form in ("fp8", "gptq", "awq", "pack-quantized-zeros")},
+    "float-quantized-channel": ("float-quantized-channel", SIZES),
+    "blocks-split": ("fp8", SPLIT),
+}
 SYSTEMS = ("static-split", "chunked")
 FORCED = 77
 """The token that all say, so that every rank count goes on with the same tokens."""
@@ -76,12 +82,13 @@ def meant(path: Path) -> Tensor:
     return thoughts(partial(serve, decoder, **pool, prefix_cache=True))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_think_what_one_thinks(form: str, tmp_path: Path, machines: list[Ranks]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_think_what_one_thinks(case: str, tmp_path: Path, machines: list[Ranks]) -> None:
     """They are as far from float32 as one rank is, and not much farther from each other."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    write(tmp_path / "quantised", tmp_path / "floats", form, **SIZES)
+    form, sizes = CASES[case]
+    write(tmp_path / "quantised", tmp_path / "floats", form, **sizes)
 
     def on_gpus(ranks: int) -> Tensor:
         settings = DeviceSettings(
@@ -98,6 +105,6 @@ def test_two_ranks_think_what_one_thinks(form: str, tmp_path: Path, machines: li
 
     exact, one, two = meant(tmp_path / "floats"), on_gpus(1), on_gpus(2)
     cost, apart, other = (float(x.norm()) for x in (one - exact, two - one, two - exact))
-    print(f"{form}: one {cost:.4f}, two {other:.4f} from float32, {apart:.4f} apart", flush=True)
+    print(f"{case}: one {cost:.4f}, two {other:.4f} from float32, {apart:.4f} apart", flush=True)
     assert other < 1.25 * cost
     assert apart < 1.5 * cost
