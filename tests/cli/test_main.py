@@ -100,7 +100,7 @@ def test_a_group_says_of_a_command_what_the_command_says_of_itself(group):
         ("x", (), "TWOLANE_PORT must be an integer"),
         ("", ("--dtype", "half"), "--dtype 'half' is not one of 'auto', 'float32', "),
         ("", ("--lora", "a"), "--lora a: write NAME=PATH"),
-        ("", ("--option", "a=1"), "--option 'a' is a setting of a system: name the system, too, "),
+        ("", ("--option", "a=1"), "--option 'a' is a setting of a system: give --system too"),
     ],
 )
 def test_a_wrong_value_is_told_in_plain_words(variable, args, said, capsys, monkeypatch):
@@ -215,7 +215,7 @@ def test_version():
         ),
         (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
         (("--host", ""), ("--host must not be empty",)),
-        (("--option", "decode_units=1"), ("--option 'decode_units'", "by --system")),
+        (("--option", "decode_units=1"), ("--option 'decode_units'", "give --system")),
         (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--trace", "/"), ("--trace / cannot be written",)),
@@ -224,7 +224,7 @@ def test_version():
         (("--lora", "a=" + "x" * 300), ("--lora a=x", "no such directory")),
         (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "at least 0")),
         (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "at least 0")),
-        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "added to --slo-ttft-ms")),
+        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "needs --slo-ttft-ms")),
         (
             ("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"),
             ("--slo-ttft-per-1k-ms", "at least 0"),

@@ -39,7 +39,7 @@ def test_on_a_full_disk_the_trace_ends_and_its_run_goes_on(
     assert steps == [at * 1e6 for at in range(len(steps))]
     assert 10 < len(steps) < 100
     assert [record.getMessage() for record in caplog.records] == [
-        f"--trace {path} ends here: File too large"
+        f"--trace {path} stops here: File too large"
     ]
 
 

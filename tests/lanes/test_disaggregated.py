@@ -191,9 +191,9 @@ def test_what_shares_a_device_between_the_lanes_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"system": "auto"}, "system is two-stream where prefill and decode have devices of their"),
-        ({"tensor_parallel_size": 2}, "disaggregated has one rank for prefill and one for decode"),
-        ({"levels": (16,)}, "levels are shares of a GPU, and prefill and decode have a whole one"),
+        ({"system": "auto"}, "system must be two-stream with disaggregated, not auto"),
+        ({"tensor_parallel_size": 2}, "disaggregated needs tensor_parallel_size 1"),
+        ({"levels": (16,)}, "levels do not go with disaggregated: each lane has a whole GPU"),
     ],
 )
 def test_settings_that_do_not_go_with_it_are_refused_by_name(
@@ -236,5 +236,5 @@ def test_pages_in_fp8_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     settings = DeviceSettings(model="nowhere", disaggregated=True, kv_cache_dtype="fp8")
-    with pytest.raises(FieldError, match="kv_cache_dtype is not fp8 yet where two GPUs"):
+    with pytest.raises(FieldError, match="kv_cache_dtype cannot be fp8 yet with disaggregated"):
         load(settings, lambda *_: None)

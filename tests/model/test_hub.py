@@ -252,7 +252,7 @@ def test_a_pulled_file_that_was_changed_is_fetched_again(wheel, caplog):
     whole = path.read_bytes()
     path.write_bytes(whole[:-8] + bytes(8))
     assert pull("demo").read_bytes() == whole
-    assert "is damaged and is fetched again" in caplog.text
+    assert "is damaged and is downloaded again" in caplog.text
     hub._hash_file(path).unlink()
     assert pull("demo").read_bytes() == whole
     path.write_bytes(whole[:-8] + bytes(8))

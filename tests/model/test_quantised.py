@@ -438,7 +438,7 @@ def test_tensors_tell_formats_that_a_config_says_otherwise(tmp_path, caplog, for
         for kind in (lambda layer: layer.qkv, lambda layer: layer.mlp.down):
             assert (kind(ours).scheme == "float32") == (place == 1)
             close(kind(ours).dequantised().float(), kind(meant).values)
-    assert "modules are stored otherwise than quantization_config says" in caplog.text
+    assert "modules have another format than quantization_config says" in caplog.text
 
 
 JOINED_FORMS = ["fp8", "float-quantized-tensor", "awq", "gptq", "pack-quantized-zeros"]

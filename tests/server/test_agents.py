@@ -144,7 +144,7 @@ def test_the_model_is_told_of_allowed_tools_alone(parrot):
     only = chat(parrot, "Hello", tools=[CLOCK], max_tokens=1).usage.prompt_tokens
     assert answer.usage.prompt_tokens == only
     clock["function"]["name"] = "other"
-    with pytest.raises(openai.BadRequestError, match="names no tool"):
+    with pytest.raises(openai.BadRequestError, match="is not one of the tools"):
         chat(parrot, "Hello", tool_choice=choice, **fields)
 
 

@@ -369,7 +369,7 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
         (
             CompletionRequest,
             {"prompt": "x", "best_of": 2},
-            *("best_of", "best_of must equal n: all answers that are made are returned"),
+            *("best_of", "best_of must equal n: all generated answers are returned"),
         ),
         (
             CompletionRequest,

@@ -35,7 +35,7 @@ def test_a_server_has_the_models_or_openais(greedy, tmp_path, defaults, temperat
         drawn = {each: tokens(served, temperature=each) for each in (0, 1)}
         assert drawn[0] != drawn[1]
         assert tokens(served) == drawn[temperature]
-    said = "temperature is 0 where a request says nothing, as the model recommends"
+    said = "the default of temperature is 0, as the model recommends"
     assert (said in log.read_text()) == (defaults == "model")
 
 

@@ -64,7 +64,7 @@ def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, ca
     }
     kept.write_bytes(damaged[damage])
     assert load_tokenizer(source).backend.to_str() == expected
-    assert "is damaged and is made anew" in caplog.text
+    assert "is damaged and is rebuilt" in caplog.text
     assert kept.read_bytes() == whole
 
 

@@ -41,7 +41,7 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
     try:
         read_profile(path)
     except (ProfileError, OSError) as error:
-        log.warning("%s: it is not used; `twolane profile` measures anew", error)
+        log.warning("%s: ignored; `twolane profile` replaces it", error)
         return shipped_profile(key)
     return path
 
@@ -69,15 +69,15 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
         for part in ("driver", "version"):
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
-                log.warning("the profile was taken with %s %s; this is %s", part, there, here)
+                log.warning("the profile was measured with %s %s; this is %s", part, there, here)
         estimator = fitted(path, name)
     except (ProfileError, OSError) as error:
         raise FieldError("profile", str(error)) from error
-    log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
+    log.info("predictions: %s, fitted on %d samples of %s", name, len(profile.samples), path)
     if not any(sample.held_out for sample in profile.samples):
         log.warning(
-            "the profile has only its first points, so predictions are rough: the `twolane "
-            "profile` that made it goes on where it ended"
+            "the profile has only its first points, so predictions are rough: run the same "
+            "`twolane profile` again to continue it"
         )
     return copy.deepcopy(estimator)  # it learns
 

@@ -26,7 +26,7 @@ def check_settings(config: EngineConfig) -> None:
     if config.transport < 0:
         raise FieldError("transport", f"must be at least 0, not {config.transport}")
     if config.slo.ttft_per_token and config.slo.ttft is None:
-        raise FieldError("slo_ttft_per_token", "is added to slo_ttft: give that, too")
+        raise FieldError("slo_ttft_per_token", "needs slo_ttft, to which it is added")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise FieldError("cores", f"must be between 1 and {usable} here, not {config.cores}")
@@ -55,7 +55,7 @@ def check_settings(config: EngineConfig) -> None:
         make_system(config.system, config.options)
     elif config.options:
         first = next(iter(config.options))
-        problem = f"{first!r} is a setting of a system: name the system, too, by --system"
+        problem = f"{first!r} is a setting of a system: give --system too"
         raise FieldError("options", problem)
 
 
@@ -82,23 +82,22 @@ def _check_disaggregated(config: EngineConfig) -> None:
     if config.system not in (None, DISAGGREGATED):
         raise FieldError(
             "system",
-            f"is {DISAGGREGATED} where prefill and decode have devices of their own, not "
-            f"{config.system}, which shares one device between them",
+            f"must be {DISAGGREGATED} with disaggregated, not {config.system}, which shares one "
+            "device between prefill and decode",
         )
     if config.tensor_parallel_size > 1:
-        raise FieldError("disaggregated", "has one rank for prefill and one for decode")
+        raise FieldError("disaggregated", "needs tensor_parallel_size 1: each lane has one rank")
     if config.levels is not None:
-        raise FieldError("levels", "are shares of a GPU, and prefill and decode have a whole one")
+        raise FieldError("levels", "do not go with disaggregated: each lane has a whole GPU")
 
 
 def _check_kv_events(config: EngineConfig) -> None:
     """Refuse addresses for events that there are none of."""
     events = config.kv_events
     if events.endpoint is not None and not config.prefix_cache:
-        raise FieldError("kv_events_endpoint", "publishes the prefix cache, which is off")
+        raise FieldError("kv_events_endpoint", "needs the prefix cache, which is off")
     if events.endpoint is None and events.replay_endpoint is not None:
-        text = "sends again what kv_events_endpoint publishes: give that, too"
-        raise FieldError("kv_events_replay_endpoint", text)
+        raise FieldError("kv_events_replay_endpoint", "needs kv_events_endpoint")
 
 
 def _is_readable(file: Path) -> bool:
@@ -119,10 +118,10 @@ def _is_writable(file: Path) -> bool:
 def _check_device(config: EngineConfig) -> None:
     """What is only for one device is refused with the other."""
     if config.device == "cuda" and config.cores is not None:
-        raise FieldError("cores", "is for CPU lanes, and the device is cuda")
+        raise FieldError("cores", "is only for CPUs, and the device is cuda")
     if config.levels is not None:
         if config.device == "cpu" or config.cores is not None:
-            raise FieldError("levels", "are shares of a GPU's SMs, and the device is the CPU")
+            raise FieldError("levels", "are only for GPUs, and the device is the CPU")
         if any(units < 1 for units in config.levels):
             raise FieldError("levels", f"must be positive, not {min(config.levels)}")
     if not 0 < config.gpu_memory_utilization <= 1:

@@ -120,7 +120,7 @@ class FileTrace(Trace):
         try:
             self._put(last + json.dumps({"pid": 1, "tid": 0, **event}))
         except OSError as error:
-            log.error("--trace %s ends here: %s", self._file.name, error.strerror)
+            log.error("--trace %s stops here: %s", self._file.name, error.strerror)
             self._end()
 
     def _put(self, text: str) -> None:

@@ -105,7 +105,7 @@ class Forwarder:
             async for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BrokenOff as error:
-            log.warning("%s: an answer broke off: %s", member.name, error)
+            log.warning("%s: an answer was interrupted: %s", member.name, error)
             self._metrics.count("broken_off")
             body = _failure(call.path)
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -213,7 +213,7 @@ class Pool:
         if state.digest is not None:
             member.version = state.digest.version
         if member.phase in ("starting", "out"):
-            log.info("%s takes requests", member.name)
+            log.info("%s accepts requests", member.name)
             member.phase = "serving"
             self.started.set()
         if member.phase == "serving":
@@ -223,7 +223,7 @@ class Pool:
         """A replica did not answer: send it nothing; whether it has been given up."""
         silent = self.clock() - member.heard_at
         if member.phase == "serving":
-            log.warning("%s does not say its state: it is sent nothing", member.name)
+            log.warning("%s does not report its state: it gets no requests", member.name)
         self.leave_out(member)
         alive = await self._hosts.alive(member.name)
         if alive and silent < self.options.silent_seconds:
@@ -231,7 +231,7 @@ class Pool:
         member.lost.set()
         if alive and silent < self.options.replace_seconds:
             return False
-        how = f"has said nothing for {silent:.0f} s" if alive else "has died"
+        how = f"has not answered for {silent:.0f} s" if alive else "has died"
         log.error("%s %s", member.name, how)
         self.members.pop(member.name, None)
         await self._hosts.stop(member.name, 0.0)
@@ -254,7 +254,7 @@ class Pool:
         for _ in range(self._target - present):
             self._start()
         if present > self._target and (serving := self.serving):
-            log.info("%d replicas are %d too many", present, present - self._target)
+            log.info("%d replicas are %d more than needed", present, present - self._target)
             least = min(serving, key=lambda each: (each.open, -int(each.name.split("-")[1])))
             least.phase = "draining"
             self._keep(self._end(least))

@@ -88,7 +88,7 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     """Return where replicas run."""
     if options.hosts == "local":
         if options.replica_gpus:
-            raise FieldError("replica_gpus", "is Ray's to give: --hosts local gives none away")
+            raise FieldError("replica_gpus", "needs Ray, and --hosts is local")
         return LocalHosts(arguments)
     _, most = options.bounds
     room = options.replica_cpus, options.replica_gpus, options.replicas
@@ -162,4 +162,4 @@ async def _restart(pool: Pool, asked: asyncio.Event) -> None:
         if await pool.restart():
             log.info("all replicas have been restarted")
         else:
-            log.error("a new replica did not start: the others are left as they are")
+            log.error("a new replica did not start: the other replicas are not restarted")

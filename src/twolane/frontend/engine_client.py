@@ -250,7 +250,7 @@ class EngineClient:
         if self._watching is not None:
             ended, _ = await asyncio.wait({self._watching}, timeout=KILL_SECONDS)
             if not ended:
-                log.error("the engine process %d was killed and is still there", self.process.pid)
+                log.error("the engine process %d was killed but still runs", self.process.pid)
                 self._watching.cancel()
         self._pull.close()
         self._push.close()
@@ -339,7 +339,7 @@ class EngineClient:
                 return
             if (problem is not None) != told:
                 told = not told
-                log.warning("%s", problem or "the engine goes on")
+                log.warning("%s", problem or "the engine answers again")
             await asyncio.sleep(PING_SECONDS)
 
     def _kill(self) -> None:

@@ -90,7 +90,7 @@ class Rendering(Body):
     def one_ending(self) -> "Rendering":
         """Refuse a conversation that would end in two ways."""
         if self.continue_final_message and self.add_generation_prompt:
-            raise wrong("continue_final_message", "excludes add_generation_prompt")
+            raise wrong("continue_final_message", "cannot be combined with add_generation_prompt")
         return self
 
 

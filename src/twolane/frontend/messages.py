@@ -140,7 +140,7 @@ class Message(Body):
             if self.content is None and self.role != "tool":  # a tool may return nothing
                 raise wrong("content", "is required")
             if self.thoughts and self.role not in ("system", "developer"):
-                raise wrong("content", "has thinking, which only the assistant or the system has")
+                raise wrong("content", "has thinking, but is not of the assistant or the system")
             for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
                 if getattr(self, name):
                     raise wrong(name, "belongs to messages of the assistant only")

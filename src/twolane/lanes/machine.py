@@ -87,14 +87,14 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     device = chosen_device(settings)
     several = device == "cuda" and settings.tensor_parallel_size > 1
     if settings.all_reduce in ("two-shot", "joined") and not several:
-        raise FieldError("all_reduce", "is a choice of several GPUs")
+        raise FieldError("all_reduce", "is only for several GPUs")
     if device == "cpu":
         return (DisaggregatedMachine if settings.disaggregated else CpuMachine)(settings, progress)
     if settings.disaggregated:
         from twolane.lanes.cuda.disaggregated import CudaPairMachine
 
         if settings.kv_cache_dtype == "fp8":  # emulated GPUs are right with it, real ones untried
-            raise FieldError("kv_cache_dtype", "is not fp8 yet where two GPUs share the pages")
+            raise FieldError("kv_cache_dtype", "cannot be fp8 yet with disaggregated on GPUs")
         return CudaPairMachine(settings, progress)
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine
@@ -128,5 +128,5 @@ def chosen_device(settings: DeviceSettings) -> str:
     if there and settings.cores is None:
         return "cuda"
     if settings.levels is not None:
-        raise FieldError("levels", "are shares of a GPU's SMs, and PyTorch finds no NVIDIA GPU")
+        raise FieldError("levels", "are only for GPUs, and PyTorch finds no NVIDIA GPU")
     return "cpu"

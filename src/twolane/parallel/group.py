@@ -143,7 +143,7 @@ class CpuGroup:
             yield
         except RuntimeError as error:
             raise RankLost(
-                f"rank {self.rank} of {self.size} waited in vain for the others in the "
+                f"rank {self.rank} of {self.size} did not hear from the others in the "
                 f"{self._bound.name} channel: {str(error).splitlines()[0]}"
             ) from error
 

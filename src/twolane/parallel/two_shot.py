@@ -89,7 +89,7 @@ class TwoShot:
         elif len(self._ways) == 1:
             raise RuntimeError(f"{self._ways[0]} sums: {problem}")
         else:
-            log.warning("sums go by NCCL alone: %s", problem)
+            log.warning("all-reduces use NCCL only: %s", problem)
         return self._channel.buffer(rows, width, dtype, device) if buffer is None else buffer
 
     def _problem(self, when: str, own: str) -> str:

@@ -178,7 +178,7 @@ class PromptReader:
         """Refuse a text so long that tokenising it would hold others up."""
         most = max(LEAST_TEXT, TEXT_FACTOR * self._context)
         if length > most:
-            message = f"{param} has {length} characters, and {most} are the most that are tokenised"
+            message = f"{param} has {length} characters; at most {most} are tokenised"
             raise ApiError(400, message, code="invalid_value", param=param)
 
     def _check_text(self, length: int, body: GenerationBody, param: str) -> None:

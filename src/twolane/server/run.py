@@ -219,7 +219,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
     if options.sampling_defaults == "openai":
         sampling = {}
     for field, value in sampling.items():
-        log.info("%s is %g where a request says nothing, as the model recommends", field, value)
+        log.info("the default of %s is %g, as the model recommends", field, value)
     forms = Forms(
         texts.template_source,
         options.tool_call_parser,

@@ -105,7 +105,7 @@ class Service:
         if name not in self.engine.adapters.loaded:
             raise ApiError(
                 404,
-                f"the model {shortened(name)!r} does not exist here; {self.model_name!r} does",
+                f"there is no model {shortened(name)!r} here; {self.model_name!r} is served",
                 code="model_not_found",
                 param="model",
             )
@@ -241,7 +241,7 @@ class Service:
 
     def _check_amount(self, asked: int, most: int, param: str) -> None:
         if asked > most:
-            message = f"{param}: the answer could have {asked} log-probabilities, and {most} may be"
+            message = f"{param}: the answer could have {asked} log-probabilities, over {most}"
             raise ApiError(400, f"{message}: lower it", code="invalid_value", param=param)
 
     def _traces(

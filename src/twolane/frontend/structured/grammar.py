@@ -155,7 +155,7 @@ def check_grammar(grammar: str, field: str) -> str:
     size = len(grammar.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise FieldError(
-            field, f"has {size} bytes as a grammar; at most {MAX_GRAMMAR_BYTES} can be"
+            field, f"has {size} bytes as a grammar; at most {MAX_GRAMMAR_BYTES} are allowed"
         )
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if wrong:

@@ -141,7 +141,7 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
     except OSError:
         pass
     except ValueError as error:
-        log.warning("%s is damaged and is made anew: %s", kept, error)
+        log.warning("%s is damaged and is rebuilt: %s", kept, error)
     return read_file(_convert(source.name, source.tokenizer, kept))
 
 

@@ -286,7 +286,7 @@ class GpuProducts:
         most = APART * float(right.norm())
         kept = [w for w in ways if w.variant is None or float((product(w) - right).norm()) <= most]
         for way in set(ways) - set(kept):
-            log.warning("%s of %d rows: %s is wrong here and not used", case, rows, way.name)
+            log.warning("%s of %d rows: %s gives wrong results here", case, rows, way.name)
         return kept
 
     def way(self, operation: Operation, rows: int, weight: Stored) -> Way:

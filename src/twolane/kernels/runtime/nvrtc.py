@@ -117,7 +117,7 @@ def _kept(path: Path) -> bytes | None:
     size = hashlib.sha256().digest_size
     if data[:size] == _digest(data[size:]):
         return data[size:]
-    log.warning("%s is damaged and is compiled anew", path)
+    log.warning("%s is damaged and is compiled again", path)
     return None
 
 

@@ -53,7 +53,7 @@ class CpuMachine:
         self.weight_itemsize = weights.matrix_itemsize
         self.itemsize = self._decoder.dtype.itemsize
         if settings.adapter_slots and self.spec.moe is not None:
-            raise FieldError("lora", "adapters are served with dense models, and this has experts")
+            raise FieldError("lora", "adapters need a dense model, and this one has experts")
         self._adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
         self._rounded = settings.kv_cache_dtype == "fp8"
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)

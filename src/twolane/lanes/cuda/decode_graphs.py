@@ -211,7 +211,7 @@ class DecodeGraphs:
         for rows, by_way in times.items():
             told = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
             way = channel.way(rows)
-            log.info("%d rows on %d SMs are summed by %s; us a layer: %s", rows, units, way, told)
+            log.info("all-reduce: %d rows on %d SMs: %s; us a layer: %s", rows, units, way, told)
 
     def _layer_seconds(self, products: GpuProducts, rows: int) -> float:
         """Seconds of a layer without attention, for this many rows of zeros, on torch's current

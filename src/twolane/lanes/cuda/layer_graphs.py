@@ -181,7 +181,7 @@ class LayerGraphs:
         self.sizes = kept
         left = [size for size in SIZES if size not in kept]
         if left:
-            log.info("passes of %s tokens are padded further: more rows take no longer", left)
+            log.info("passes of %s tokens are padded to a larger size, which takes no longer", left)
 
     def _layer_seconds(self, size: int) -> float:
         """Seconds of a layer without attention for a pass of random rows, on torch's current

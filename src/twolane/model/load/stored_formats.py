@@ -57,7 +57,7 @@ def with_stored_formats(
         return quantization
     others = {m: form for m, form in found.items() if form != quantization.format(m)}
     if others:
-        text = "%s: %d modules are stored otherwise than quantization_config says, such as %s"
+        text = "%s: %d modules have another format than quantization_config says, such as %s"
         log.warning(text, name, len(others), next(iter(others)))
     return replace(quantization, stored=others)
 

@@ -241,7 +241,7 @@ def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> Model
     stored = set(tensors.names())
     has_head = any(tensor.startswith("lm_head.") for tensor in stored)
     if not has_head and not spec.tie_embeddings:
-        log.warning("%s: there is no lm_head.weight, so that the embeddings serve as one", name)
+        log.warning("%s: lm_head.weight is missing: the embeddings are used instead", name)
         return replace(spec, tie_embeddings=True)
     if not has_head or not spec.tie_embeddings or EMBEDDING not in stored:
         return spec

@@ -184,7 +184,7 @@ class Connection(H11Protocol):
         if time.monotonic() - type(self).told_at > LOG_SECONDS:
             type(self).told_at = time.monotonic()
             most = self.limits.max_connections
-            log.warning("%d connections are busy, the most there may be: others get a 503", most)
+            log.warning("all %d connections are busy: further ones get a 503", most)
 
     def close_now(self) -> None:
         """Close the connection without an answer; it counts no more."""

@@ -137,7 +137,7 @@ def check_room(scope: Scope) -> None:
     connection = scope.get("state", {}).get("connection")
     if connection is not None and connection.crowded and scope["path"] not in PROBES:
         headers = {"Retry-After": "1", "Connection": "close"}
-        message = "there are too many connections: all that there may be are busy"
+        message = "too many connections: all are busy"
         raise ApiError(503, message, code="too_many_connections", headers=headers)
 
 

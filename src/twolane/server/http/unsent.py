@@ -21,7 +21,7 @@ LOG_SECONDS = 60.0
 Fault = Literal["slow", "stalled"]
 """Why a reader is disconnected: all output together is too much, or it took nothing for long."""
 FAULTS: dict[Fault, str] = {
-    "slow": "too much output waits for slow readers: the one that holds most is disconnected",
+    "slow": "too much output waits for slow clients: the slowest was disconnected",
     "stalled": "a client that did not read its answer was disconnected",
 }
 

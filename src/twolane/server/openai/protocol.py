@@ -90,20 +90,20 @@ UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
 GUIDED = "is not supported: send structured_outputs or response_format"
 TEXT_ALONE = "is not supported: answers are text"
 WHY_UNSUPPORTED: Mapping[str, str] = {
-    "chat_template": "is not supported: the model's own is the only one that is rendered",
+    "chat_template": "is not supported: only the model's own template is used",
     "guided_json": GUIDED,
     "guided_regex": GUIDED,
     "guided_choice": GUIDED,
     "guided_grammar": GUIDED,
     "guided_decoding_backend": "is not supported: llguidance is the only one",
-    "guided_whitespace_pattern": "is not supported: white space is always the same",
+    "guided_whitespace_pattern": "is not supported: white space is fixed",
     "request_id": "is not supported: send the header X-Request-Id",
     "functions": "is not supported: send tools",
     "function_call": "is not supported: send tool_choice",
     "documents": "is not supported: put them into messages",
     "modalities": TEXT_ALONE,
     "audio": TEXT_ALONE,
-    "web_search_options": "is not supported: tools run at the client",
+    "web_search_options": "is not supported: tools run in the client",
 }
 
 Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
@@ -194,11 +194,11 @@ class GenerationBody(TextFields):
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "needs stream = true")
         if self.best_of not in (None, self.choices):
-            raise wrong("best_of", "must equal n: all answers that are made are returned")
+            raise wrong("best_of", "must equal n: all generated answers are returned")
         if self.structured_outputs is not None and self.response_format is not None:
-            raise wrong("structured_outputs", "excludes response_format")
+            raise wrong("structured_outputs", "cannot be combined with response_format")
         if self.prompt_token_ids is not None and self.truncate_prompt_tokens is not None:
-            raise wrong("prompt_token_ids", "excludes truncate_prompt_tokens")
+            raise wrong("prompt_token_ids", "cannot be combined with truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self
@@ -344,7 +344,7 @@ class ChatRequest(GenerationBody, Rendering):
             raise wrong("tool_choice", "needs tools")
         names = [tool.function.name for tool in self.tools or ()]
         if not set(chosen_names(self.tool_choice) or ()).issubset(names):
-            raise wrong("tool_choice", f"names no tool; there are: {', '.join(names)[:200]}")
+            raise wrong("tool_choice", f"is not one of the tools: {', '.join(names)[:200]}")
         return self
 
 

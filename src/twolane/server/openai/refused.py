@@ -6,10 +6,7 @@ from fastapi import FastAPI, Response
 
 from twolane.server.http.errors import ApiError
 
-NO_SCORES = (
-    "is not served: no checkpoint's head for scores is loaded; the vectors of /v1/embeddings can "
-    "be compared instead"
-)
+NO_SCORES = "is not served: there are no scoring models; compare vectors of /v1/embeddings instead"
 REFUSED: Mapping[str, str] = {
     "/v1/rerank": NO_SCORES,
     "/rerank": NO_SCORES,
@@ -18,9 +15,9 @@ REFUSED: Mapping[str, str] = {
     "/score": NO_SCORES,
     "/v1/batches": "is not served: `twolane run-batch` answers a file of requests",
     "/v1/files": "is not served: `twolane run-batch` answers a file of requests",
-    "/v1/moderations": "is not served: it needs a model of its own",
-    "/v1/audio/transcriptions": "is not served: models of text are",
-    "/v1/images/generations": "is not served: models of text are",
+    "/v1/moderations": "is not served: it needs a moderation model",
+    "/v1/audio/transcriptions": "is not served: only text models are",
+    "/v1/images/generations": "is not served: only text models are",
 }
 """Paths, and why they are not served."""
 

@@ -93,7 +93,7 @@ class TextFormat(Body):
     def schema_where_it_belongs(self) -> "TextFormat":
         """Refuse a format that lacks its schema, and a schema without its format."""
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise wrong("schema", 'goes with the type "json_schema", and only with it')
+            raise wrong("schema", 'is required with the type "json_schema", and only there')
         return self
 
     def response_format(self) -> dict[str, Any]:
@@ -191,9 +191,9 @@ class ResponsesRequest(Body):
         for one in chosen:
             if qualified(one.namespace, one.name) not in shown:
                 names = ", ".join(sorted(shown))[:200]
-                raise wrong("tool_choice", f"names no tool; there are: {names}")
+                raise wrong("tool_choice", f"is not one of the tools: {names}")
         if choice == "required" and not shown:
-            raise wrong("tool_choice", "needs tools that the model is told of")
+            raise wrong("tool_choice", "needs tools that the model can call")
         return self
 
     @property

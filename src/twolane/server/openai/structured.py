@@ -33,7 +33,7 @@ class ResponseFormat(Body):
     def schema_where_it_belongs(self) -> "ResponseFormat":
         """Refuse a format that lacks its schema, and a schema without its format."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise wrong("json_schema", 'goes with the type "json_schema", and only with it')
+            raise wrong("json_schema", 'is required with the type "json_schema", and only there')
         return self
 
     def wanted(self) -> jobs.Schema | None:
