@@ -243,8 +243,8 @@ def test_what_an_answer_contains_may_be_sent_back():
         ("", {}),
         (None, {}),
         ("null", {}),
-        ("[1]", "[1]"),
-        ("{", "{"),
+        ("[1]", {"raw": "[1]"}),
+        ("{", {"raw": "{"}),
         ({"a": 1},) * 2,
     ],
 )
