@@ -81,7 +81,7 @@ def load(served):
 def queries():
     """Return every query of the dashboard, with its variables as Grafana would fill them in."""
     dashboard = json.loads((DEPLOY / "grafana" / "twolane.json").read_text())
-    filled = {"$__rate_interval": "30s", "$model": ".*", "$instance": ".*"}
+    filled = {"$__rate_interval": "10m", "$model": ".*", "$instance": ".*"}
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"]

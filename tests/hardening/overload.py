@@ -32,8 +32,8 @@ GROWTH_LIMIT = 16 * MIB
 LOOK_SECONDS = 1.0
 MORE_SECONDS = 60.0
 """So much longer the load may last until a request is refused."""
-SHORT_QUEUE = ("--max-queue", "16")
-"""So that it is full soon, also where the machine is slow."""
+SHORT_QUEUE = ("--max-queue", "16", "--arrival-seconds", "120")
+"""So that it is full soon, also where the machine is slow; clients may be slow to send, too."""
 ORDERLY = {"finished", "too long", "queue full", "left"}
 
 

@@ -61,12 +61,13 @@ class Target:
     def check_room(self) -> None:
         """Every slot and every page can be used: answers that need all of them run together."""
         before = self.served.metrics()["num_preemptions_total"]
-        half = PAGES_EACH * PAGE // 2
+        tokens = PAGES_EACH * PAGE
+        short = tokens // 8  # the last one has long begun when the first one ends
         prompts = [
-            [10 + index, *[20 + (index + place) % 100 for place in range(half - 1)]]
+            [10 + index, *[20 + (index + place) % 100 for place in range(short - 1)]]
             for index in range(RUNNING)
         ]
-        body = {"prompt": prompts, "max_tokens": half, "ignore_eos": True}
+        body = {"prompt": prompts, "max_tokens": tokens - short, "ignore_eos": True}
         begun, ends = set(), []
         for event in Stream(self.served, body).events():
             [choice] = event["choices"]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,15 +321,30 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
 def test_the_time_to_connect_begins_when_all_ranks_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group_module, "CONNECT_SECONDS", 0.5)
+    now, waits = [0.0], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(group_module, "time", clock)
     store, both = dist.HashStore(), threading.Barrier(2)
 
+    def wait_for_rank_0(times: int) -> None:
+        for _ in range(times):
+            waits.clear()
+            assert waits.wait(PATIENCE)
+
+    def meet(rank: int) -> str:
+        if rank == 1:  # it still loads, for longer than to connect may take
+            wait_for_rank_0(1)
+            now[0] += 2 * group_module.CONNECT_SECONDS
+        check = (waits.set, lambda: None)[rank]
+        return connected("prefill", rank, 2, store, check, lambda _: connect(rank))
+
     def connect(rank: int) -> str:
-        time.sleep(rank)  # the other one still loads
-        return connected("prefill", rank, 2, store, lambda: None, lambda _: str(both.wait()))
+        if rank == 1:
+            wait_for_rank_0(3)  # which has met it by then
+        return str(both.wait(PATIENCE))
 
     with ThreadPoolExecutor(2) as threads:
-        assert sorted(threads.map(connect, range(2))) == ["0", "1"]
+        assert sorted(threads.map(meet, range(2))) == ["0", "1"]
 
 
 def test_a_channel_that_cannot_be_made_says_why() -> None:

@@ -230,25 +230,6 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model
     assert "Traceback" not in log.read_text()
 
 
-def test_a_slow_reader_gets_all_of_its_answer(tiny_model):
-    many = {"prompt": [5], "max_tokens": 300, "n": 16, "logprobs": 20, "stream": True}
-    body = json.dumps({**many, "ignore_eos": True}).encode()
-    with (
-        serving(str(tiny_model), *TINY, "--stall-seconds", "3") as served,
-        socket.socket() as client,
-    ):
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(address(served))
-        head = JSON + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-        client.sendall(head + body)
-        end, answer = time.monotonic() + 5, b""
-        while data := client.recv(65536):
-            answer += data
-            if time.monotonic() < end:
-                time.sleep(0.1)
-    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-
-
 def test_the_second_server_on_a_port_ends_before_it_loads(tiny_model):
     with serving(str(tiny_model), *TINY) as served:
         command = [sys.executable, "-m", "twolane", "serve", "no-such-model-anywhere"]
