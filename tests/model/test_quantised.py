@@ -17,6 +17,7 @@ from tests.model.quantised_checkpoints import FORMATS, GROUP, edit_config, write
 from twolane.model import fp8
 from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.hub import resolve
+from twolane.model.load.quantization import Format, ModuleGroup, Quantization
 from twolane.model.load.quantized import for_gpu
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.products import Products
@@ -655,3 +656,28 @@ def test_what_a_gpu_gets_means_the_same(folders, form):
             assert there.scheme == "fp8_channel" and apart < 0.05
             assert (there is matrix) == (matrix.scheme == "fp8_channel")
         assert for_gpu(matrix, torch.float16).scheme == "float16"
+
+
+class CountedName(str):
+    """A name of which somebody counts how often it is looked at."""
+
+    looks = 0
+
+    def startswith(self, *begin: Any) -> bool:
+        CountedName.looks += 1
+        return super().startswith(*begin)
+
+
+@pytest.mark.parametrize("by_pattern", [False, True])
+def test_long_lists_of_modules_are_not_read_for_each_module(by_pattern):
+    """Mixtures of experts have tens of thousands of modules, and lists that name many of them."""
+    ignored = [CountedName(f"model.layers.{i}.mlp.gate") for i in range(1000)]
+    form = Format("fp8_scale", "fp8")
+    groups = (ModuleGroup(form, ("Linear",)),)
+    found = Quantization(groups, (*ignored, "b.c"), head=True, by_pattern=by_pattern)
+    CountedName.looks = 0
+    formats = [found.format(f"model.layers.{i}.mlp.gate") for i in range(2000)]
+    assert formats == [None] * 1000 + [form] * 1000
+    assert CountedName.looks <= 2 * len(ignored)
+    below, beside = found.format("a.b.c.d"), found.format("a.b.cd")
+    assert (below, beside) == (form if by_pattern else None, form)

@@ -1,8 +1,9 @@
 """Which linear modules of a checkpoint are quantised, and what tensors each has. No torch."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 BLOCK = 128
@@ -151,10 +152,10 @@ class Quantization:
         """How a linear module is stored; None: in 16 bits."""
         if module in self.stored:
             return self.stored[module]
-        if (module == "lm_head" and not self.head) or self._matches(module, self.ignored):
+        if (module == "lm_head" and not self.head) or self._left.mean(module):
             return None
-        fitting = [group for group in self.groups if self._matches(module, group.targets)]
-        return min(fitting, key=lambda group: _rank(module, group)).format if fitting else None
+        fitting = [(n.rank(module), group) for group, n in self._targets if n.mean(module)]
+        return min(fitting, key=lambda each: each[0])[1].format if fitting else None
 
     def formats(self, module: str) -> Iterable[Format | None]:
         """The ways in which a linear module may be stored, what the lists say first."""
@@ -162,21 +163,47 @@ class Quantization:
             return (None,)
         return dict.fromkeys((self.format(module), None, *(group.format for group in self.groups)))
 
-    def _matches(self, module: str, names: Sequence[str]) -> bool:
-        return any(self._names(name, module) for name in names)
+    @cached_property
+    def _left(self) -> "_Names":
+        return _Names(self.ignored, by_pattern=self.by_pattern)
 
-    def _names(self, name: str, module: str) -> bool:
-        """Whether a name or pattern means a module."""
-        if name.startswith("re:"):
-            return re.match(name[3:], module) is not None
-        if name in ("Linear", module):
+    @cached_property
+    def _targets(self) -> "Sequence[tuple[ModuleGroup, _Names]]":
+        return [(one, _Names(one.targets, by_pattern=self.by_pattern)) for one in self.groups]
+
+
+class _Names:
+    """Names and patterns of modules; a look-up takes as long however many names there are.
+
+    Args:
+        names: as a config has them.
+        by_pattern: see `Quantization.by_pattern`.
+    """
+
+    def __init__(self, names: Sequence[str], *, by_pattern: bool) -> None:
+        self._plain = frozenset(name for name in names if not name.startswith("re:"))
+        self._patterns = [re.compile(name[3:]) for name in names if name.startswith("re:")]
+        self._parts = not by_pattern
+
+    def mean(self, module: str) -> bool:
+        """Whether they mean a module."""
+        if "Linear" in self._plain or module in self._plain:
             return True
-        return not self.by_pattern and f".{name}." in f".{module}."
+        if any(pattern.match(module) for pattern in self._patterns):
+            return True
+        return self._parts and any(part in self._plain for part in _parts(module))
+
+    def rank(self, module: str) -> int:
+        """0 if they name a module, 1 if a pattern means it, 2 if all linear modules are meant: the
+        first of these holds, in whatever order groups are written."""
+        if module in self._plain:
+            return 0
+        return 2 if "Linear" in self._plain else 1
 
 
-def _rank(module: str, group: ModuleGroup) -> int:
-    """0 for a group that names a module, 1 for one with patterns, 2 for one of all linear modules:
-    the first of these holds, in whatever order groups are written."""
-    if module in group.targets:
-        return 0
-    return 2 if "Linear" in group.targets else 1
+def _parts(module: str) -> Iterator[str]:
+    """Yield what a name has between two of its points, its begin and its end."""
+    words = module.split(".")
+    for first in range(len(words)):
+        for last in range(first, len(words)):
+            yield ".".join(words[first : last + 1])
