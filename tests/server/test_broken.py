@@ -5,8 +5,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import make_checkpoint
 
-from .serving import serving
-from .test_lifecycle import Stream
+from .serving import serving, wait_for
+from .test_lifecycle import Stream, quiet
 
 POISON = 251
 BODY = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -33,6 +33,7 @@ def test_a_broken_request_gets_500_and_others_their_answers(served):
     assert "NaN" in body["error"]["message"]
     rest = [t for event in stream.events() for t in event["choices"][0]["token_ids"]]
     assert len(first + rest) == BODY["max_tokens"]
+    wait_for(lambda: quiet(served))
     figures = served.metrics()
     assert figures["broken_logits_total"] == before + 1
     assert figures["requests_received_total"] == (

@@ -73,7 +73,7 @@ def ask(served, tokens):
     address = urllib.parse.urlsplit(served.base)
     body = {"prompt": [5] * 40, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
-    connection = socket.create_connection((address.hostname, address.port), timeout=60)
+    connection = socket.create_connection((address.hostname, address.port), timeout=PATIENCE)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), len(data)) + data

@@ -116,7 +116,7 @@ def test_the_memory_of_a_large_answer_is_given_back(tiny):
         status, _, answer = tiny.request("/v1/completions", {**scored, "max_tokens": 4})
         assert status == 200
         assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [500] * 16
-    wait_for(lambda: rss(pid) < 1.25 * resting, seconds=60)  # it was 1.6 times as much
+    wait_for(lambda: rss(pid) < 1.25 * resting)  # it was 1.6 times as much
 
 
 def test_a_conversation_is_bounded_as_a_whole(textual):
