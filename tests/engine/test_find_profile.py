@@ -24,7 +24,7 @@ def test_the_package_s_profile_serves_until_the_machine_has_its_own(own: Path, c
     assert find_profile(CONFIG, shipped.key) == SHIPPED / "qwen3-8b-h200.json"
     shipped.save(own)
     assert find_profile(CONFIG, shipped.key) == own
-    assert not caplog.records
+    assert not [each for each in caplog.records if each.name.startswith("twolane.")]
 
 
 def test_weights_and_cache_of_eight_bits_have_a_profile_of_their_own(own: Path):
@@ -40,7 +40,7 @@ def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):
     own.parent.mkdir(parents=True)
     own.write_text("{")
     assert find_profile(CONFIG, key) == SHIPPED / "qwen3-8b-h200.json"
-    assert "it is not used" in caplog.text
+    assert "is not a profile" in caplog.text
 
 
 def test_a_profile_that_is_named_comes_first(own: Path):

@@ -246,7 +246,7 @@ def test_thinking_goes_to_mistrals_templates_as_parts():
     assert begun.endswith("[/INST][THINK]Hm.[/THINK]")
     with pytest.raises(TextError, match=r"messages\[0\].content.*How"):
         shown(TEMPLATES["qwen3"].source, sent)
-    with pytest.raises(ValueError, match="only the assistant or the system"):
+    with pytest.raises(ValueError, match="not of the assistant or the system"):
         shown(MAGISTRAL, [user([thinking("Hm.")])])
 
 
