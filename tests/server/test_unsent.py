@@ -17,7 +17,7 @@ from twolane.server.http.connection import (
     connection_class,
     unacknowledged,
 )
-from twolane.server.http.unsent import FAULTS, UnsentOutput
+from twolane.server.http.unsent import FAULTS, LOG_SECONDS, LOOKS, UnsentOutput
 from twolane.server.respond import EventStream
 from twolane.server.run import LoopErrors
 
@@ -195,8 +195,8 @@ class Reader:
 
     asked = 0
 
-    def __init__(self, unsent):
-        self.size, self.gone = unsent, False
+    def __init__(self, unsent, seconds=1.0):
+        self.size, self.seconds, self.gone = unsent, seconds, False
 
     @property
     def unsent(self):
@@ -206,7 +206,7 @@ class Reader:
     @property
     def seconds_behind(self):
         Reader.asked += 1
-        return 1.0
+        return self.seconds
 
     def drop(self, fault):
         assert fault == "slow"
@@ -217,6 +217,7 @@ def test_many_readers_go_in_one_look():
     """However many, each is looked at twice: with thousands the loop would stand still."""
     output, readers = UnsentOutput(MIB), [Reader(size) for size in range(1000, 2000)]
     output.readers.update(readers)
+    Reader.asked = 0
     output.grew(MIB)
     assert output.together <= MIB
     gone = [each.size for each in readers if each.gone]
@@ -252,6 +253,36 @@ def test_a_client_is_disconnected_that_takes_nothing_between_two_looks():
             await until(lambda: not output.readers)
 
     asyncio.run(work())
+
+
+def test_what_waits_is_added_up_after_a_part_of_what_may_wait():
+    output = UnsentOutput(100 * LOOKS)
+    output.readers.add(Reader(1))
+    Reader.asked, asked = 0, []
+    for count in (99, 1, 99, 1):
+        output.grew(count)
+        asked.append(Reader.asked)
+    assert asked == [0, 1, 1, 2]
+
+
+def test_bytes_and_seconds_both_tell_who_goes():
+    output = UnsentOutput(1005)
+    late, heavy = Reader(10, 100.0), Reader(1000, 2.0)
+    output.readers.update((late, heavy))
+    output.grew(1005)
+    assert (late.gone, heavy.gone) == (False, True)
+
+
+def test_the_log_is_told_of_each_kind_once_in_a_while(caplog):
+    now = [0.0]
+    output = UnsentOutput(clock=lambda: now[0])
+    for seconds in (0.0, LOG_SECONDS - 1, LOG_SECONDS, LOG_SECONDS + 1):
+        now[0] = seconds
+        output.note_drop("slow", "client")
+    assert len(caplog.records) == 2
+    output.note_drop("stalled", "client")
+    assert len(caplog.records) == 3
+    assert output.dropped == {"slow": 4, "stalled": 1}
 
 
 def test_nothing_is_written_to_a_client_that_was_found_gone(caplog):
