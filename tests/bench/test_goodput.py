@@ -146,7 +146,7 @@ def test_late_first_tokens_end_a_run_though_no_answer_has_ended():
 
     async def main():
         async with server.serving() as url:
-            load = BenchConfig(base_url=url, model="m", max_concurrency=3)
+            load = BenchConfig(base_url=url, model="scripted-model", max_concurrency=3)
             workload = replace(search.at(1e5, 0), max_input_len=8)
             asked = replace(search, attainment=0.8), load, workload, [search.slos]
             return await asyncio.to_thread(measure, *asked)

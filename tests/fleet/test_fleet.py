@@ -71,8 +71,9 @@ def ask(served, prompt=PROMPT, **more):
     return served.request("/v1/completions", body)
 
 
-def stream(served, tokens: int) -> list[dict]:
-    """The events of one stream, `[DONE]` as {}."""
+def stream(served, tokens: int, events: list[dict] | None = None) -> list[dict]:
+    """The events of one stream, `[DONE]` as {}; they are added to `events` as they come."""
+    events = [] if events is None else events
     body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(
         served.base + "/v1/completions",
@@ -80,8 +81,11 @@ def stream(served, tokens: int) -> list[dict]:
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=120) as response:
-        lines = [line[6:].strip() for line in response if line.startswith(b"data: ")]
-    return [{} if line == b"[DONE]" else json.loads(line) for line in lines]
+        for line in response:
+            if line.startswith(b"data: "):
+                data = line[6:].strip()
+                events.append({} if data == b"[DONE]" else json.loads(data))
+    return events
 
 
 def counted(served, outcome: str) -> float:
@@ -289,14 +293,14 @@ def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(
     both(pair)
     load = {"lora_name": "kept", "lora_path": adapter}
     assert pair.request("/v1/load_lora_adapter", load)[0] == 200
-    ended: list[list[dict]] = []
-    thread = threading.Thread(target=lambda: ended.append(stream(pair, 15_000)))
+    events: list[dict] = []
+    thread = threading.Thread(target=stream, args=(pair, 15_000, events))
     thread.start()
-    victim = wait_for(lambda: next((r for r in serving(pair) if r["open"]), None))
-    wait_for(lambda: replicas(pair)[victim["name"]]["state"]["running"])
+    wait_for(lambda: events)  # before its first token a request goes to another server
+    victim = next(r for r in serving(pair) if r["open"])
     os.kill(victim["pid"], signal.SIGKILL)
     thread.join(120)
-    assert ended[0][-1]["error"]["code"] == "replica_gone"
+    assert events[-1]["error"]["code"] == "replica_gone"
     assert ask(pair)[0] == 200
     wait_for(lambda: len(serving(pair)) == 2 and victim["name"] not in replicas(pair), 180)
     have(pair, {"kept"})

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from twolane.server.http.unsent import UnsentOutput
 from twolane.server.options import ServerOptions
 
 PAGE = "https://page.example"
+METRICS = Path(__file__).parents[2] / "docs" / "guides" / "metrics.md"
 
 
 def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -72,6 +75,12 @@ def test_metrics_need_no_key_and_count_the_replicas() -> None:
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
     assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
+
+
+def test_the_page_of_metrics_defines_those_of_a_fleet() -> None:
+    shown = re.findall(r"# TYPE (twolane:fleet_\S+) (\w+)", ask("/metrics")[2].decode())
+    defined = re.findall(r"^\| `(twolane:fleet_\S+)` \| (\w+) \|", METRICS.read_text(), re.M)
+    assert sorted(shown) == sorted(defined)
 
 
 @pytest.mark.parametrize("path", ["/dashboard", "/dashboard/data"])

@@ -376,7 +376,7 @@ def test_nothing_is_created_and_buckets_are_fine_enough(tiny):
 def test_the_page_defines_what_there_is(tiny):
     shown = set(re.findall(r"# TYPE (\S+) (\w+)", tiny.request("/metrics")[2]))
     defined = set(re.findall(r"^\| `(\S+)` \| (\w+) \|", PAGE.read_text(), re.MULTILINE))
-    assert shown == defined
+    assert shown == {row for row in defined if not row[0].startswith("twolane:fleet_")}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.results.result import BenchConfig
 
 _ANSWER_SECONDS = 30.0
-"""Seconds that a server may take to list its models."""
+"""Seconds that a server may take for each of these requests; what takes longer, the run shows."""
 _SHOWN = 8
 """Number of served models that a message names."""
 _UNKNOWN, _UNAUTHORISED = (404, 405), (401, 403)
@@ -96,8 +96,8 @@ async def _check_endpoint(config: BenchConfig, model: str, *, known: bool) -> No
 
 async def _try_model(config: BenchConfig, body: bytes, listed: Sequence[str]) -> None:
     try:
-        timeout = config.timeout
-        status, _ = await http.post(config.url, config.request_headers, body, timeout)
+        headers, url = config.request_headers, config.url
+        status, _ = await http.post(url, headers, body, _ANSWER_SECONDS)
     except (http.HTTPError, TimeoutError):
         return
     if 400 <= status < 500 and status != 429:
