@@ -146,7 +146,7 @@ def test_the_command(tmp_path):
         (["--gpu", "b200"], "there are: a100-80gb, h20, h100, h200"),
         (["--tp", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
-        (["--disaggregated", "--system", "auto"], "--system is two-stream where prefill"),
+        (["--disaggregated", "--system", "auto"], "--system must be two-stream"),
         (["--levels", "132"], "--levels 132 leave none"),
         (["--page-size", "7"], "--page-size must be one of 16, 32, 64"),
         (["--result-file", "/"], "--result-file: / is a folder"),
