@@ -214,22 +214,11 @@ EXPERIMENTS = {
                 over(name, figure, f"{what} of chunked {n} over Bullet's", paper, why, n, False)
                 for name, figure, what, n, paper, why in FIG18_OVER
             ),
-            *(
-                Row(
-                    what=f"{what}, 235B in FP8 on 8 H20, Bullet",
-                    figure=figure,
-                    of="235B in FP8 on 8 H20: Bullet",
-                    paper=paper,
-                    unit=unit,
-                    scale=scale,
-                    why=SHEET,
-                )
-                for what, figure, paper, unit, scale in (
-                    ("mean latency a token", "mean_e2e_per_token", 110, "ms", 1e3),
-                    ("mean TTFT", "mean_ttft", 1.4, "s", 1),
-                    ("mean TPOT", "mean_tpot", 45, "ms", 1e3),
-                )
-            ),
+            *study.figures_of("235B in FP8 on 8 H20: Bullet", "235B in FP8 on 8 H20, Bullet", (
+                ("mean latency a token", "mean_e2e_per_token", 110, "ms", 1e3, SHEET),
+                ("mean TTFT", "mean_ttft", 1.4, "s", 1, SHEET),
+                ("mean TPOT", "mean_tpot", 45, "ms", 1e3, SHEET),
+            )),
         ],
         shown=("mean_ttft", "mean_tpot", "mean_e2e_per_token"),
     ),

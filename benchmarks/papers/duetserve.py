@@ -268,32 +268,11 @@ EXPERIMENTS = {
         rows=[
             over("32B on 8 H100", "throughput", "requests/s over Dynamo 4P4D", 1.41,
                  "Dynamo 4P4D", PLANNED),
-            *(
-                Row(
-                    what=f"{what}, Dynamo 4P4D",
-                    figure=figure,
-                    of="32B on 8 H100: Dynamo 4P4D",
-                    paper=paper,
-                    unit=unit,
-                    scale=scale,
-                    why=PLANNED,
-                )
-                for what, figure, paper, unit, scale in (
-                    ("requests/s", "throughput", 5.69, "req/s", 1.0),
-                    ("mean TBT", "mean_tbt", 23.1, "ms", 1e3),
-                )
-            ),
-            *(
-                Row(
-                    what=f"{what}, DuetServe",
-                    figure=figure,
-                    of="32B on 8 H100: DuetServe",
-                    paper=paper,
-                    unit=unit,
-                    scale=scale,
-                    why=why,
-                )
-                for what, figure, paper, unit, scale, why in (
+            *study.figures_of("32B on 8 H100: Dynamo 4P4D", "Dynamo 4P4D", (
+                ("requests/s", "throughput", 5.69, "req/s", 1.0, PLANNED),
+                ("mean TBT", "mean_tbt", 23.1, "ms", 1e3, PLANNED),
+            )),
+            *study.figures_of("32B on 8 H100: DuetServe", "DuetServe", (
                 ("requests/s", "throughput", 8.02, "req/s", 1.0,
                  "the paper serves the whole trace, and its eight ranks share one CPU's launches"),
                 ("mean TTFT", "mean_ttft", 58.9, "s", 1.0,
@@ -301,8 +280,7 @@ EXPERIMENTS = {
                 ("mean TBT", "mean_tbt", 104.7, "ms", 1e3, "fewer requests are in flight"),
                 ("GPU utilisation", "utilisation", 93.5, "%", 100.0,
                  "here SMs that a launch holds count as used"),
-                )
-            ),
+            )),
         ],
         shown=("throughput", "mean_ttft", "mean_tbt"),
     ),

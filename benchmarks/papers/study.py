@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -182,6 +182,30 @@ class Experiment:
     """What the paper's abstract claims, if this experiment is its source."""
     single: bool = field(default=False)
     """Whether one GPU serves it, so that `--serve` can measure it."""
+
+
+def figures_of(
+    run: str, named: str, figures: Iterable[tuple[str, str, float, str, float, str]]
+) -> list[Row]:
+    """Figures of one run, which are divided by no other's.
+
+    Args:
+        run: its name.
+        named: what each row calls it.
+        figures: of each `what`, `figure`, `paper`, `unit`, `scale` and `why` of its row.
+    """
+    return [
+        Row(
+            what=f"{what}, {named}",
+            figure=figure,
+            of=run,
+            paper=paper,
+            unit=unit,
+            scale=scale,
+            why=why,
+        )
+        for what, figure, paper, unit, scale, why in figures
+    ]
 
 
 def beside(

@@ -1,6 +1,7 @@
 """What would have every request refused is told before the first one is sent."""
 
 import asyncio
+import contextlib
 
 import pytest
 from aiohttp import web
@@ -17,6 +18,18 @@ MANY = WorkloadSpec(num_prompts=50)
 
 def one_token(number, body):
     return [(float(number + 1), text("a", "length")), (float(number + 1), DONE)]
+
+
+@contextlib.asynccontextmanager
+async def serving(app):
+    """Serve an application; the block gets its address."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 def bench(server, **fields):
@@ -75,15 +88,8 @@ def test_a_key_that_is_not_taken_is_refused(model, key, told):
     async def work():
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", refuse)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
             await run(BenchConfig(base_url=url, workload=MANY, model=model, api_key=key))
-        finally:
-            await runner.cleanup()
 
     asked = []
     with pytest.raises(BenchError, match=f"--api-key is {told}"):
@@ -117,15 +123,8 @@ def test_what_other_servers_answer_refuses_no_run_that_they_would_take(get, post
         for method, status in (("GET", get), ("POST", post)):
             answer = web.json_response({"error": "no"}, status=status)
             app.router.add_route(method, "/v1/completions", answering(answer))
-        runner = web.AppRunner(app)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with serving(app) as url:
             return await check(BenchConfig(base_url=url, model=model), lambda model: b"{}")
-        finally:
-            await runner.cleanup()
 
     if told is None:
         assert asyncio.run(work()) == "m"
