@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.frontend.forms import Asked, Forms
-from twolane.frontend.parsers.json_call import JsonCall
+from twolane.frontend.parsers.json_call import JsonCall, arguments_object
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import XmlCall, typed
 from twolane.frontend.parsers.reasoning import WAYS, ReasoningParser, ThinkingMarks
@@ -363,6 +363,30 @@ def test_arguments_that_are_cut_are_no_whole_object():
         assert arguments.startswith('{"city": ')
         with pytest.raises(ValueError, match="line 1"):
             json.loads(arguments)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a": [1]}', {"a": [1]}),
+        ("", {}),
+        (" \n", {}),
+        (" null", {}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        *(
+            (text, {"raw": text})
+            for text in ("[1]", "{", '{"a": NaN}', '{"a": 1e999}', r'{"a": "\ud800"}')
+        ),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_model_writes(written, read):
+    """In a history and in an answer of /v1/messages alike."""
+    assert arguments_object(written) == read
+
+
+def test_arguments_that_are_nested_too_deeply_are_shown_raw():
+    text = '{"a": ' + "[" * 10**5
+    assert arguments_object(text) == {"raw": text}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 9000, "1" * 5000, "1e999", "(" * 9000])

@@ -5,7 +5,6 @@ import pytest
 from pydantic import ValidationError
 
 from twolane.frontend.messages import turns_of
-from twolane.frontend.text.template_form import as_object
 from twolane.sampling import SamplingParams
 from twolane.server.anthropic.request import MessagesRequest
 from twolane.server.http import strict_json
@@ -236,25 +235,13 @@ def test_what_an_answer_contains_may_be_sent_back():
     assert no == {"role": "assistant", "content": "No."}
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ('{"a": 1}', {"a": 1}),
-        ("", {}),
-        (None, {}),
-        ("null", {}),
-        ("[1]", {"raw": "[1]"}),
-        ("{", {"raw": "{"}),
-        ({"a": 1},) * 2,
-    ],
-)
-def test_arguments_of_calls(given, read):
+@pytest.mark.parametrize("given", ['{"a": 1}', "", None, "[1]", "{", {"a": 1}])
+def test_arguments_of_calls(given):
     call = {**CALL, "function": {"name": "f", "arguments": given}}
     body = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
     [turn] = turns_of(body.messages)
     arguments = turn["tool_calls"][0]["function"]["arguments"]
     assert arguments == (given or {})  # a template may want the text as it was written
-    assert as_object(arguments) == read
 
 
 def test_sampling_defaults_are_openais():

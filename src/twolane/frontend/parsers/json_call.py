@@ -228,3 +228,16 @@ def as_object(arguments: str) -> str:
     except ValueError:
         return arguments
     return str(value) if isinstance(within, dict) else arguments
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return the object that a call's arguments are, in a history or in an answer.
+
+    Blank text and null are {}. What is no JSON object, or cannot be written as one (`parsed`), has
+    the key `raw`: a call that a model got wrong must end neither the answer nor the conversation.
+    """
+    try:
+        value = parsed(as_object(arguments)) if arguments.strip() else {}
+    except ValueError:
+        return {"raw": arguments}
+    return value if isinstance(value, dict) else {"raw": arguments}

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from twolane.frontend.parsers.json_call import arguments_object
+
 Message = Mapping[str, Any]
 SHORT_ID = 9
 """Characters of the ids that Mistral's templates take."""
@@ -100,14 +102,14 @@ class TemplateForm(msgspec.Struct, frozen=True):
     def _calls_as_text(self, content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
         """The content with the calls behind it, as the model has written them."""
         functions = [call["function"] for call in calls]
-        listed = [{**each, "arguments": as_object(each["arguments"])} for each in functions]
+        listed = [{**each, "arguments": _as_object(each["arguments"])} for each in functions]
         texts = [content] if isinstance(content, str) else content or []
         return "\n".join(texts) + self.calls_as_text + to_json(listed)
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
         if self.arguments == "object":
-            function["arguments"] = as_object(function["arguments"])
+            function["arguments"] = _as_object(function["arguments"])
         elif not isinstance(function["arguments"], str):
             function["arguments"] = to_json(function["arguments"])
         made = {**call, "function": function}
@@ -126,20 +128,11 @@ def short_id(given: str) -> str:
 
 def as_text(arguments: Any) -> str:
     """Return the arguments of a call as JSON."""
-    return to_json(as_object(arguments))
+    return to_json(_as_object(arguments))
 
 
-def as_object(arguments: Any) -> Any:
-    """Return the object that a text of JSON is. What is none, as models write at times, is one with
-    the key `raw`: a history with it must not end the conversation."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return {"raw": arguments}
-    known = {} if value is None else value
-    return known if isinstance(known, dict) else {"raw": arguments}
+def _as_object(arguments: Any) -> Any:
+    return arguments_object(arguments) if isinstance(arguments, str) else arguments
 
 
 def part(text: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from twolane.frontend.parsers.answer import AnswerReader
-from twolane.frontend.parsers.json_call import parsed
+from twolane.frontend.parsers.json_call import arguments_object
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -156,7 +156,7 @@ class MessageAnswer:
             return
         self._open = False
         if self._blocks[-1]["type"] == "tool_use":
-            self._blocks[-1]["input"] = read_input("".join(self._arguments))
+            self._blocks[-1]["input"] = arguments_object("".join(self._arguments))
             self._arguments = []
         self._events.append({"type": "content_block_stop", "index": len(self._blocks) - 1})
 
@@ -167,12 +167,3 @@ class MessageAnswer:
 
 SIGNED: dict[str, Json] = {"thinking": {"signature": ""}}
 """What blocks of a kind have besides: clients want a signature of thinking, and none is checked."""
-
-
-def read_input(arguments: str) -> Json:
-    """Return a tool's input: nothing is {}; what is no JSON object, or too deep, is shown raw."""
-    try:
-        value = parsed(arguments or "{}")
-    except ValueError:
-        return {"raw": arguments}
-    return value if isinstance(value, dict) else {"raw": arguments}
