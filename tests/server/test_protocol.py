@@ -330,6 +330,18 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
     assert from_validation(caught.value.errors()).param == param
 
 
+@pytest.mark.parametrize("block", ["x", {}, {"type": []}, {"type": "image", "source": 1}])
+@pytest.mark.parametrize("result", [True, False], ids=["in a result", "in the content"])
+def test_blocks_of_another_type_are_refused_by_it(block, result):
+    """In the words of the list that they stand in, and not by the fields that they have."""
+    within = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
+    turn = {"role": "user", "content": [within if result else block]}
+    error = refusal(MessagesRequest, {"messages": [turn], "max_tokens": 5})
+    place = "messages[0].content[0]" + ".content[0]" * result
+    assert error.message.startswith(f"{place}.type must be one of text, document, ")
+    assert error.param == f"{place}.type"
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "param", "message"),
     [

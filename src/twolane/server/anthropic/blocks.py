@@ -1,6 +1,6 @@
 """The messages of /v1/messages: roles and blocks, read as messages of /v1/chat/completions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
@@ -84,35 +84,25 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
+def _list_of(kinds: Mapping[str, type[Body]]) -> TypeAdapter[Any]:
+    """Return what reads a list of blocks of these types; another is refused by its type."""
+
+    def block(value: Any) -> Body:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            raise wrong("type", f"must be one of {', '.join(kinds)}", "unsupported_field")
+        return kinds[kind].model_validate(value)
+
+    return TypeAdapter(
+        Annotated[list[Annotated[Any, PlainValidator(block)]], Field(fail_fast=True)]
+    )
+
+
 Said = TextBlock | DocumentBlock | ToolReferenceBlock
 """Blocks that are text."""
-SAID: Mapping[str, type[Said]] = {
-    "text": TextBlock,
-    "document": DocumentBlock,
-    "tool_reference": ToolReferenceBlock,
-}
-
-
-def _said_block(value: Any) -> Said:
-    """Read a block of a tool's result; another one is refused by its type, not by its fields."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind is not None and kind not in SAID:
-        raise wrong("type", f"must be one of {', '.join(SAID)} here", "unsupported_field")
-    return SAID[kind or "text"].model_validate(value)
-
-
-def _text_block(value: Any) -> TextBlock:
-    """Read a block of text; another one is refused by its type rather than by its fields."""
-    if isinstance(value, dict) and value.get("type") not in (None, "text"):
-        raise wrong("type", "must be text here", "unsupported_field")
-    return TextBlock.model_validate(value)
-
-
-_SAID: TypeAdapter[list[Said]] = TypeAdapter(
-    Annotated[list[Annotated[Said, PlainValidator(_said_block)]], Field(fail_fast=True)]
-)
-_TEXTS: TypeAdapter[list[TextBlock]] = TypeAdapter(
-    Annotated[list[Annotated[TextBlock, PlainValidator(_text_block)]], Field(fail_fast=True)]
+_TEXTS: TypeAdapter[list[TextBlock]] = _list_of({"text": TextBlock})
+_SAID: TypeAdapter[list[Said]] = _list_of(
+    {"text": TextBlock, "document": DocumentBlock, "tool_reference": ToolReferenceBlock}
 )
 
 
@@ -149,26 +139,15 @@ class ToolResultBlock(Body):
 
 
 Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
-BLOCKS: Mapping[str, Callable[[Any], Block]] = {
-    "text": TextBlock.model_validate,
-    "document": DocumentBlock.model_validate,
-    "thinking": ThinkingBlock.model_validate,
-    "redacted_thinking": ThinkingBlock.model_validate,
-    "tool_use": ToolUseBlock.model_validate,
-    "tool_result": ToolResultBlock.model_validate,
-}
-
-
-def _block(value: Any) -> Block:
-    kind = value.get("type") if isinstance(value, dict) else None
-    read = BLOCKS.get(kind) if isinstance(kind, str) else None
-    if read is None:
-        raise wrong("type", f"must be one of {', '.join(BLOCKS)}", "unsupported_field")
-    return read(value)
-
-
-_BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(
-    Annotated[list[Annotated[Block, PlainValidator(_block)]], Field(fail_fast=True)]
+_BLOCKS: TypeAdapter[list[Block]] = _list_of(
+    {
+        "text": TextBlock,
+        "document": DocumentBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": ThinkingBlock,
+        "tool_use": ToolUseBlock,
+        "tool_result": ToolResultBlock,
+    }
 )
 
 
