@@ -325,6 +325,20 @@ def test_the_papers_sweep_has_copies_and_products() -> None:
     assert paper.predict(step, 16) > 2 * serving.predict(step, 16)
 
 
+def test_probes_set_the_roofs() -> None:
+    """t = max(F / Π(S), B / HBM(S)): a step waits for bytes, a large slice for arithmetic."""
+    step, slice_ = decode_step(Load.decode([2048] * 4)), prefill_slice(Load([8192], [0]), 1)
+
+    def predicted(flop_rate: float, byte_rate: float) -> tuple[float | None, ...]:
+        made = synthetic.profile(rounds=0)
+        made.probes = [Probe(units, flop_rate * units, byte_rate) for units in (66, 132)]
+        return tuple(AttentionRoofline(made).predict(launch, 66) for launch in (step, slice_))
+
+    step_seconds, slice_seconds = predicted(5e12, 3e12)
+    assert predicted(5e12, 1.5e12) == pytest.approx((2 * step_seconds, slice_seconds), rel=0.05)
+    assert predicted(10e12, 3e12) == pytest.approx((step_seconds, slice_seconds / 2), rel=0.05)
+
+
 def test_bullets_network_has_a_knee() -> None:
     """W_p (§3.2.2): all-reduces take as long on 32 units as on all, and twice as long on 16."""
     made = synthetic.profile(rounds=1)

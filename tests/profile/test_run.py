@@ -70,6 +70,7 @@ def check_samples(profile: Profile) -> None:
     assert kinds >= {("prefill", False), ("decode", False), ("hybrid", False)}
     assert both == any(all(level) for level in profile.levels)
     assert all(second > 0 for sample in profile.samples for second in sample.seconds)
+    assert profile.probes == []  # they are of a GPU's SMs
     slices = profile.of("prefill", beside=False)
     new = [sample.load.new for sample in slices]
     assert max(new) > 20 * min(new)

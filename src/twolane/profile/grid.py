@@ -54,6 +54,11 @@ class LaneCapacity:
         return sorted({d for _, d in self.levels if d})
 
     @property
+    def shares(self) -> list[int]:
+        """Units that either lane may have, the whole device last."""
+        return sorted({*self.prefill_units, *self.decode_units})
+
+    @property
     def shared(self) -> list[tuple[int, int]]:
         """Levels at which both lanes run."""
         return [level for level in self.levels if all(level)]

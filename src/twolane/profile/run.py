@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ def take_profile(
     Args:
         config: the model, the device and its limits; what concerns requests does not matter.
         out: the file; None: where servers look for it.
-        seconds: of measuring, beside the start.
+        seconds: of measuring, beside the start and the probes.
         rounds: of the plan.
         progress: told the stage and the share of it that is done.
 
@@ -75,6 +75,8 @@ def take_profile(
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)
         profile = resumed(path, empty_profile(key, machine, rig, config.seed))
+        with memory_errors(settings):
+            probe(profile, machine, rig.limits.shares, progress)
         points = plan(rig.limits, profile.seed, rounds)
         with Clocks(_gpu(machine)) as clocks:
             measured = work_through(profile, path, rig, points, clocks, seconds, progress)
@@ -88,6 +90,27 @@ def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
     return Profile(
         key, machine.spec, levels, rig.sizes.page_size, seed, machine=machine.kind, pass_sizes=sizes
     )
+
+
+def probe(profile: Profile, machine: Machine, shares: Sequence[int], progress: Progress) -> None:
+    """Add what a product and a copy reach on those of a GPU's shares that the profile lacks.
+
+    The profile of a CPU has no probes: DuetServe's are of SMs.
+    """
+    there = {probe.units for probe in profile.probes}
+    missing = [units for units in shares if units not in there]
+    if machine.kind != "cuda" or not missing:
+        return
+    import torch
+
+    from twolane.lanes.cuda.machine import CudaMachine
+    from twolane.profile.probes import probed
+
+    assert isinstance(machine, CudaMachine)
+    begun = time.monotonic()
+    profile.probes += probed(machine.partitions, machine.device, missing, progress)
+    torch.cuda.empty_cache()
+    profile.seconds += time.monotonic() - begun
 
 
 def work_through(

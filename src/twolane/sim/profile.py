@@ -54,8 +54,7 @@ def simulated_profile(
     ):
         part = Path(scratch, path.name)
         profile = empty_profile(key, machine, rig, config.seed)
-        shares = sorted({units for level in profile.levels for units in level if units})
-        profile.probes = [machine.device.probe(units) for units in shares]
+        profile.probes = [machine.device.probe(units) for units in rig.limits.shares]
         profile.interconnect = Interconnect(
             bytes_per_second=gpu.link_bandwidth or Interconnect().bytes_per_second,
             units=gpu.link_units,

@@ -1,0 +1,90 @@
+"""What a GPU reaches on each share of its SMs by kernels that serve nothing (DuetServe §4.2).
+
+Two kernels run alone on the streams that serve: a product of two matrices in bfloat16, and a copy.
+The copy negates what it copies, so that it is a kernel: the driver may give a plain copy to a copy
+engine, which no share of the SMs bounds.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from twolane.estimate.profile import Probe
+from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.machine import Progress
+
+log = logging.getLogger("twolane.profile")
+
+PRODUCT_SIZE = 8192
+"""Rows and columns of the matrices: a product has 31 tiles of 128 by 128 for each of 132 SMs."""
+COPIED_NUMBERS = 2**27
+"""Numbers of four bytes that a copy reads and writes: each buffer is ten times the L2 cache of an
+H200, so every copy finds it cold."""
+SECONDS = 8.0
+"""Seconds that all probes take together, about."""
+MOST_SECONDS = 0.3
+"""Most seconds of one kernel on one share, about; clocks settle in the first half of them."""
+BATCH = 4
+"""Number of kernels that are queued at a time."""
+
+
+def probed(
+    partitions: GreenContexts, device: torch.device, shares: Sequence[int], progress: Progress
+) -> list[Probe]:
+    """Time both kernels on each share of a GPU that does nothing else.
+
+    Args:
+        partitions: the levels and their streams.
+        device: the GPU that they share.
+        shares: numbers of SMs that a lane may have.
+        progress: told ("probes", fraction).
+    """
+    seconds = min(MOST_SECONDS, SECONDS / (2 * len(shares)))
+    a, b = (_random((PRODUCT_SIZE, PRODUCT_SIZE), device, torch.bfloat16) for _ in range(2))
+    source = _random((COPIED_NUMBERS,), device, torch.float32)
+    product, copy = torch.empty_like(a), torch.empty_like(source)
+    multiply = partial(torch.mm, a, b, out=product)
+    negate = partial(torch.neg, source, out=copy)
+    torch.cuda.synchronize()  # the numbers are there, and the lanes are through with their start
+    probes = []
+    for number, units in enumerate(shares):
+        progress("probes", number / len(shares))
+        stream = partitions.stream("prefill", units)
+        flop_rate = 2.0 * PRODUCT_SIZE**3 / _median_seconds(multiply, stream, seconds)
+        byte_rate = 2.0 * source.nbytes / _median_seconds(negate, stream, seconds)
+        probes.append(Probe(units, flop_rate, byte_rate))
+        reached = f"{flop_rate / 1e12:.1f} TFLOP/s, a copy {byte_rate / 1e12:.3f} TB/s"
+        log.info("a product on %d SMs reaches %s", units, reached)
+    progress("probes", 1.0)
+    return probes
+
+
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers: zeros take less power, so that clocks would stay high."""
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def _median_seconds(run: Callable[[], object], stream: torch.cuda.Stream, seconds: float) -> float:
+    """Median seconds of a kernel that is repeated on a stream for that long or a little longer,
+    over the second half."""
+    times: list[float] = []
+    with torch.cuda.stream(stream), torch.inference_mode():
+        run()  # loads the kernel
+        stream.synchronize()
+        begun = time.monotonic()
+        while (spent := time.monotonic() - begun) < seconds or not times:
+            marks = [new_event(timing=True) for _ in range(BATCH + 1)]
+            marks[0].record(stream)
+            for mark in marks[1:]:
+                run()
+                mark.record(stream)
+            stream.synchronize()
+            if spent >= seconds / 2:
+                times += [before.elapsed_time(mark) * 1e-3 for before, mark in pairwise(marks)]
+    return median(times)
