@@ -2,21 +2,33 @@
 
 import itertools
 import os
+import signal
 import time
 
 import msgspec
 
 from twolane.frontend import fenced
 from twolane.frontend.text.codec import TextCodec
-from twolane.frontend.text.jobs import Encoded, packed
+from twolane.frontend.text.jobs import Chat, Encoded, packed, read_job
 from twolane.frontend.text.tokenizer import ModelTokenizer, load_tokenizer
 from twolane.frontend.text.worker import answer
 from twolane.model.load.hub import DEFAULT_MODEL, resolve
 
 
+def hurry():
+    """Let no more than a moment pass until the fence breaks the job off, if it ever does."""
+    if signal.getitimer(signal.ITIMER_REAL)[0]:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+
 def loop():
+    hurry()
     while True:
         pass
+
+
+def stay():
+    signal.pause()
 
 
 def take_memory():
@@ -37,7 +49,7 @@ def panic():
     raise BaseException("as a native library does")
 
 
-BAD = {work.__name__: work for work in (loop, take_memory, exit_at_once, nest, panic)}
+BAD = {work.__name__: work for work in (loop, stay, take_memory, exit_at_once, nest, panic)}
 
 
 def handle(job: bytes) -> bytes:
@@ -59,7 +71,8 @@ def count_slowly(job: bytes) -> bytes:
 
 
 def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
-    """Serve the jobs of this file or, if one is given, conversations with a chat template."""
+    """Serve the jobs of this file or, if one is given, conversations with a chat template, which
+    get a moment each."""
     if not given:
         return b"", handle
     if given.decode() in BAD:
@@ -68,7 +81,13 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
         return b"", count_slowly
     backend = load_tokenizer(resolve(DEFAULT_MODEL)).backend
     codec = TextCodec(ModelTokenizer(backend, given.decode(), {}))
-    return b"", lambda job: msgspec.msgpack.encode(answer(codec, job))
+
+    def work(job: bytes) -> bytes:
+        if isinstance(read_job(job), Chat):
+            hurry()
+        return msgspec.msgpack.encode(answer(codec, job))
+
+    return b"", work
 
 
 if __name__ == "__main__":

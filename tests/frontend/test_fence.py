@@ -1,9 +1,10 @@
 """Foreign programs are bounded in time and memory, and their workers are replaced."""
 
 import asyncio
+import itertools
 import os
-import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,13 +18,13 @@ from twolane.frontend.text.texts import Texts
 from ..server.serving import PATIENCE, alive, wait_for
 
 HELLO = [{"role": "user", "content": "Hello"}]
-TIGHT = Limits(seconds=1.0, memory=256 << 20)
-ROOMY = Limits(seconds=60.0, memory=256 << 20)
-"""On a busy machine a job that ends by itself may take long to."""
+LIMITS = Limits(seconds=600.0, memory=256 << 20)
+"""No job that ends by itself is broken off, however busy the machine is; one that does not end lets
+its time pass at once (`fenced_programs.hurry`)."""
 
 
 @asynccontextmanager
-async def fenced(setup="", limits=ROOMY):
+async def fenced(setup="", limits=LIMITS):
     fence = Fence("tests.frontend.fenced_programs", setup.encode(), limits)
     try:
         await fence.start()
@@ -36,56 +37,49 @@ def run(work):
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-async def until_done(work, job):
-    """The result of a short job within tight limits, which a busy machine may break off."""
-    while True:
-        with suppress(FenceError, TextError):
-            return await work(job)
-
-
 def loop_for_ever():
     while True:
         pass
 
 
 def test_what_does_not_end_is_broken_off():
-    began = time.monotonic()
     with pytest.raises(TookTooLong):
         within(0.1, loop_for_ever)
-    assert time.monotonic() - began < PATIENCE
 
 
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        ("loop", "did not end within 1 s"),
+        ("loop", "did not end within 600 s"),
         ("take_memory", "took too much memory"),
         ("exit_at_once", "crashed"),
         ("nest", "RecursionError"),
         ("panic", "as a native library does"),
     ],
 )
-def test_a_job_that_fails_says_why_and_the_next_one_is_done(job, why):
+def test_a_job_that_fails_says_why_and_the_next_one_is_done(job, why, monkeypatch):
+    if job == "loop":
+        clock = itertools.count(0.0, LIMITS.seconds)
+        monkeypatch.setattr(fences, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
     async def work():
-        async with fenced(limits=TIGHT if job == "loop" else ROOMY) as fence:
+        async with fenced() as fence:
             lane = fence.lane()
             with pytest.raises(FenceError, match=why):
                 await lane.run([job.encode()])
-            assert await until_done(lane.run, [b"next"]) == b"next"
+            assert await lane.run([b"next"]) == b"next"
 
     run(work())
 
 
 def test_a_job_whose_client_leaves_is_broken_off():
     async def work():
-        async with fenced(limits=Limits(seconds=60.0)) as fence:
+        async with fenced() as fence:
             lane = fence.lane()
             pid = int(await lane.run([b"pid"]))
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(lane.run([b"loop"]), 0.2)
-            began = time.monotonic()
+                await asyncio.wait_for(lane.run([b"stay"]), 0.2)
             assert await lane.run([b"next"]) == b"next"
-            assert time.monotonic() - began < 30
             assert int(await lane.run([b"pid"])) != pid
             await asyncio.to_thread(wait_for, lambda: not alive(pid))
 
@@ -123,14 +117,14 @@ def test_workers_yield_to_other_processes_and_get_no_signal_of_the_terminal():
 
 def test_nothing_is_left_of_a_closed_fence():
     async def work():
-        async with fenced(limits=Limits(seconds=60.0)) as fence:
+        async with fenced() as fence:
             lane, other = fence.lane(), fence.lane()
             pids = [
                 fence._nursery.pid,
                 int(await lane.run([b"pid"])),
                 int(await other.run([b"pid"])),
             ]
-            stuck = asyncio.create_task(other.run([b"loop"]))
+            stuck = asyncio.create_task(other.run([b"stay"]))
             await asyncio.sleep(0.2)
         with pytest.raises(FenceError):
             await stuck
@@ -186,10 +180,10 @@ def test_clients_have_their_turns_however_many_jobs_one_has():
 
 def test_what_waits_is_bounded():
     async def work():
-        async with fenced(limits=Limits(seconds=60.0, waiting=1000)) as fence:
+        async with fenced(limits=Limits(LIMITS.seconds, waiting=1000)) as fence:
             lane = fence.lane()
-            busy = asyncio.create_task(lane.run([b"loop"]))
-            await asyncio.sleep(0.3)
+            busy = asyncio.create_task(lane.run([b"stay"]))
+            await asyncio.sleep(0)
             waiting = asyncio.create_task(lane.run([b"x" * 900]))
             await asyncio.sleep(0)
             with pytest.raises(Crowded):
@@ -230,12 +224,10 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_that_takes_too_much_is_refused(bomb):
     async def work():
-        async with fenced(BOMBS[bomb] + "{{ messages[0].content }}", TIGHT) as fence:
+        async with fenced(BOMBS[bomb] + "{{ messages[0].content }}") as fence:
             texts = Texts(TextCodec(None), fence, Loaded(b"", "", True, frozenset()))
-            began = time.monotonic()
             with pytest.raises(TextError):
                 await texts.chat(HELLO)
-            assert time.monotonic() - began < 30
-            assert await until_done(texts.encode, "Hello")
+            assert await texts.encode("Hello")
 
     run(work())
