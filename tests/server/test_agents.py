@@ -161,7 +161,9 @@ def test_what_proxies_write_into_a_history_is_no_error(parrot):
     assert said == "It is 21 degrees in Rome."
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Ro', "[1]", "\\", '"Rome"', "", "null"])
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Ro', "[1]", "\\", '"Rome"', "", "null", '{"\\ud83d": "\\ude00"}']
+)
 def test_a_call_with_broken_arguments_does_not_end_the_conversation(parrot, arguments):
     """A model wrote them, and the client sends them back with what came of it."""
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": arguments}}

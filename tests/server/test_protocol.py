@@ -399,10 +399,26 @@ def test_errors_repeat_little_of_what_came():
     assert len(twice.value.message) < 300
 
 
-@pytest.mark.parametrize("text", ['{"a": "\\ud83d"}', '{"a": "\\ude00"}', '{"\\ud83d\\u0041": 1}'])
-def test_half_of_an_emoji_is_told_as_such(text):
-    with pytest.raises(ApiError, match="half of a surrogate pair"):
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('{"a": "\\ud83d"}', "a"),
+        ('{"b": "\\ud83d\\ude00", "a": [1, {"c": ["\\ude00"]}]}', "a[1].c[0]"),
+        ('{"a": {"\\ud83d\\u0041": 1}}', "a"),
+        ('{"\\ud83d\\u0041": 1}', None),
+        ('{"a": ' * 99 + '"\\ud83d"' + "}" * 99, ".".join("a" * 8)),
+    ],
+)
+def test_half_of_an_emoji_is_told_with_its_field(text, param):
+    with pytest.raises(ApiError, match="has half of a surrogate pair") as refused:
         strict_json.parse(text.encode())
+    assert refused.value.param == param
+    assert refused.value.message.startswith(f"{param or 'the body'} has")
+
+
+def test_a_number_of_too_many_digits_is_told_as_such():
+    with pytest.raises(ApiError, match=r"a number has more than \d+ digits$"):
+        strict_json.parse(b'{"a": ' + b"9" * 9999 + b"}")
 
 
 def test_a_byte_order_mark_is_skipped():

@@ -23,6 +23,8 @@ from pydantic_core import PydanticCustomError
 IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 """Takes the names of unknown fields, which change nothing then; None: they are refused."""
 T = TypeVar("T", bound="Body")
+Location = tuple[str | int, ...]
+"""Where a value is in an object: names of fields, and places in lists."""
 MOST_REPEATED = 200
 """An error repeats at most this many characters of a client's own text."""
 NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
@@ -132,7 +134,7 @@ def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
     return Finding(error["type"], param, message)
 
 
-def field_name(location: Sequence[str | int]) -> str | None:
+def field_name(location: Location) -> str | None:
     """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role.
 
     None: it is the body itself. Names are those of the client, and shortened.

@@ -17,6 +17,7 @@ from twolane.frontend.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Clients set these variables for all models; false asks for nothing where there is none."""
@@ -320,6 +321,7 @@ class TextCodec:
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
         check_words(messages, text)
+        text = with_whole_characters(text)
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -412,6 +414,14 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
     [encoding] = guarded(lambda: encode_all([text], add_special_tokens=add_special_tokens))
     ids: list[int] = encoding.ids
     return ids
+
+
+def with_whole_characters(text: str) -> str:
+    """Return a text with replacement characters for halves of surrogate pairs, which the JSON of a
+    call's arguments may have in escapes that a model did not end."""
+    if not HALF_PAIR.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
