@@ -5,6 +5,7 @@ then packed as the format says, and multiplied to the matrix that they mean.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import LAYERS, make_checkpoint
 
 E4M3 = torch.float8_e4m3fn
 Module = dict[str, Tensor]
@@ -60,9 +61,11 @@ def fp8_tensor(weight: Tensor) -> tuple[Module, Tensor]:
     return {"weight": values, "weight_scale": scale}, values.float() * scale
 
 
-def _four_bits(weight: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers 0 to 15 [n, k], scales (of float16) and zeros [n, k / GROUP]."""
-    groups = weight.reshape(len(weight), -1, GROUP)
+def _four_bits(
+    weight: Tensor, symmetric: bool, group: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers 0 to 15 [n, k], scales (of float16) and zeros [n, k / group]."""
+    groups = weight.reshape(len(weight), -1, group)
     if symmetric:
         scales = (groups.abs().amax(2) / 7).half().float()
         zeros = torch.full(scales.shape, 8.0)
@@ -75,7 +78,7 @@ def _four_bits(weight: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _meant(numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    groups = numbers.reshape(*scales.shape, GROUP) - zeros[..., None]
+    groups = numbers.reshape(*scales.shape, -1) - zeros[..., None]
     return (groups * scales[..., None]).flatten(1)
 
 
@@ -86,9 +89,9 @@ def _words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int().contiguous()
 
 
-def awq(weight: Tensor) -> tuple[Module, Tensor]:
+def awq(weight: Tensor, group: int = GROUP) -> tuple[Module, Tensor]:
     """AWQ `gemm`: [k, n / 8], in the order of its kernel."""
-    numbers, scales, zeros = _four_bits(weight, symmetric=False)
+    numbers, scales, zeros = _four_bits(weight, False, group or weight.shape[1])
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     module = {
         "qweight": _words(numbers.t(), order),
@@ -98,31 +101,46 @@ def awq(weight: Tensor) -> tuple[Module, Tensor]:
     return module, _meant(numbers, scales, zeros)
 
 
-def gptq(weight: Tensor, old: bool = True, symmetric: bool = True) -> tuple[Module, Tensor]:
+def gptq(
+    weight: Tensor, old: bool = True, symmetric: bool = True, group: int = GROUP
+) -> tuple[Module, Tensor]:
     """GPTQ without act-order, with the bias of zeros that its writers add."""
-    numbers, scales, zeros = _four_bits(weight, symmetric)
+    size = group or weight.shape[1]
+    numbers, scales, zeros = _four_bits(weight, symmetric, size)
     module = {
         "qweight": _words(numbers).t().contiguous(),
-        "qzeros": _words((zeros.t() - int(old)) & 15),
+        "qzeros": _old_zeros(zeros) if old else _words(zeros.t()),
         "scales": scales.t().half().contiguous(),
-        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+        "g_idx": (torch.arange(weight.shape[1]) // size).int(),
         "bias": torch.zeros(len(weight)).half(),
     }
     return module, _meant(numbers, scales, zeros)
 
 
+def _old_zeros(zeros: Tensor) -> Tensor:
+    """The words of zero points in GPTQ's first format, which takes 1 from each number of a word,
+    and what a zero lacks from the number behind it."""
+    words = _words(zeros.t()).long() - 0x11111111
+    return ((words + 2**31) % 2**32 - 2**31).int()
+
+
 def gptq_ordered(weight: Tensor) -> tuple[Module, Tensor]:
     """GPTQ with act-order: the columns of a group lie anywhere."""
-    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(weight)))
-    back = order.argsort()
+    order, back = _shuffled(weight)
     numbers, scales, zeros = _four_bits(weight[:, order], symmetric=False)
     module = {
         "qweight": _words(numbers[:, back]).t().contiguous(),
-        "qzeros": _words((zeros.t() - 1) & 15),
+        "qzeros": _old_zeros(zeros),
         "scales": scales.t().half().contiguous(),
         "g_idx": (back // GROUP).int(),
     }
     return module, _meant(numbers, scales, zeros)[:, back]
+
+
+def _shuffled(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of the columns, and the one that undoes it."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(weight)))
+    return order, order.argsort()
 
 
 def gptq_v2(weight: Tensor) -> tuple[Module, Tensor]:
@@ -130,17 +148,22 @@ def gptq_v2(weight: Tensor) -> tuple[Module, Tensor]:
     return gptq(weight, old=False, symmetric=False)
 
 
-def packed(weight: Tensor, symmetric: bool = True) -> tuple[Module, Tensor]:
-    """compressed-tensors `pack-quantized`."""
-    numbers, scales, zeros = _four_bits(weight, symmetric)
+def packed(
+    weight: Tensor, symmetric: bool = True, group: int = GROUP, ordered: bool = False
+) -> tuple[Module, Tensor]:
+    """compressed-tensors `pack-quantized`; with act-order, if `ordered`."""
+    order, back = _shuffled(weight) if ordered else (slice(None), slice(None))
+    numbers, scales, zeros = _four_bits(weight[:, order], symmetric, group or weight.shape[1])
     module = {
-        "weight_packed": _words(numbers),
+        "weight_packed": _words(numbers[:, back]),
         "weight_scale": scales.bfloat16(),
         "weight_shape": torch.tensor(weight.shape),
     }
     if not symmetric:
         module["weight_zero_point"] = _words(zeros.t()).t().contiguous()
-    return module, _meant(numbers, scales.bfloat16().float(), zeros)
+    if isinstance(back, Tensor):
+        module["weight_g_idx"] = (back // group).int()
+    return module, _meant(numbers, scales.bfloat16().float(), zeros)[:, back]
 
 
 def packed_zeros(weight: Tensor) -> tuple[Module, Tensor]:
@@ -167,7 +190,7 @@ _GROUP = {**_TOKEN, "strategy": "group", "group_size": 128}
 _BLOCK = {**_FLOAT, "strategy": "block", "block_structure": [128, 128]}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
-FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Module, Tensor]], dict[str, Any]]] = {
+FORMATS: dict[str, tuple["Writer", dict[str, Any]]] = {
     "fp8": (fp8_blocks, {**_FP8, "fmt": "e4m3"}),
     "float-quantized-channel": (
         fp8_channels,
@@ -211,6 +234,10 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
+Writer = Callable[[Tensor], tuple[Module, Tensor]]
+"""Stores the weight of a module; returns its tensors and what they mean."""
+
+
 def write(
     path: Path,
     reference: Path,
@@ -230,11 +257,31 @@ def write(
         sizes: of the model, as in its config.
     """
     writer, config = FORMATS[form]
-    make_checkpoint(family, path, seed=3, sizes=sizes)
-    make_checkpoint(family, reference, seed=3, sizes=sizes)
+
+    def of(module: str) -> Writer | None:
+        return writer if is_linear(f"{module}.weight") and not left(module) else None
+
+    write_as(path, reference, of, config, family, **sizes)
+
+
+def write_as(
+    path: Path,
+    reference: Path,
+    writer: Callable[[str], Writer | None],
+    config: dict[str, Any] | None,
+    family: str = "qwen2",
+    layers: int = LAYERS,
+    **sizes: int,
+) -> None:
+    """As `write`, with the writer of each module by its name; None: it stays in floats."""
+    make_checkpoint(family, path, seed=3, layers=layers, sizes=sizes)
+    shutil.copytree(path, reference)
     tensors, meant = load_file(path / "model.safetensors"), {}
-    for name in [t for t in tensors if is_linear(t) and not left(t.removesuffix(".weight"))]:
-        module, meant[name] = writer(tensors.pop(name))
+    for name in [t for t in tensors if t.endswith(".weight")]:
+        of = writer(name.removesuffix(".weight"))
+        if of is None:
+            continue
+        module, meant[name] = of(tensors.pop(name))
         prefix = name.removesuffix("weight")
         tensors |= {
             f"{prefix}{end}": t for end, t in module.items() if f"{prefix}{end}" not in tensors

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,15 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tests.model.checkpoints import FAMILIES, make_checkpoint
-from tests.model.quantised_checkpoints import write
+from tests.model.quantised_checkpoints import (
+    FORMATS,
+    Writer,
+    awq,
+    is_linear,
+    packed,
+    write,
+    write_as,
+)
 from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
 from twolane.lanes.machine import load
@@ -196,6 +205,29 @@ def test_columns_that_share_a_scale_stay_together(tmp_path: Path) -> None:
     source = resolve(str(tmp_path / "quantised"))
     with pytest.raises(WeightsError, match=r"o_proj: 4 ranks cannot share it: columns 0 to 48 cut"):
         load_weights(source, rank=0, ranks=4)
+
+
+@pytest.mark.parametrize("form", ["awq", "pack-quantized-zeros"])
+def test_groups_that_ranks_would_cut_are_narrower(form: str, tmp_path: Path) -> None:
+    """As those of 128 columns of a matrix of 29,568, which Qwen2.5-72B-AWQ has: two halves of a
+    group have its scale, so that no number changes."""
+    writer = {"awq": awq, "pack-quantized-zeros": partial(packed, symmetric=False)}[form]
+
+    def of(module: str) -> Writer | None:
+        return partial(writer, group=128) if is_linear(f"{module}.weight") else None
+
+    [group] = FORMATS["pack-quantized"][1]["config_groups"].values()
+    weights = {**group["weights"], "group_size": 128, "symmetric": False}
+    wider = {"config_groups": {"group_0": {**group, "weights": weights}}, "group_size": 128}
+    folders = tmp_path / "quantised", tmp_path / "floats"
+    write_as(*folders, of, {**FORMATS[form][1], **wider}, hidden_size=128, intermediate_size=384)
+    source = resolve(str(folders[0]))
+    _, whole = load_weights(source)
+    parts = [load_weights(source, rank=rank, ranks=2)[1] for rank in range(2)]
+    for kind in (lambda weights: weights.layers[0].o, lambda weights: weights.layers[1].mlp.down):
+        assert {kind(part).scheme for part in parts} == {"int4_g64"}
+        joined = torch.cat([kind(part).dequantised() for part in parts], dim=1)
+        assert torch.equal(joined, kind(whole).dequantised())
 
 
 @pytest.mark.parametrize("size", [2, 4])

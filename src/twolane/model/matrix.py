@@ -121,6 +121,19 @@ class Matrix:
         zeros = None if self.zeros is None else self.zeros[:, groups]
         return Matrix(values, self.scheme, self.scales[:, groups], zeros)
 
+    def fitting(self, columns: int) -> "Matrix":
+        """The same matrix with groups that divide a number of columns, if four bits have such.
+
+        Groups of fewer columns have the scales and zero points of the wider ones.
+        """
+        width = _shared_columns(self.scheme)
+        size = next((g for g in sorted(GROUPS, reverse=True) if columns % g == 0 == width % g), 0)
+        if self.scheme not in GROUPS.values() or size in (0, width):
+            return self
+        parts = self.scales, self.zeros
+        each = [None if p is None else p.repeat_interleave(width // size, dim=1) for p in parts]
+        return Matrix(self.values, GROUPS[size], *each)
+
     def contiguous(self) -> "Matrix":
         """The same matrix in memory of its own, where it shares another one's."""
         parts = (self.scales, self.zeros)

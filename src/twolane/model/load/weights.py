@@ -394,6 +394,9 @@ class _Loader:
             rows = quantised(matrix.dequantised(), "fp8_channel")
             self.converted[matrix.scheme, rows.scheme] += 1
             matrix = rows
+        if cut.dim and (finer := matrix.fitting(cut.stop - cut.start)) is not matrix:
+            self.converted[matrix.scheme, finer.scheme] += 1
+            matrix = finer
         try:
             part = matrix.columns if cut.dim else matrix.part
             return part(cut.start, cut.stop).contiguous()
