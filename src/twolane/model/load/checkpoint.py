@@ -16,6 +16,8 @@ _NAMED_AT_MOST = 5
 """Number of tensors that an error names; it counts the others."""
 _IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 """Ends of the names of tensors in old checkpoints that follow from the config."""
+_ZEROS = (".bias", "_zero_point")
+"""Ends of the names of tensors that mean nothing where they are zeros."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -55,8 +57,20 @@ def expert_names(spec: ModelSpec) -> ExpertNames:
 
 
 def linears_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    """The linear modules of a layer; a router is none, for it is never quantised."""
+    """The linear modules of a layer, without its router."""
     return _attention_linears(spec) | _mlp_linears(spec, layer)
+
+
+def router_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
+    """The router of a layer, by its name, if it has experts; few checkpoints quantise it."""
+    if not spec.has_experts(layer) or spec.moe is None:
+        return {}
+    return {expert_names(spec).router: LinearModule(spec.moe.experts, spec.hidden_size, bias=False)}
+
+
+def is_router(module: str, spec: ModelSpec) -> bool:
+    """Whether a module is a router."""
+    return spec.moe is not None and module.endswith(f".{expert_names(spec).router}")
 
 
 def _mlp_linears(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
@@ -123,10 +137,7 @@ def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
                 shape = size if spec.qk_norm_whole else spec.head_dim
                 stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
-        if spec.has_experts(i) and spec.moe is not None:
-            router = spec.moe.experts, hidden
-            stored[f"{prefix}.{expert_names(spec).router}.weight"] = StoredTensor((router,))
-        for name, module in linears_of(spec, i).items():
+        for name, module in (linears_of(spec, i) | router_of(spec, i)).items():
             linear(f"{prefix}.{name}", module)
     return stored
 
@@ -201,8 +212,8 @@ def check_tensors(
         found.remove(HEAD)  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in found}
     surplus = sorted(found - expected.keys())
-    if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
-        surplus = [t for t in surplus if not (t.endswith(".bias") and not tensors.get(t).any())]
+    if quantization is not None:  # writers add zeros: biases, and points of symmetric formats
+        surplus = [t for t in surplus if not (t.endswith(_ZEROS) and not tensors.get(t).any())]
     missing = [t for t, stored in expected.items() if t not in found and not stored.optional]
     refuse_tensors(name, "missing", missing)
     refuse_tensors(name, "surplus", surplus)

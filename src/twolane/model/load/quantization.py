@@ -10,6 +10,8 @@ BLOCK = 128
 """Rows and columns of the only blocks of FP8 that are read."""
 FLOATS = ("F32", "BF16", "F16")
 """Types of tensors that are no quantised values, as safetensors names them."""
+_POWERS = ("F8_E8M0",)
+"""The type of scales that are powers of two, stored as their exponents."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,12 @@ class Format:
     """Whether a scheme of four bits has no zero points."""
     old_zeros: bool = False
     """Whether stored zero points are one less than those that are meant (GPTQ's first format)."""
+    centred: bool = False
+    """Whether the config says that every zero point is the middle (GPTQ's `sym`)."""
     ordered: bool = False
-    """Whether columns may belong to groups that are no neighbours (GPTQ's act-order)."""
+    """Whether columns may belong to groups that are no neighbours (act-order)."""
     scales: str = "weight_scale"
-    """The end of the name of the scales of blocks."""
+    """The end of the name of the scales of FP8."""
 
     def tensors(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
         """The tensors of a module [rows, columns], by the end of their names.
@@ -53,13 +57,17 @@ class Format:
             blocks = -(-rows // BLOCK), -(-columns // BLOCK)
             return {
                 "weight": StoredTensor(((rows, columns),), ("F8_E4M3",)),
-                self.scales: StoredTensor((blocks,)),
+                self.scales: StoredTensor((blocks,), (*FLOATS, *_POWERS)),
             }
         if self.kind == "fp8_scale":
             return {
                 "weight": StoredTensor(((rows, columns),), ("F8_E4M3",)),
-                "weight_scale": StoredTensor(((rows, 1), (rows,), (1,), (), (1, 1))),
+                self.scales: StoredTensor(((rows, 1), (rows,), (1,), (), (1, 1))),
             }
+        return self._four_bits(rows, columns)
+
+    def _four_bits(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
+        """See `tensors`."""
         groups = self._groups(rows, columns)
         words, wholes = rows // 8, ("I32",)
         if self.kind == "awq":
@@ -75,17 +83,16 @@ class Format:
                 "scales": StoredTensor(((groups, rows),)),
                 "g_idx": StoredTensor(((columns,),), wholes, optional=not self.ordered),
             }
-        zeros = (
-            {}
-            if self.symmetric
-            else {"weight_zero_point": StoredTensor(((words, groups),), wholes)}
-        )
-        return {
+        tensors = {
             "weight_packed": StoredTensor(((rows, columns // 8),), wholes),
             "weight_scale": StoredTensor(((rows, groups),)),
             "weight_shape": StoredTensor(((2,),), ("I64", "I32")),
-            **zeros,
         }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = StoredTensor(((words, groups),), wholes)
+        if self.ordered:  # left out where columns are in their usual order
+            tensors["weight_g_idx"] = StoredTensor(((columns,),), wholes, optional=True)
+        return tensors
 
     def _groups(self, rows: int, columns: int) -> int:
         """Groups of a row.
@@ -152,16 +159,19 @@ class Quantization:
         """How a linear module is stored; None: in 16 bits."""
         if module in self.stored:
             return self.stored[module]
+        return next(iter(self.named(module)), None)
+
+    def named(self, module: str) -> Sequence[Format]:
+        """The formats that the lists name for a linear module, the one that holds first."""
         if (module == "lm_head" and not self.head) or self._left.mean(module):
-            return None
+            return ()
         fitting = [(n.rank(module), group) for group, n in self._targets if n.mean(module)]
-        return min(fitting, key=lambda each: each[0])[1].format if fitting else None
+        return [group.format for _, group in sorted(fitting, key=lambda each: each[0])]
 
     def formats(self, module: str) -> Iterable[Format | None]:
         """The ways in which a linear module may be stored, what the lists say first."""
-        if module == "lm_head" and not self.head:
-            return (None,)
-        return dict.fromkeys((self.format(module), None, *(group.format for group in self.groups)))
+        all_groups = (group.format for group in self.groups)
+        return dict.fromkeys((*self.named(module), None, *all_groups))
 
     @cached_property
     def _left(self) -> "_Names":

@@ -14,11 +14,11 @@ from twolane.model.spec import UnsupportedModel
 GROUPS = (32, 64, 128)
 """Columns of the groups of four-bit schemes that are read."""
 CALIBRATED_KV = (
-    *(".k_scale", ".v_scale", ".kv_scale"),
-    *(".k_proj.output_scale", ".v_proj.output_scale"),
+    *(".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale"),
+    *(".q_proj.output_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
 )
-"""Ends of the names of scales that were calibrated for a KV cache of eight bits."""
-CALIBRATED_INPUTS = (".input_scale",)
+"""Ends of the names of scales that were calibrated for attention in eight bits."""
+CALIBRATED_INPUTS = (".input_scale", ".activation_scale", ".act_scale")
 """Ends of the names of scales that were calibrated for activations."""
 
 
@@ -32,16 +32,28 @@ class _Method(msgspec.Struct):
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     producer: dict[str, Any] = {}
+    config_groups: dict[str, Any] = {}
+    sparsity_config: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        """The method; old configs of bitsandbytes and of ModelOpt do not name it."""
-        if self.quant_method is not None:
+        """The method; old configs do not name it, or name the program that wrote them."""
+        if self.quant_method not in (None, "sparseml"):
             name = self.quant_method.lower().replace("_", "-").removeprefix("intel/")
             return name if name in _SERVED else self.quant_method
         if self.load_in_4bit or self.load_in_8bit:
             return "bitsandbytes"
-        return "modelopt" if self.producer.get("name") == "modelopt" else "without a quant_method"
+        if self.producer.get("name") == "modelopt":
+            return "modelopt"
+        compressed = self.config_groups or self.sparsity_config
+        return "compressed-tensors" if compressed else "without a quant_method"
+
+
+_OTHER_SUMS = (
+    *("rotation", "rotation_config", "hadamard_config", "transform_config"),
+    *("input_activations", "adapter"),
+)
+"""Fields of several methods that say that products are not those of the stored numbers alone."""
 
 
 class _Fp8(msgspec.Struct):
@@ -71,7 +83,7 @@ class _AutoRound(msgspec.Struct):
 
     bits: int = 4
     group_size: int = 128
-    sym: bool = True
+    sym: bool = False
     data_type: str = "int"
     act_bits: int | None = None
     packing_format: str = "auto_round"
@@ -99,7 +111,8 @@ class _Gptq(msgspec.Struct):
     bits: int = 4
     group_size: int = 128
     desc_act: bool = False
-    sym: bool = True
+    sym: bool = False
+    """False, too, where a config does not say it: then zero points are as they are stored."""
     lm_head: bool = False
     checkpoint_format: str | None = None
     format: str | None = None
@@ -137,12 +150,11 @@ class _ConfigGroup(msgspec.Struct):
 class _CompressedTensors(msgspec.Struct):
     """Configuration of `quant_method` "compressed-tensors"."""
 
-    config_groups: dict[str, _ConfigGroup]
+    config_groups: dict[str, _ConfigGroup] = {}
     format: str = "float-quantized"
     ignore: list[str] | None = None
     kv_cache_scheme: Any = None
     sparsity_config: dict[str, Any] | None = None
-    transform_config: dict[str, Any] | None = None
 
 
 def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
@@ -154,8 +166,10 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
     """
     if not raw:
         return None
-    given = {name: value for name, value in raw.items() if value is not None}
+    given = {name: value for name, value in _flat(raw).items() if value is not None}
     method = converted(given, _Method, _WHERE).name
+    for name in _OTHER_SUMS:
+        _only(f"{name} of {method}", given.get(name) or None, None)
     match method:
         case "fp8":
             return _fp8(converted(given, _Fp8, _WHERE, lax=True))
@@ -175,6 +189,12 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
 _WHERE = "config.json: quantization_config"
 
 
+def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config itself where one holds it, as the first versions of compressed-tensors wrote."""
+    inner = raw.get("quantization_config")
+    return {**raw, **inner} if isinstance(inner, Mapping) else raw
+
+
 def _only(what: str, given: object, *works: object) -> None:
     """Refuse a value that is not among those that work."""
     if given not in works:
@@ -185,11 +205,17 @@ def _fp8(config: _Fp8) -> Quantization:
     _only("activation_scheme of fp8", config.activation_scheme, "dynamic", "static")
     _only("fmt of fp8", config.fmt, "e4m3")
     _only("weight_block_size of fp8", config.weight_block_size, [BLOCK, BLOCK], None)
-    blocks = config.weight_block_size is not None
-    form = Format(_kind(blocks), "fp8", scales="weight_scale_inv")
     left = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
-    static = config.activation_scheme == "static"
-    return _of_all(form, left, unused=_unused(static, bool(config.kv_cache_scheme)))
+    unused = _unused(config.activation_scheme == "static", bool(config.kv_cache_scheme))
+    if config.weight_block_size is not None:
+        form = Format("fp8_block", "fp8", scales="weight_scale_inv")
+        return _of_all([form], left, unused=unused)
+    # AutoFP8 calls the scale of a module weight_scale, transformers weight_scale_inv.
+    forms = [Format("fp8_scale", "fp8", scales=name) for name in _FP8_SCALES]
+    return _of_all(forms, left, unused=unused)
+
+
+_FP8_SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def _unused(static: bool, cache: bool) -> tuple[str, ...]:
@@ -204,7 +230,7 @@ def _modelopt(config: _ModelOpt) -> Quantization:
     names = (*(config.ignore or ()), *(config.exclude_modules or ()))
     left = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
     cache = config.kv_cache_quant_algo is not None or config.kv_cache_scheme is not None
-    return _of_all(Format("fp8_scale", "modelopt"), left, unused=_unused(True, cache))
+    return _of_all([Format("fp8_scale", "modelopt")], left, unused=_unused(True, cache))
 
 
 def _auto_round(config: _AutoRound) -> Quantization:
@@ -222,8 +248,9 @@ def _auto_round(config: _AutoRound) -> Quantization:
     for name, other in others.items():
         _only(f"extra_config {what}: bits of {name}", other.get("bits", config.bits), 16, 32)
     columns = _group(config.group_size, "auto-round")
-    form = Format(kind, "auto-round", columns, symmetric=False, old_zeros=kind == "gptq")
-    return _of_all(form, list(others))
+    old = kind == "gptq"
+    form = Format(kind, "auto-round", columns, symmetric=False, old_zeros=old, centred=config.sym)
+    return _of_all([form], list(others))
 
 
 def _kind(blocks: bool) -> Literal["fp8_block", "fp8_scale"]:
@@ -237,12 +264,11 @@ def _awq(config: _Awq) -> Quantization:
     _only("zero_point of awq", config.zero_point, True)
     columns = _group(config.q_group_size or config.group_size, "awq")
     left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "awq"))
-    return _of_all(Format("awq", "awq", columns, symmetric=False), left)
+    return _of_all([Format("awq", "awq", columns, symmetric=False)], left)
 
 
 def _gptq(config: _Gptq) -> Quantization:
     _only("bits of gptq", config.bits, 4)
-    _only("lm_head of gptq", config.lm_head, False)
     _only("is_marlin_format of gptq", config.is_marlin_format, False)
     _only("pack_dtype of gptq", config.pack_dtype, "int32")
     layout = config.checkpoint_format or config.format or "gptq"
@@ -254,21 +280,28 @@ def _gptq(config: _Gptq) -> Quantization:
         columns,
         symmetric=False,
         old_zeros=layout == "gptq",
+        centred=config.sym,
         ordered=config.desc_act,
     )
     left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "gptq"))
-    return _of_all(form, left, _in_blocks(config.modules_in_block_to_quantize))
+    targets = _in_blocks(config.modules_in_block_to_quantize)
+    if config.lm_head:
+        targets.append("lm_head")
+    return _of_all([form], left, targets, head=config.lm_head)
 
 
 def _of_all(
-    form: Format,
+    forms: Sequence[Format],
     left: Sequence[str],
     targets: Sequence[str] = ("Linear",),
     unused: tuple[str, ...] = (),
+    *,
+    head: bool = False,
 ) -> Quantization:
-    """All linear modules of the layers, or those of some names, in one format."""
-    group = ModuleGroup(form, _checked(targets))
-    return Quantization((group,), _checked(left), head=False, by_pattern=False, unused=unused)
+    """All linear modules of the layers, or those of some names, in one of a method's formats."""
+    named, ignored = _checked(targets), _checked(left)
+    groups = tuple(ModuleGroup(form, named) for form in forms)
+    return Quantization(groups, ignored, head=head, by_pattern=False, unused=unused)
 
 
 def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
@@ -277,8 +310,9 @@ def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
     Raises:
         UnsupportedModel: it gives modules another format.
     """
-    others = [name for name in dynamic or () if not name.startswith("-:")]
-    _only(f"dynamic of {method}", others, [])
+    for name in dynamic or ():
+        if not name.startswith("-:"):
+            raise UnsupportedModel.because(f"dynamic of {method}", name, ('rules with "-:"',))
     return [f"re:{name[2:]}" for name in dynamic or ()]
 
 
@@ -310,16 +344,21 @@ def _group(size: int, method: str) -> int:
     return max(size, 0)
 
 
+_ATTENTION = ("Attention", "self_attn", "self_attn$")
+"""Ends of the names and patterns that mean attention as a whole."""
+
+
 def _compressed(config: _CompressedTensors) -> Quantization:
     what = "of compressed-tensors"
-    _only(f"transform_config {what}", config.transform_config or None, None)
     if config.sparsity_config:
-        _only(f"sparsity {what}", config.sparsity_config.get("format"), "dense")
+        _only(f"sparsity_config {what}", config.sparsity_config.get("format"), "dense")
     # Groups of attention say how queries and keys are rounded, beside the KV cache.
     chosen = [
         group
         for group in config.config_groups.values()
-        if not all(name.endswith("Attention") for name in group.targets)
+        if not all(
+            name.endswith(("Attention", "self_attn", "self_attn$")) for name in group.targets
+        )
     ]
     cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
     if not chosen and not cache:
@@ -348,11 +387,13 @@ def _compressed_format(group: _ConfigGroup, form: str) -> Format:
         _only(f"type of weights {what}", weights.type, "int")
         _only(f"num_bits of weights {what}", weights.num_bits, 4)
         _only(f"strategy of weights {what}", weights.strategy, "group", "channel")
-        _only(f"actorder of weights {what}", weights.actorder, None, False, "weight", "static")
+        orders = None, False, "weight", "static", "group", True
+        _only(f"actorder of weights {what}", weights.actorder, *orders)
         _only(f"input_activations of {form} {what}", group.input_activations, None)
         size = -1 if weights.strategy == "channel" else weights.group_size or -1
-        columns = _group(size, "compressed-tensors")
-        return Format("packed", "compressed-tensors", columns, weights.symmetric)
+        columns, ordered = _group(size, "compressed-tensors"), weights.actorder in ("group", True)
+        name = "compressed-tensors"
+        return Format("packed", name, columns, weights.symmetric, ordered=ordered)
     _only(f"type of weights {what}", weights.type, "float")
     _only(f"num_bits of weights {what}", weights.num_bits, 8)
     _only(f"symmetric of weights {what}", weights.symmetric, True)

@@ -24,9 +24,9 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
         ValueError: a number in a tensor cannot be; the message begins with the tensor's name.
     """
     matrix = _READERS[format.kind](format, tensors)
-    scales = tensors["scales"] if matrix.scales is None else matrix.scales  # None: act-order
+    name = "scales" if format.kind in ("awq", "gptq") else format.scales
+    scales = tensors[name] if matrix.scales is None else matrix.scales  # None: act-order
     if not bool((scales.isfinite() & (scales > 0)).all()):
-        name = format.scales if format.kind == "fp8_block" else _SCALES[format.kind]
         raise ValueError(f"{name} has scales that are not above 0 and finite")
     if matrix.values.dtype == fp8.E4M3 and bool(matrix.values.isnan().any()):
         raise ValueError("weight has values that are not numbers")
@@ -55,22 +55,13 @@ def for_gpu(matrix: Matrix, dtype: torch.dtype, *, four_bits: bool = True) -> Ma
     )
 
 
-_SCALES = {
-    "fp8_scale": "weight_scale",
-    "awq": "scales",
-    "gptq": "scales",
-    "packed": "weight_scale",
-}
-"""The end of the name of the scales of each kind of format."""
-
-
 def _fp8_block(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     return Matrix(tensors["weight"], "fp8_block128", tensors[format.scales].float())
 
 
 def _fp8_scale(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     """One scale for each row, or for all of them, which becomes one for each."""
-    values, scales = tensors["weight"], tensors["weight_scale"].float().flatten()
+    values, scales = tensors["weight"], tensors[format.scales].float().flatten()
     return Matrix(values, "fp8_channel", scales.expand(len(values)).contiguous())
 
 
@@ -85,22 +76,28 @@ def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """[columns, rows], eight columns in a word of the numbers, eight rows in one of the zeros.
-
-    With act-order, where groups are no neighbours, the numbers that are meant.
-    """
+    """[columns, rows], eight columns in a word of the numbers, eight rows in one of the zeros."""
     numbers, scales = _halves(tensors["qweight"].t()), tensors["scales"].t()
-    zeros = (_halves(tensors["qzeros"]).t() + format.old_zeros) & 15
-    columns = numbers.shape[1]
-    neighbours = torch.arange(columns, device=numbers.device) // (format.group or columns)
-    index = tensors["g_idx"].long() if "g_idx" in tensors else neighbours
-    if torch.equal(index, neighbours):
-        return _int4(format, numbers, scales, zeros)
-    if not format.ordered:
-        raise ValueError("g_idx orders columns by activations, but desc_act is false")
-    if not bool(((index >= 0) & (index < scales.shape[1])).all()):
-        raise ValueError(f"g_idx names others than the {scales.shape[1]} groups")
-    return Matrix.plain((numbers.float() - zeros.float()[:, index]) * scales.float()[:, index])
+    zeros = _halves(_zero_words(format, tensors["qzeros"])).t()
+    return _ordered(format, numbers, scales, zeros, tensors, "g_idx")
+
+
+def _zero_words(format: Format, words: Tensor) -> Tensor:
+    """The words of zero points as they are meant.
+
+    One is added to whole words, as the writers take it away: a carry goes to the next number. Some
+    of them name the first format and store the second, and the other way round. Where all zero
+    points are said to be in the middle, either shows which it is.
+    """
+    if format.centred and any(bool((words == all_of).all()) for all_of in _CENTRED):
+        return torch.full_like(words, _CENTRED[1])
+    return words + _ONES if format.old_zeros else words
+
+
+_ONES = 0x11111111
+"""A word of eight numbers that are 1."""
+_CENTRED = 0x77777777, 0x88888888 - 2**32
+"""Words of eight zero points in the middle, in GPTQ's first format and in its second."""
 
 
 def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
@@ -113,7 +110,32 @@ def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
         )
     if not format.symmetric:
         zeros = _halves(tensors["weight_zero_point"].t()).t()
-    return _int4(format, numbers, tensors["weight_scale"], zeros)
+    return _ordered(format, numbers, tensors["weight_scale"], zeros, tensors, "weight_g_idx")
+
+
+def _ordered(
+    format: Format,
+    numbers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    tensors: Mapping[str, Tensor],
+    name: str,
+) -> Matrix:
+    """The matrix of numbers [rows, columns] whose groups the tensor of that name tells, if any.
+
+    With act-order, where groups are no neighbours, the numbers that are meant.
+    """
+    columns = numbers.shape[1]
+    usual = torch.arange(columns) // (format.group or columns)
+    index = tensors[name].long() if name in tensors else usual
+    if torch.equal(index, usual) or not bool(index.any()):  # zeros: the writer knows no others
+        return _int4(format, numbers, scales, zeros)
+    if not format.ordered:
+        raise ValueError(f"{name} orders columns by activations, but desc_act is false")
+    if not bool(((index >= 0) & (index < scales.shape[1])).all()):
+        raise ValueError(f"{name} names others than the {scales.shape[1]} groups")
+    middle = torch.full_like(scales, int4.MIDDLE) if zeros is None else zeros.float()
+    return Matrix.plain((numbers.float() - middle[:, index]) * scales.float()[:, index])
 
 
 _READERS: dict[str, Callable[[Format, Mapping[str, Tensor]], Matrix]] = {

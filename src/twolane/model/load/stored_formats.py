@@ -14,8 +14,10 @@ from twolane.model.load.checkpoint import (
     HEAD,
     LinearModule,
     WeightsError,
+    is_router,
     linears_of,
     module_tensors,
+    router_of,
 )
 from twolane.model.load.configs import JOINED
 from twolane.model.load.joined import place_of
@@ -55,11 +57,14 @@ def with_stored_formats(
         found[module] = next(fitting, quantization.format(module))
     if not any(found.values()):
         return quantization
-    others = {m: form for m, form in found.items() if form != quantization.format(m)}
-    if others:
+    stored = {m: form for m, form in found.items() if form != quantization.format(m)}
+    # Of several formats that are named, any will do; and no list need name a router in floats.
+    routers = {m for m, form in found.items() if form is None and is_router(m, spec)}
+    others = [m for m in stored if found[m] not in (quantization.named(m) or (None,))]
+    if told := [module for module in others if module not in routers]:
         text = "%s: %d modules have another format than quantization_config says, such as %s"
-        log.warning(text, name, len(others), next(iter(others)))
-    return replace(quantization, stored=others)
+        log.warning(text, name, len(told), told[0])
+    return replace(quantization, stored=stored)
 
 
 def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
@@ -68,7 +73,7 @@ def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
         yield HEAD.removesuffix(".weight"), LinearModule(spec.vocab_size, spec.hidden_size, False)
     for i in range(spec.layers):
         joined = set()
-        for name, linear in linears_of(spec, i).items():
+        for name, linear in (linears_of(spec, i) | router_of(spec, i)).items():
             whole = f"model.layers.{i}.{name}"
             place = place_of(whole, spec) if spec.family in JOINED else None
             if place is None:

@@ -25,6 +25,7 @@ from twolane.model.load.checkpoint import (
     linears_of,
     norm_names,
     refuse_tensors,
+    router_of,
     stored_form,
 )
 from twolane.model.load.configs import JOINED, quantization_from_directory
@@ -32,7 +33,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined, Place
-from twolane.model.load.quantization import BLOCK, Quantization
+from twolane.model.load.quantization import BLOCK, FLOATS, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
@@ -255,8 +256,8 @@ def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> Model
 
 
 def same(tensors: TensorSource, one: str, other: str) -> bool:
-    """Return whether two tensors are equal."""
-    if tensors.shape(one) != tensors.shape(other):
+    """Return whether two tensors of floats are equal."""
+    if tensors.shape(one) != tensors.shape(other) or tensors.type(one) not in FLOATS:
         return False
     return bool((tensors.get(one) == tensors.get(other)).all())
 
@@ -321,21 +322,21 @@ class _Loader:
         for i in range(self.spec.layers):
             progress("weights", i / self.spec.layers)
             layers.append(self._layer(i))
-        tied = self.spec.tie_embeddings
-        head = Matrix.plain(embedding) if tied else self._head()
+        tied, on_cpu = self.spec.tie_embeddings, self.device.type == "cpu"
+        head = Matrix.plain(embedding) if tied else self._alone("lm_head", plain=not on_cpu)
         norm = self._get("model.norm.weight") * self.spec.logit_scale
         weights = Weights(embedding, tuple(layers), norm, head)
         progress("weights", 1.0)
         return weights
 
-    def _head(self) -> Matrix:
-        """The classifier, which products on a GPU take without scales alone."""
-        head = self._module("lm_head", None)
-        if self.device.type == "cpu" or head.scales is None:
-            return head
-        plain = Matrix.plain(head.dequantised().to(self.dtype))
-        self.converted[head.scheme, plain.scheme] += 1
-        return plain
+    def _alone(self, name: str, *, plain: bool) -> Matrix:
+        """The classifier or a router, without scales if that is how products take it."""
+        matrix = self._module(name, None)
+        if matrix.scales is None or not plain:
+            return matrix
+        floats = Matrix.plain(matrix.dequantised().to(self.dtype))
+        self.converted[matrix.scheme, floats.scheme] += 1
+        return floats
 
     def _get(self, name: str) -> Tensor:
         part = self.tensors.get(name, self.shard.cut(name))
@@ -420,7 +421,7 @@ class _Loader:
         if name == "lm_head":
             return spec.vocab_size, spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = linears_of(spec, int(layer))[rest]
+        linear = (linears_of(spec, int(layer)) | router_of(spec, int(layer)))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
@@ -483,7 +484,7 @@ class _Loader:
         each = [names.expert.format(number) for number in range(moe.experts)]
         gate_up = [f"{name}.{part}" for name in each for part in (names.gate, names.up)]
         return Experts(
-            router=Matrix.plain(self._get(f"{prefix}.{names.router}.weight")),
+            router=self._alone(f"{prefix}.{names.router}", plain=True),
             gate_up=self._fused(prefix, *gate_up),
             down=self._fused(prefix, *(f"{name}.{names.down}" for name in each)),
             per_token=moe.per_token,
