@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("aiohttp")
@@ -28,6 +29,11 @@ from tests.server.serving import (
     wait_for,
     write_tiny_model,
 )
+from twolane.common.prefix_digest import Landmarks
+from twolane.common.prompt_work import UNKNOWN
+from twolane.router.choose import choose
+from twolane.router.state import Ask, ReplicaState
+from twolane.router.table import Table
 
 PAGE = "https://page.example"
 LONGEST_BODY = 33 << 20
@@ -193,16 +199,25 @@ def test_the_address_is_as_strict_about_heads_as_a_server(pair):
     assert b"invalid_http" in sent(pair, b"GET /v1/models HTTP/1.1\n")
 
 
-def test_a_prompt_goes_where_its_beginning_was_computed(pair):
-    def together(seed: int) -> bool:
-        shared = [seed + i % 89 for i in range(640)]
-        first = ask(pair, shared)[1]["x-replica"]
-        answers = [ask(pair, [*shared, i]) for i in range(3)]
-        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for _, _, each in answers]
-        return {h["x-replica"] for _, h, _ in answers} == {first} and min(cached) >= 600
+def test_what_a_server_has_computed_is_known_by_what_another_says_of_a_prompt(pair):
+    """Whatever their speeds are."""
+    there, other = both(pair)
+    home, elsewhere = (Served(pair.process, f"x | {each['url']}") for each in (there, other))
+    shared = [5 + i % 89 for i in range(640)]
+    found = elsewhere.request("/fleet/landmarks/completions", {"prompt": [*shared, 1]})[2]
+    assert ask(home, [*shared, 2])[0] == 200
 
-    # On a busy machine a server may be left out for a moment, or tell late what it has computed.
-    assert any(both(pair) and together(seed) for seed in range(5, 10))
+    def told(served) -> ReplicaState:
+        state = msgspec.convert(served.request("/fleet/state?known=-1")[2], ReplicaState)
+        return msgspec.structs.replace(state, prompt_pace=UNKNOWN)
+
+    known = wait_for(lambda: set(found["hashes"]) <= (s := told(home)).digest.as_set() and s)
+    table = Table()
+    table.publish("home", known, 0.0)
+    table.publish("elsewhere", told(elsewhere), 0.0)
+    asked = Ask(found["prompt_tokens"], landmarks=Landmarks(found["tokens"], found["hashes"]))
+    choice = choose(asked, table.views(asked, 0.0))
+    assert (choice.name, choice.reused) == ("home", max(found["tokens"]))
 
 
 def adapters(replica: dict) -> set[str]:

@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from tests.server.serving import PATIENCE
+from twolane.common.prefix_digest import Landmarks, PrefixBook
 from twolane.fleet import inquiry
 from twolane.fleet.calls import ClientCall
 from twolane.fleet.inquiry import Inquiry, session_key
-from twolane.router.state import Ask
+from twolane.router.state import Ask, ReplicaState
 
 from .scripted import Fleet, Script, Scripted, Writer, fleet_of, whole
 from .test_replicas import ANSWER, holding, well
@@ -65,6 +67,31 @@ def test_the_server_with_the_least_to_do_is_asked() -> None:
 
     asyncio.run(run())
     assert (first.asked, second.asked) == ([], [ASKED])
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_a_prompt_goes_where_its_beginning_was_computed(there: int, monkeypatch) -> None:
+    """Once the router has the digest that says so."""
+    monkeypatch.setattr(inquiry, "LANDMARK_SECONDS", PATIENCE)
+    found = Landmarks.of(range(700), 16)
+    said = {"prompt_tokens": 700, "tokens": found.tokens, "hashes": found.hashes}
+    book = PrefixBook(16)
+    book.change({each: tokens // 16 for tokens, each in zip(*found, strict=True)})
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        out.write(whole(ANSWER if path == COMPLETIONS else json.dumps(said).encode()))
+
+    async def run() -> None:
+        servers, patient = two(script), {"probe_timeout": PATIENCE, "silent_seconds": PATIENCE}
+        async with fleet_of(*servers, router="predicted", **patient) as fleet:
+            home = fleet.pool.table[f"replica-{there + 1}"]
+            servers[there].state = ReplicaState(page_size=16, digest=book.digest())
+            await fleet.until(lambda: home.known)
+            for _ in range(3):
+                assert await fleet.ask(prompt="a") == (200, ANSWER)
+            assert servers[there].asked.count(COMPLETIONS) == 3
+
+    asyncio.run(run())
 
 
 def test_a_server_that_says_no_landmarks_delays_a_request_for_a_moment_only(monkeypatch) -> None:
