@@ -11,9 +11,6 @@ from .serving import PATIENCE, alive, children, serving, stopped, wait_for, writ
 from .test_killing import Client
 from .test_lifecycle import LONG
 
-SECONDS = "1"
-KILLED_SECONDS = "3"
-"""Where an engine that is hung is killed: no starved one may seem to be."""
 HANG = """
 import sys
 if "twolane.engine" in sys.orig_argv:
@@ -33,77 +30,119 @@ if "twolane.engine" in sys.orig_argv:
 """Makes the decode work of an engine process last as long as a file is there."""
 
 
+BOUNDS = """
+import sys
+if sys.orig_argv[1:4] == ["-m", "twolane", "serve"]:
+    import time
+    from pathlib import Path
+    from twolane.frontend import liveness
+
+    def said(what):
+        file = Path({folder!r}) / what
+        return float(file.read_text()) if file.exists() else None
+
+    class Liveness(liveness.Liveness):
+        def __init__(self, bound):
+            super().__init__(bound, lambda: time.monotonic() + (said("jump") or 0.0))
+
+        @property
+        def _bound(self):
+            return self.given if said("loop") is None else said("loop")
+
+        @_bound.setter
+        def _bound(self, given):
+            self.given = given
+
+        def _longest(self, wait):
+            return super()._longest(wait) if said("lane") is None else said("lane")
+
+    liveness.Liveness = Liveness
+"""
+"""Has the API process wait for the engine's loop or its lanes as long as a file by that name says,
+and its clock jump: no starved engine may seem to be hung before the test has made it so."""
+LENIENT = ("--hang-seconds", "3600")
+
+
 def health(served):
     status, _, body = served.request("/health")
     return status, body.get("error", {}).get("message", "")
 
 
 @pytest.fixture
-def hangable(tiny_model, tmp_path):
-    """Start a server whose decode lane hangs while a file is there."""
-    flag = tmp_path / "hang"
-    (tmp_path / "sitecustomize.py").write_text(HANG.format(flag=str(flag)))
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+def folder(tmp_path):
+    """Where files say how patient the API process is (`BOUNDS`)."""
+    (path := tmp_path / "bounds").mkdir()
+    return path
 
-    def start(*args, seconds=SECONDS, log=None):
-        before = ("env", f"PYTHONPATH={path}")
-        args = (str(tiny_model), *TINY, "--hang-seconds", seconds, *args)
-        return serving(*args, stderr=log, before=before)
 
-    return start, flag
+@pytest.fixture
+def start(folder, tiny_model):
+    """Starts a server whose decode lane hangs while there is a file "hang"."""
+    code = BOUNDS.format(folder=str(folder)) + HANG.format(flag=str(folder / "hang"))
+    (folder / "sitecustomize.py").write_text(code)
+    before = ("env", f"PYTHONPATH={folder}:{os.environ.get('PYTHONPATH', '')}")
+
+    def start(*args, model=tiny_model, log=None):
+        return serving(str(model), *TINY, *LENIENT, *args, stderr=log, before=before)
+
+    return start
+
+
+def say(folder, what, seconds):
+    """Have the API process know something (`BOUNDS`), at once and as a whole."""
+    (folder / "new").write_text(str(seconds))
+    (folder / "new").replace(folder / what)
 
 
 def streaming(served):
-    """A client whose stream has begun; an engine that was starved for a moment is asked again."""
-
-    def begun():
-        client = Client(served, LONG)
-        wait_for(lambda: client.first.is_set() or client.ended.is_set())
-        return client if client.first.is_set() else None
-
-    return wait_for(begun)
+    """A client whose stream has begun."""
+    client = Client(served, LONG)
+    assert client.first.wait(PATIENCE)
+    return client
 
 
-def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(tiny_model):
-    with serving(str(tiny_model), *TINY, "--hang-seconds", SECONDS) as served:
-        wait_for(lambda: health(served) == (200, ""))
+def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(start, folder):
+    with start() as served:
+        assert health(served) == (200, "")
         with stopped(served.engine_pid):
-            wait_for(lambda: health(served)[0] == 503)
+            wait_for(lambda: served.metrics()["engine_silence_seconds"] > 1)
+            say(folder, "loop", 0.0)
+            assert health(served)[0] == 503
             assert "the engine has made no turn for" in health(served)[1]
             assert served.request("/livez")[0] == 200
             assert served.request("/v1/completions", {"prompt": [5]})[0] == 503
             assert served.metrics()["engine_hung"] == 1
-            assert served.metrics()["engine_silence_seconds"] > 1
         wait_for(lambda: health(served)[0] == 200)
         wait_for(lambda: served.metrics()["engine_hung"] == 0)
         asked = {"prompt": [5], "max_tokens": 2}
         wait_for(lambda: served.request("/v1/completions", asked)[0] == 200)
 
 
-def test_health_tells_of_a_lane_that_finishes_nothing(hangable):
-    start, flag = hangable
+def test_health_tells_of_a_lane_that_finishes_nothing(start, folder):
     with start() as served:
         client = streaming(served)
-        flag.touch()
-        wait_for(lambda: "the decode lane has finished nothing for" in health(served)[1])
-        assert served.metrics()["launch_wait_seconds"] > 1
+        (folder / "hang").touch()
+        wait_for(lambda: served.metrics()["launch_wait_seconds"] > 1)
+        say(folder, "lane", 1.0)
+        assert "the decode lane has finished nothing for" in health(served)[1]
         wait_for(lambda: served.metrics()["engine_silence_seconds"] < 1)  # the loop makes turns
-        flag.unlink()
+        (folder / "hang").unlink()
         wait_for(lambda: health(served)[0] == 200)
         assert "error" not in client.last
 
 
 @pytest.mark.parametrize("how", ["loop", "lane"])
-def test_the_watchdog_ends_a_hung_engine_with_a_reason(hangable, tmp_path, how):
-    start, flag = hangable
+def test_the_watchdog_ends_a_hung_engine_with_a_reason(start, folder, tmp_path, how):
     log = tmp_path / "log"
-    with start("--watchdog", seconds=KILLED_SECONDS, log=log) as served:
+    with start("--watchdog", log=log) as served:
         engine = served.engine_pid
         client = streaming(served)
         if how == "loop":
             os.kill(engine, signal.SIGSTOP)
         else:
-            flag.touch()
+            (folder / "hang").touch()
+            wait_for(lambda: served.metrics()["launch_wait_seconds"] > 1)
+        say(folder, how, 0.5)
         assert client.ended.wait(PATIENCE)
         assert "the watchdog has killed the engine" in client.last["error"]["message"]
         assert served.process.wait(PATIENCE) == 1
@@ -113,12 +152,14 @@ def test_the_watchdog_ends_a_hung_engine_with_a_reason(hangable, tmp_path, how):
     assert "the watchdog has killed the engine" in log.read_text()
 
 
-def test_a_server_that_stood_still_itself_kills_no_engine(tiny_model):
-    with serving(str(tiny_model), *TINY, "--hang-seconds", "3", "--watchdog") as served:
-        assert health(served) == (200, "")
+def test_a_server_that_stood_still_itself_kills_no_engine(start, folder):
+    """The engine had a question to answer as long as the server stood still."""
+    with start("--watchdog") as served:
         engine = served.engine_pid
-        with stopped(served.process.pid):
-            time.sleep(4.0)
+        with stopped(engine):
+            wait_for(lambda: served.metrics()["engine_silence_seconds"] > 1)
+            say(folder, "jump", 1e6)
+            wait_for(lambda: 1 < served.metrics()["engine_silence_seconds"] < 1e5)
         wait_for(lambda: health(served) == (200, ""))
         assert alive(engine)
 
@@ -134,24 +175,24 @@ def test_a_rank_that_stands_still_at_rest_ends_the_server(how, tmp_path):
         (follower,) = children(engine)
         with stopped(follower):
             began = time.monotonic()
-            assert served.process.wait(60) == 1
+            assert served.process.wait(PATIENCE) == 1
             print(f"ended after {time.monotonic() - began:.1f} s")
         wait_for(lambda: not alive(engine) and not alive(follower))
     assert "rank 1 of 2 has been stopped for" in log.read_text(), log.read_text()
 
 
 @pytest.mark.parametrize("how", [("--tensor-parallel-size", "2"), ("--disaggregated",)])
-def test_the_watchdog_is_on_with_several_ranks(how, tmp_path):
+def test_the_watchdog_is_on_with_several_ranks(start, folder, how, tmp_path):
     model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
     log = tmp_path / "log"
-    args = (*how, "--hang-seconds", KILLED_SECONDS)
-    with serving(str(model), *TINY, *args, stderr=log) as served:
-        wait_for(lambda: served.request("/health")[2].get("ranks"))
-        assert served.request("/health")[2]["ranks"].keys() == {"1"}
+    with start(*how, model=model, log=log) as served:
+        ranks = wait_for(lambda: served.request("/health")[2].get("ranks"))
+        assert ranks.keys() == {"1"}
         assert "rank_silence_seconds" in served.metrics()
         engine = served.engine_pid
         (follower,) = children(engine)
         with stopped(engine):
+            say(folder, "loop", 0.5)
             assert served.process.wait(PATIENCE) == 1
             assert not alive(engine)
         wait_for(lambda: not alive(follower))
