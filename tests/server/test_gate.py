@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader
+from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader, RestOfBody
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gate import CLIENT, Gate, client
+from twolane.server.http.gate import CLIENT, Gate, client, refuse
 
 from .serving import PATIENCE, serving
 
@@ -104,6 +104,47 @@ def test_the_bound_on_bodies_is_exact(guarded, chunked):
 def test_a_body_too_large_is_not_read(guarded):
     headers = {**bearer(KEYS[0]), "Content-Length": str(10**12)}
     assert ask(guarded, "POST", "/v1/completions", b"{", headers)[0] == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing", "/health"])
+@pytest.mark.parametrize("close", [{}, {"Connection": "close"}])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_answer_before_its_body_has_come_is_not_lost(guarded, path, close, chunked):
+    """Clients send all of it before they read, and a reset would be all that they see: the system
+    takes some MiB for a connection."""
+    size = 24 << 20
+    body = iter([bytes(1 << 20)] * 24) if chunked else bytes(size)
+    headers = {**bearer(KEYS[0]), **close}
+    status = ask(guarded, "POST", path, body, headers, encode_chunked=chunked)[0]
+    of_chunks = {"/v1/completions": 413, "/v1/nothing": 404, "/health": 405}
+    assert status == (of_chunks[path] if chunked else 413)
+
+
+@pytest.mark.parametrize(
+    ("headers", "dropped"),
+    [
+        ([(b"transfer-encoding", b"chunked")], 3),
+        ([(b"content-length", b"99")], 3),
+        ([(b"content-length", b"99"), (b"expect", b"100-continue")], 0),
+        ([], 0),
+    ],
+)
+def test_what_is_left_of_a_body_is_dropped_up_to_a_bound(headers, dropped):
+    told = []
+
+    async def receive():
+        told.append("received")
+        return {"type": "http.request", "body": bytes(10), "more_body": True}
+
+    async def send(message):
+        told.append(message["type"].removeprefix("http.response."))
+
+    async def answer():
+        rest = RestOfBody({"headers": headers}, receive, send, 25)
+        await refuse(ApiError(400, "no", code="no"), "/", rest.send)
+
+    asyncio.run(answer())
+    assert told == ["start", "body", *["received"] * dropped, *["body"] * bool(dropped)]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Bodies on their way in: how long one may be, and how much memory all of them may take."""
 
+import asyncio
+import contextlib
 from collections import Counter
 
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
 from twolane.server.http.errors import ApiError
 
@@ -11,6 +13,11 @@ FREE_BYTES = 1 << 16
 ARRIVING_BYTES = 256 << 20
 """Bodies that are arriving may have this many bytes together, or those of four of the longest;
 bodies of one client may have half of it."""
+
+SILENT_SECONDS = 2.0
+"""A client that sends nothing more for this many seconds behind its answer may lose it."""
+LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
+"""Headers of which a request with a body has one."""
 
 
 class ArrivingBytes:
@@ -87,6 +94,46 @@ class BodyReader:
         if self._held:
             self._arriving.remove(self._client, self._held)
             self._held = 0
+
+
+class RestOfBody:
+    """What is left of a request's body when its answer is complete: it is dropped as it comes,
+    before the answer ends.
+
+    A connection that is closed while bytes wait in it is reset, and the client may lose the answer
+    (RFC 9112, section 9.6). How long they may take together, `Connection` bounds.
+
+    Args:
+        scope, receive, send: ASGI's.
+        most: bytes that are dropped; the answer ends behind so many in any case.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most: int) -> None:
+        self._receive, self._send, self._most = receive, send, most
+        names = {name for name, _ in scope["headers"]}
+        # Who expects to be asked for the body (100 Continue) does not send it before that.
+        self._left = b"expect" not in names and not names.isdisjoint(LENGTHS)
+
+    async def receive(self) -> Message:
+        """Return the next message; see ASGI."""
+        message = await self._receive()
+        self._left = bool(message.get("more_body"))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send part of the answer; see ASGI."""
+        last = message["type"] == "http.response.body" and not message.get("more_body")
+        if last and self._left:
+            await self._send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                await self._drop()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _drop(self) -> None:
+        while self._left and self._most > 0:
+            async with asyncio.timeout(SILENT_SECONDS):
+                self._most -= len((await self.receive()).get("body", b""))
 
 
 def too_large(longest: int) -> ApiError:

@@ -2,6 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from twolane.server.http.bodies import ARRIVING_BYTES, RestOfBody
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import LIVE_PATHS, refuse
 
@@ -29,4 +30,5 @@ async def loading(scope: Scope, receive: Receive, send: Send) -> None:
         return
     headers_out = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
     error = ApiError(503, "the model is loading", code="loading", headers=headers_out)
-    await refuse(error, scope["path"], send)
+    rest = RestOfBody(scope, receive, send, ARRIVING_BYTES)
+    await refuse(error, scope["path"], rest.send)

@@ -13,7 +13,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.server.http.bodies import ARRIVING_BYTES, ArrivingBytes, BodyReader, too_large
+from twolane.server.http.bodies import (
+    ARRIVING_BYTES,
+    ArrivingBytes,
+    BodyReader,
+    RestOfBody,
+    too_large,
+)
 from twolane.server.http.calls import set_reason
 from twolane.server.http.errors import ApiError, error_for
 
@@ -63,7 +69,8 @@ class Gate:
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
-        self._arriving = ArrivingBytes(max(ARRIVING_BYTES, 4 * max_body_bytes))
+        self._most_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
+        self._arriving = ArrivingBytes(self._most_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -75,6 +82,8 @@ class Gate:
         send = with_request_id(send, id)
         try:
             check_room(scope)
+            rest = RestOfBody(scope, receive, send, self._most_bytes)
+            receive, send = rest.receive, rest.send
             key = self._check_key(scope["path"], headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
             self._check_length(headers.get("content-length", "0"))
