@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from twolane.server.http.connection import (
     connection_class,
 )
 from twolane.server.http.unsent import UnsentOutput
+from twolane.server.run import address_of, bind
 
 from .conftest import TINY
 from .serving import PATIENCE, free_port, serving, wait_for
@@ -289,6 +291,34 @@ def test_while_the_model_loads_probes_are_told(tiny_model, tmp_path):
         process.wait()
     assert all(status == 200 for path, status, _ in seen if path == "/livez")
     assert {body["error"]["code"] for body in early()} == {"loading"}
+
+
+def has_ipv6():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]", "[::]"])
+def test_an_address_of_ipv6_may_have_brackets(host):
+    with bind(host, 0) as first:
+        address = address_of(first)
+        assert address.startswith(f"http://[{host.strip('[]')}]:")
+        port = urllib.parse.urlsplit(address).port
+        with (
+            pytest.raises(OSError, match=re.escape(f"[{host.strip('[]')}]:{port}: Address")),
+            bind(host, port),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("host", ["[127.0.0.1]", "[::1", "::1]", "[]", "127.0.0.1:80"])
+def test_other_brackets_and_ports_are_no_address(host):
+    with pytest.raises(OSError, match="cannot listen on --host"), bind(host, 0):
+        pass
 
 
 def test_a_full_disk_behind_standard_output_is_no_reason_not_to_serve(tiny_model, tmp_path):

@@ -19,8 +19,10 @@ pytest.importorskip("opentelemetry.exporter", reason="twolane[otel] is not insta
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from twolane.server.ops.tracing import described
+from twolane.server.ops.tracing import TRACES, Exporter, described
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -29,6 +31,7 @@ class Collector:
     """Takes OTLP over HTTP, and keeps the spans."""
 
     def __init__(self):
+        self.status = 200
         self.spans: list[Span] = []
         self.resources = []
         collector = self
@@ -37,8 +40,9 @@ class Collector:
             def do_POST(self):
                 assert self.path == "/v1/traces"
                 data = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.take(ExportTraceServiceRequest.FromString(data))
-                self.send_response(200)
+                if collector.status == 200:
+                    collector.take(ExportTraceServiceRequest.FromString(data))
+                self.send_response(collector.status)
                 self.end_headers()
 
             def log_message(self, *args):
@@ -179,6 +183,21 @@ def test_a_client_that_leaves_and_one_that_wants_no_trace(traced):
     assert root.status.code == Status.STATUS_CODE_UNSET
     assert not parts
     assert not [span for span in traced.collector.spans if span.trace_id.hex() == unwanted]
+
+
+def test_a_collector_that_takes_nothing_is_a_line_and_another_when_it_does_again(caplog):
+    with collecting() as collector:
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(Exporter(collector.address + TRACES)))
+        for status in (400, 400, 200, 200, 400):
+            collector.status = status
+            provider.get_tracer("test").start_span("x").end()
+        provider.shutdown()
+    fault, mended, again = caplog.messages
+    assert fault == again
+    assert fault.startswith("traces do not reach the collector: ")
+    assert "400" in fault
+    assert mended == "traces reach the collector again; 2 spans were lost"
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://x", ""])

@@ -18,7 +18,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet needs to know beside the options of `twolane serve`."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all."""
+    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
     replicas: Annotated[int, Option(PANEL, least=1, most=MOST_REPLICAS)] = 2

@@ -28,7 +28,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a server needs to know beside the engine's settings."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all."""
+    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
     served_model_name: Annotated[str | None, Option(PANEL, "NAME")] = None

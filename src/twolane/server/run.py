@@ -389,12 +389,17 @@ async def first_of(*waits: Awaitable[object]) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """Take the address before the model is loaded, and listen: two servers cannot both do that.
 
+    Args:
+        host: its name or address; one of IPv6 may have brackets around it, as in a URL.
+        port: 0 takes any.
+
     Raises:
         OSError: it cannot be had.
     """
+    bare = host[1:-1] if ":" in host and host.startswith("[") and host.endswith("]") else host
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except UnicodeError as error:
         raise OSError(f"cannot listen on --host {host!r}: not a host name") from error
@@ -407,11 +412,17 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        where = with_port(bare, port)
+        raise OSError(f"cannot listen on {where}: {error.strerror}") from error
     return listener
 
 
 def address_of(listener: socket.socket) -> str:
     """Return the URL at which a socket listens."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return "http://" + with_port(host, port)
+
+
+def with_port(host: str, port: int) -> str:
+    """Return a host and a port as URLs have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

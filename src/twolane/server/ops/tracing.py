@@ -6,23 +6,26 @@ named by the semantic conventions for generative AI (opentelemetry.io/docs/specs
 """
 
 import asyncio
+import logging
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import twolane
 from twolane.engine.messages import Launched, Output, Times
 from twolane.frontend.engine_client import EngineClient, Event
+
+log = logging.getLogger("twolane.server")
 
 TRACES = "/v1/traces"
 NAMING = ("operation.name", "request.model")
@@ -31,6 +34,10 @@ UNNAMED = "unknown_service"
 """How the SDK's name of a service begins where no variable names it."""
 SETTLE_SECONDS = 0.2
 """After a request's end, its last launch is reaped within this time."""
+SENDERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
+"""Loggers of what sends spans, which would write several lines for each try."""
+LONGEST_REASON = 300
+"""Characters of a sender's message that the log has."""
 CLOSE_SECONDS = 3.0
 """How long the last spans may take to be sent."""
 OPEN_KEPT = 10_000
@@ -48,13 +55,58 @@ def traces_url(endpoint: str) -> str:
     return endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
 
 
+class FaultLog(logging.Handler):
+    """Takes what the senders of spans log: the first line since spans were last sent stands for
+    all."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._failing = False
+        self._lost = 0
+        for name in SENDERS:
+            sender = logging.getLogger(name)
+            sender.handlers, sender.propagate = [self], False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        if not self._failing:
+            self._failing = True
+            reason = record.getMessage()[:LONGEST_REASON]
+            log.warning("traces do not reach the collector: %s", reason)
+
+    def note(self, spans: int, *, sent: bool) -> None:
+        """Note that so many spans were sent or lost."""
+        self._lost += 0 if sent else spans
+        if sent and self._failing:
+            log.warning("traces reach the collector again; %d spans were lost", self._lost)
+            self._failing, self._lost = False, 0
+
+
+class Exporter(OTLPSpanExporter):
+    """Sends spans to a collector.
+
+    Args:
+        endpoint: its URL for traces.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._faults = FaultLog()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See `SpanExporter`."""
+        result = super().export(spans)
+        self._faults.note(len(spans), sent=result is SpanExportResult.SUCCESS)
+        return result
+
+
 def make_provider(endpoint: str) -> TracerProvider:
     """Return what sends spans to a collector; OTEL_* variables say the rest.
 
     Raises:
         ValueError: see `traces_url`.
     """
-    exporter = OTLPSpanExporter(traces_url(endpoint))
+    exporter = Exporter(traces_url(endpoint))
     provider = TracerProvider(resource=described())
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
