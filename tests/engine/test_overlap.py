@@ -9,7 +9,8 @@ import pytest
 from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
 from twolane.common.vocabulary import LANES, LaneName
-from twolane.engine.overlap import Mixed, corunner_then
+from twolane.engine.messages import LaneWait
+from twolane.engine.overlap import Mixed, corunner_now, corunner_then, lane_waits
 from twolane.engine.state import State
 from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, LaunchShape, Load, decode_step
@@ -36,28 +37,29 @@ def flight(
     )
 
 
-def beside(*others: Any) -> Corunner | None:
-    """What ran beside a prefill launch from 1.0 to 2.0."""
+def beside(*others: Any, lane: LaneName = "prefill") -> Corunner | None:
+    """What ran beside a launch from 2.0 to 4.0."""
     landed = {"decode": deque(each for each in others if each.ticket.end is not None)}
     flights = [each for each in others if each.ticket.end is None]
     state: Any = SimpleNamespace(landed=landed, flights=flights)
-    return corunner_then(state, flight("prefill", 1.0, 2.0, units=84))
+    return corunner_then(state, flight(lane, 2.0, 4.0, units=84))
 
 
-@pytest.mark.parametrize(("start", "end"), [(0.9, 2.1), (1.0, 1.96), (1.02, None)])
+@pytest.mark.parametrize(("start", "end"), [(1.8, 4.2), (2.0, 3.92), (2.04, None)])
 def test_what_ran_nearly_all_the_while_ran_beside_it(start: float, end: float | None) -> None:
     assert beside(flight("decode", start, end)) == Corunner(ROW, 48)
 
 
 @pytest.mark.parametrize(
-    ("start", "end"), [(0.0, 1.0), (0.5, 1.01), (1.99, 3.0), (2.0, 3.0), (None, None)]
+    ("start", "end"), [(0.0, 2.0), (1.0, 2.02), (3.98, 6.0), (4.0, 6.0), (None, None)]
 )
 def test_what_hardly_ran_meanwhile_did_not(start: float | None, end: float | None) -> None:
     assert beside(flight("decode", start, end)) is None
 
 
 @pytest.mark.parametrize(
-    ("start", "end"), [(1.0, 1.9), (1.1, 2.5), (1.5, None), (0.5, 1.5), (1.2, 1.8)]
+    ("start", "end"),
+    [(2.0, 3.8), (2.2, 5.0), (3.0, None), (1.0, 3.0), (2.4, 3.6), (1.0, 2.06)],
 )
 def test_what_ran_for_a_part_is_neither(start: float, end: float | None) -> None:
     with pytest.raises(Mixed):
@@ -65,8 +67,20 @@ def test_what_ran_for_a_part_is_neither(start: float, end: float | None) -> None
 
 
 def test_of_several_the_longest_counts() -> None:
-    short, long = flight("decode", 0.5, 1.3, units=16), flight("decode", 1.3, 2.0, units=32)
+    short, long = flight("decode", 1.0, 2.6, units=16), flight("decode", 2.6, 4.0, units=32)
     assert beside(short, long) == Corunner(ROW, 32)
+
+
+def test_only_what_works_in_the_other_lane_is_beside_a_launch() -> None:
+    """Nothing is beside the whole device; what is over, or queued behind others, is not either."""
+    over, running = flight("decode", 0.0, 1.0, units=8), flight("decode", 1.0, units=16)
+    queued, own, whole = flight("decode"), flight("prefill", 0.0), flight("device", 0.0)
+    state: Any = SimpleNamespace(flights=[over, own, whole, running, queued])
+    assert corunner_now(state, "prefill") == Corunner(ROW, 16)
+    assert corunner_now(state, "decode") == Corunner(ROW, own.launch.units)
+    assert corunner_now(state, "device") is None
+    assert beside(own) is None
+    assert beside(running, lane="device") is None
 
 
 class Asked(Estimator):
@@ -92,6 +106,19 @@ def test_a_launch_is_predicted_beside_what_is_in_flight_then() -> None:
     turn(engine)  # the prompt of b is launched, then a's steps beside it
     prompt = Corunner(Load([32], [0]), lanes.units)
     assert estimator.asked == [("prefill", None), ("prefill", None), ("decode", prompt)]
+
+
+def test_only_the_first_launch_in_line_can_be_late() -> None:
+    """The whole device waits for both lanes, and they wait for it."""
+    line = [flight(lane) for lane in ("prefill", "prefill", "device", "decode")]
+    for number, each in enumerate(line):
+        each.launched_at = float(number)
+    state: Any = SimpleNamespace(flights=line, progressed={"device": 2.0}, now=lambda: 9.0)
+    assert lane_waits(state) == [LaneWait("prefill", 7.0, None)]
+    state.flights = line[2:]
+    assert lane_waits(state) == [LaneWait("device", 7.0, None)]
+    line[2].after = (flight("prefill", 0.0, 5.0).ticket,)  # for which it had to wait
+    assert lane_waits(state) == [LaneWait("device", 4.0, None)]
 
 
 def busy(now: float, *flights: Any) -> dict[LaneName, float | None]:

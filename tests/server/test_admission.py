@@ -67,11 +67,48 @@ def test_retry_after_is_honest_at_any_rate_and_after_any_pause():
         clock.now += 3600.0
 
 
+def queue_of(count):
+    """A queue of prompts of one token, each of which the engine is predicted to take a second."""
+    clock = Clock()
+    admission = Admission(1000, token_seconds=lambda: 1.0, clock=clock)
+    admission.enter(count, tokens=count)
+    return admission, clock
+
+
+def serve(admission, clock, count, seconds, *, served=True):
+    for _ in range(count):
+        clock.now += seconds
+        admission.leave(served=served, tokens=1)
+
+
+def test_eight_first_tokens_of_a_queue_tell_its_rate():
+    admission, clock = queue_of(28)
+    serve(admission, clock, 7, 0.5)
+    assert admission.retry_after() == 21  # predicted
+    serve(admission, clock, 1, 0.5)
+    assert admission.retry_after() == 10  # 20 requests, each in half a second
+    admission.enter(20, tokens=20)
+    assert admission.retry_after() == 20  # who comes while others wait changes no rate
+
+
+def test_the_rate_is_that_of_the_last_64_first_tokens():
+    admission, clock = queue_of(364)
+    serve(admission, clock, 200, 1.0)
+    serve(admission, clock, 64, 0.25)
+    assert admission.retry_after() == 25  # of 100
+
+
+def test_the_next_queue_has_no_rate_yet():
+    admission, clock = queue_of(9)
+    serve(admission, clock, 9, 0.1)
+    admission.enter(50, tokens=50)
+    assert admission.retry_after() == 50
+
+
 def test_broken_off_requests_do_not_count_as_served():
-    admission = Admission(10)
-    admission.enter(5)
-    admission.leave(served=False)
-    assert (admission.waiting, admission.retry_after()) == (4, 1)
+    admission, clock = queue_of(30)
+    serve(admission, clock, 10, 0.1, served=False)
+    assert (admission.waiting, admission.retry_after()) == (20, 20)
 
 
 def test_retry_after_of_a_burst_is_not_that_of_single_requests():

@@ -5,6 +5,7 @@ from twolane.engine.messages import LaneWait
 from twolane.engine.request import Flight
 from twolane.engine.state import State
 from twolane.estimate.query import Corunner
+from twolane.lanes.base import Ticket
 
 OTHER: dict[LaneName, LaneName] = {"prefill": "decode", "decode": "prefill"}
 """The lane beside a lane; nothing runs beside the whole device."""
@@ -43,7 +44,7 @@ def corunner_then(state: State, flight: Flight) -> Corunner | None:
         landed.popleft()  # launches of a lane run in order: no later one will need it
     candidates = [*landed, *(f for f in state.flights if f.launch.lane == other)]
     seconds = max(ticket.seconds, 1e-9)
-    shares = [max(0.0, _overlap(each, flight)) / seconds for each in candidates]
+    shares = [max(0.0, _overlap(each.ticket, ticket)) / seconds for each in candidates]
     covered = sum(shares)
     if covered <= UNCOVERED:
         return None
@@ -53,11 +54,12 @@ def corunner_then(state: State, flight: Flight) -> Corunner | None:
     return Corunner(longest.shape.load, longest.launch.units)
 
 
-def _overlap(other: Flight, flight: Flight) -> float:
-    """Seconds that both ran; up to 0 if they did not."""
-    mine, its = flight.ticket, other.ticket
-    if its.start is None or mine.start is None or mine.end is None:
+def _overlap(its: Ticket, mine: Ticket) -> float:
+    """Seconds that both ran, of which mine has ended; up to 0 if they did not."""
+    if its.start is None:
         return 0.0
+    assert mine.start is not None
+    assert mine.end is not None
     its_end = mine.end if its.end is None else its.end
     return min(mine.end, its_end) - max(mine.start, its.start)
 

@@ -35,7 +35,7 @@ class Admission:
         self.max_queue = max_queue
         self.waiting = 0
         self._max_per_key = max_queued_per_key
-        self._waiting_of: Counter[int] = Counter()
+        self._waiting_of: Counter[int | None] = Counter()
         """Requests that wait, by the key that they came with."""
         self._tokens = 0
         """Prompt tokens of the requests that wait."""
@@ -77,12 +77,11 @@ class Admission:
         if self.waiting + count > self.max_queue:
             message = f"the queue is full: {self.waiting} requests wait, {self.max_queue} may"
             raise self._full(message, "queue_full")
-        if key is not None and self._max_per_key is not None:
-            mine = self._waiting_of[key]
-            if mine + count > self._max_per_key:
-                message = f"{mine} requests of this API key wait, and {self._max_per_key} may"
-                raise self._full(message, "key_queue_full")
-            self._waiting_of[key] += count
+        mine = self._waiting_of[key]
+        if self._max_per_key is not None and mine + count > self._max_per_key:
+            message = f"{mine} requests of this API key wait, and {self._max_per_key} may"
+            raise self._full(message, "key_queue_full")
+        self._waiting_of[key] += count
         if self.waiting == 0:
             self._served.clear()
             self._served.append(self._clock())
@@ -102,8 +101,7 @@ class Admission:
             self._served.append(self._clock())
         self.waiting -= 1
         self._tokens -= tokens
-        if key is not None and self._max_per_key is not None:
-            self._waiting_of[key] -= 1
+        self._waiting_of[key] -= 1
 
     def retry_after(self) -> int:
         """Return the whole seconds in which the present queue should be served."""
