@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.common.page_hash import page_hashes
-from twolane.engine.kv import Allocation, KVBooks, Node
+from twolane.common.page_hash import page_hashes, page_key
+from twolane.engine.kv import Allocation, KVBooks, Lookup, Node, PrefixTree
 from twolane.lanes.base import Ticket
 
 PAGE = 4
@@ -63,6 +63,23 @@ def test_pages_return_when_the_last_launch_has_ended() -> None:
     assert (kv.free_pages, kv.free_slots, kv.returning_pages) == (16, 8, 0)
 
 
+def test_what_will_return_is_what_nobody_else_holds() -> None:
+    kv, tokens = books(), list(range(10))
+    gone, other = allocate(kv, tokens), allocate(kv, list(range(20, 30)))
+    kv.share(gone, tokens, 8)
+    also = allocate(kv, tokens[:5])  # has the first page, too
+    kv.launched([gone, other], Ticket("decode", 1))
+    assert kv.returning_pages == 0
+    kv.give_up(gone)
+    before = kv.free_pages + kv.reclaimable_pages
+    assert kv.returning_pages == 2
+    kv.landed([gone, other])
+    assert kv.free_pages + kv.reclaimable_pages == before + 2
+    kv.check()
+    kv.give_up(also)
+    assert kv.returning_pages == 0
+
+
 def test_the_least_recently_used_leaf_goes_first_and_pinned_ones_never() -> None:
     kv = books(pages=5)
     old, new, pinned = [1] * 5, [2] * 5, [3] * 5
@@ -109,6 +126,24 @@ def test_what_is_remembered_of_leaves_does_not_grow_with_the_requests() -> None:
         assert len(kv.match([prompt] * 9)) == 2
         assert kv.grow(held, (len(held.pages) + 2) * PAGE)
         assert not kv.match([prompt] * 9)
+
+
+def test_the_order_holds_when_what_is_remembered_is_sifted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages of one token come, are used again and go; each is called like its token."""
+    monkeypatch.setattr("twolane.engine.kv.SPARE_OFFERS", 5)
+    tree, rng, order = PrefixTree(1), random.Random(0), list[int]()
+    for step in range(2000):
+        turn = rng.choice(["new", "again", "evict"]) if len(order) > 20 else "new"
+        if turn == "evict":
+            assert tree.evict() == order.pop(0)
+            continue
+        order.append(step if turn == "new" else order.pop(rng.randrange(len(order))))
+        path = tree.match(order[-1:], 1)
+        for node in path:
+            tree.pin(node)
+        tree.unpin(path or [tree.add([], page_key(order[-1:], 0, 1, b""), order[-1])])
 
 
 def test_two_requests_that_compute_the_same_page_keep_their_own() -> None:
@@ -176,6 +211,7 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
     kv = books(pages)
     waiting = [rng.randrange(2) for _ in range(29)]
     seen = kv.lookup(waiting)
+    answers: dict[int, Lookup] = {}
     held: list[tuple[Allocation, list[int]]] = []
     for _ in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
@@ -195,6 +231,7 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
             assert kv.lookup(waiting).reused == 0
         seen = kv.lookup(waiting, before=seen)
         assert seen == kv.lookup(waiting)
+        assert seen == answers.setdefault(seen.version, seen), "it has changed, and its version not"
 
 
 @pytest.mark.parametrize("fault", ["lost page", "page owned twice", "wrong pin", "slot twice"])
@@ -261,6 +298,36 @@ def test_nothing_that_was_forgotten_is_found_again() -> None:
     assert allocate(kv, list(range(90, 98))).pages  # what was forgotten is reclaimed first
     assert kv.lookup(tokens).reused == 12
     kv.check()
+
+
+def test_what_was_forgotten_is_reclaimed_from_its_end() -> None:
+    """A page of it was idle, and then one was added behind it."""
+    kv, tokens = books(pages=8), list(range(13))
+    one, other = allocate(kv, tokens), allocate(kv, tokens)
+    kv.share(one, tokens, 4)
+    kv.share(other, tokens, 4)
+    kv.share(one, tokens, 8)
+    kv.forget_prefixes()
+    kv.give_up(one)
+    kv.check()
+    kv.share(other, tokens, 12)
+    kv.give_up(other)
+    kv.check()
+    taker = allocate(kv, [99] * PAGE * kv.free_pages)
+    while kv.reclaimable_pages:
+        assert kv.grow(taker, len(taker.pages) * PAGE + PAGE)
+        kv.check()
+    kv.forget_prefixes()
+    assert not kv.tree._former_roots
+
+
+def test_an_earlier_answer_leads_on_to_what_was_added_since() -> None:
+    kv, tokens = books(), list(range(17))
+    held = allocate(kv, tokens)
+    kv.share(held, tokens, 8)
+    seen = kv.lookup(tokens)
+    kv.share(held, tokens, 16)
+    assert (seen.reused, kv.lookup(tokens, before=seen).reused) == (8, 16)
 
 
 class Watcher:

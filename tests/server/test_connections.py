@@ -372,11 +372,13 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
         writer.transport.abort()
 
     async def work():
-        limits = ConnectionLimits(max_connections=9, arrival_seconds=60, stall_seconds=60)
+        never = 9 * PATIENCE
+        limits = ConnectionLimits(max_connections=9, arrival_seconds=never, stall_seconds=never)
         config = uvicorn.Config(
             app,
             port=0,
             http=connection_class(limits, UnsentOutput()),
+            timeout_keep_alive=never,
             lifespan="off",
             log_config=None,
         )

@@ -5,8 +5,10 @@ import contextlib
 import errno
 import logging
 import socket
+import threading
 
 import uvicorn
+from msgspec import structs
 
 from twolane.frontend.backlog import Backlog
 from twolane.frontend.text.output_reader import Delta
@@ -52,9 +54,9 @@ def test_what_waits_is_taken_in_order_as_it_was_put():
 
 
 @contextlib.asynccontextmanager
-async def served(app, output):
+async def served(app, output, limits=LIMITS):
     """Serve an ASGI application on connections of ours; yields the address."""
-    http = connection_class(LIMITS, output)
+    http = connection_class(limits, output)
     config = uvicorn.Config(app, port=0, http=http, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
@@ -72,13 +74,58 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-def asking(address, path):
+def asking(address, path=b"/", version=b"1.1"):
     """Ask, and read nothing yet; the client's system takes little."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(address)
-    client.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+    client.sendall(b"GET %b HTTP/%b\r\nHost: x\r\n\r\n" % (path, version))
     return client
+
+
+START = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def answering(answer, client_does, output, *, limits=LIMITS, version=b"1.1"):
+    """Ask a server whose application is `answer(connection, send)`; run `client_does(client)` in a
+    thread meanwhile, and return when both are through."""
+
+    async def app(scope, receive, send):
+        connection = scope["state"][CONNECTION]
+        sockets = connection.transport.get_extra_info("socket")
+        sockets.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # nor does the server's
+        await send(START)
+        try:
+            await answer(connection, send)
+        except Exception as error:
+            connection.transport.abort()
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    async def work():
+        nonlocal ended
+        ended = asyncio.get_running_loop().create_future()
+        async with served(app, output, limits) as address:
+            with asking(address, version=version) as client:
+                client.settimeout(PATIENCE)
+                async with asyncio.timeout(PATIENCE):
+                    await asyncio.to_thread(client_does, client)
+                    await ended
+            await until(lambda: not output.readers)
+
+    ended = None
+    asyncio.run(work())
+
+
+def nothing(client):
+    """Read nothing."""
+
+
+def everything(client):
+    """Read whatever comes."""
+    while client.recv(MIB):
+        pass
 
 
 def read(client):
@@ -242,7 +289,7 @@ def test_a_client_is_disconnected_that_takes_nothing_between_two_looks():
 
                 def looked():
                     connection._check_progress()
-                    return connection._dropped
+                    return connection.transport.is_closing()
 
                 for _ in range(9):
                     assert not looked()
@@ -253,6 +300,161 @@ def test_a_client_is_disconnected_that_takes_nothing_between_two_looks():
             await until(lambda: not output.readers)
 
     asyncio.run(work())
+
+
+def test_parts_are_for_clients_that_read():
+    took = []
+
+    async def answer(connection, send):
+        took.append(connection.takes_parts)
+        connection.write_part(bytes(8 * MIB))
+        took.append(connection.takes_parts)
+        full.set()
+        await until(lambda: connection.takes_parts)
+        connection.transport.close()
+        took.append(connection.takes_parts)
+
+    def reads(client):
+        assert full.wait(PATIENCE)
+        everything(client)
+
+    full = threading.Event()
+    answering(answer, reads, UnsentOutput())
+    assert took == [True, False, False]
+
+
+def test_http_1_0_has_no_parts():
+    took = []
+
+    async def answer(connection, send):
+        took.append(connection.takes_parts)
+
+    answering(answer, nothing, UnsentOutput(), version=b"1.0")
+    assert took == [False]
+
+
+def test_parts_count_that_a_connection_takes_at_once():
+    """It takes 64 KiB until it is behind: with thousands of them that is much."""
+    behind = []
+
+    async def answer(connection, send):
+        while not output.dropped["slow"]:
+            behind.append(connection.flow.write_paused)
+            connection.write_part(bytes(1024))
+
+    output = UnsentOutput(MIB // 64)
+    answering(answer, nothing, output)
+    assert behind
+    assert not any(behind)
+
+
+def test_who_is_disconnected_counts_no_more_at_once():
+    """Or it would be disconnected again, or another for it, before the loop tells."""
+
+    async def answer(connection, send):
+        backlog = Backlog()
+        connection.hold(backlog)
+        while backlog.held < MIB:
+            backlog.put(delta(0))
+            assert output.together <= MIB // 32  # it is added up now and then
+
+    output = UnsentOutput(MIB // 64)
+    answering(answer, nothing, output)
+    assert output.dropped == {"slow": 1, "stalled": 0}
+
+
+def test_what_is_left_of_an_answer_that_has_ended_does_not_count():
+    """A stop string was found in it, for instance; the next request may come for long."""
+    left = []
+
+    async def answer(connection, send):
+        backlog = Backlog()
+        connection.hold(backlog)
+        for index in range(9):
+            backlog.put(delta(index))
+        left.append(output.together > 0)
+        await send({"type": "http.response.body", "body": b""})
+        left.append(output.together)
+        connection.transport.close()
+
+    output = UnsentOutput()
+    answering(answer, everything, output)
+    assert left == [True, 0]
+
+
+def test_who_has_read_all_is_not_behind():
+    behind = []
+
+    async def answer(connection, send):
+        behind.append(connection.seconds_behind)
+        for _ in range(2):
+            connection.write_part(bytes(8 * MIB))
+            await asyncio.sleep(0.01)
+            behind.append(connection.seconds_behind > 0)
+            full.set()
+            await until(lambda: connection.takes_parts)
+            behind.append(connection.seconds_behind)
+        connection.transport.close()
+
+    def reads(client):
+        assert full.wait(PATIENCE)
+        everything(client)
+
+    full = threading.Event()
+    answering(answer, reads, UnsentOutput())
+    assert behind == [0, True, 0, True, 0]
+
+
+def test_who_reads_again_between_two_looks_is_not_stalled():
+    """Though as much waits again."""
+    dropped = []
+
+    async def answer(connection, send):
+        for size in (8 * MIB, 16 * MIB):
+            connection.write_part(bytes(size))
+            connection._check_progress()
+            dropped.append(connection.transport.is_closing())
+            full.set()
+            await until(lambda: connection.takes_parts or connection.transport.is_closing())
+        connection.transport.close()
+
+    def reads(client):
+        assert full.wait(PATIENCE)
+        everything(client)
+
+    full = threading.Event()
+    answering(answer, reads, UnsentOutput())
+    assert dropped == [False, False]
+
+
+def test_an_answer_that_goes_on_says_nothing_of_its_reader():
+    """What waits may be more than at the last look, and yet something was read."""
+    dropped = []
+
+    async def answer(connection, send):
+        for _ in range(4):
+            connection.write_part(bytes(8192))
+            connection._check_progress()
+            dropped.append((connection.transport.is_closing(), connection.is_stalled))
+        connection.transport.abort()
+
+    answering(answer, nothing, UnsentOutput())
+    assert [closing for closing, _ in dropped] == [False] * 4
+    assert dropped[-1] == (False, True)
+
+
+def test_the_end_of_an_answer_is_not_waited_for_without_end():
+    """It is less than what pauses the connection, which closes behind it."""
+
+    async def answer(connection, send):
+        connection.write_part(bytes(48 << 10))
+        assert connection.takes_parts
+        connection.transport.close()
+        await until(lambda: output.dropped["stalled"])
+
+    output = UnsentOutput()
+    answering(answer, nothing, output, limits=structs.replace(LIMITS, stall_seconds=0.05))
+    assert output.dropped == {"slow": 0, "stalled": 1}
 
 
 def test_what_waits_is_added_up_after_a_part_of_what_may_wait():

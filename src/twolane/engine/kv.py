@@ -31,7 +31,8 @@ class Node:
         self.hash: int = ROOT_HASH if parent is None else page_hash(parent.hash, key)
         self.page = page
         self.children: dict[bytes, Node] = {}
-        self.pins = 0
+        self.pins = 1
+        """Allocations that hold it; a root is pinned for ever."""
         self.last_used = 0
 
     def __lt__(self, other: "Node") -> bool:
@@ -97,7 +98,6 @@ class PrefixTree:
         """Extend the path by a page, pinned once; the path's nodes are pinned by the caller."""
         parent = path[-1] if path else self._root
         node = Node(parent, key, page)
-        node.pins = 1
         parent.children[key] = node
         self.version += 1
         if not path or path[0].parent is self._root:
@@ -126,23 +126,21 @@ class PrefixTree:
         """Take the page of the least recently used leaf that nobody pins.
 
         Raises:
-            LookupError: there is none.
+            IndexError: there is none.
         """
-        while self._idle_leaves:
+        used, node = heapq.heappop(self._idle_leaves)
+        while not _stands(used, node):
             used, node = heapq.heappop(self._idle_leaves)
-            parent = node.parent
-            if parent is None or not _stands(used, node):
-                continue
-            del parent.children[node.key]
-            node.parent = None
-            for watcher in self.watchers:
-                watcher.removed(node)
-            self.unpinned -= 1
-            self.version += 1
-            if parent.parent is not None:
-                self._offer(parent)
-            return node.page
-        raise LookupError("no reclaimable page")
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        node.parent = None
+        for watcher in self.watchers:
+            watcher.removed(node)
+        self.unpinned -= 1
+        self.version += 1
+        self._offer(parent)
+        return node.page
 
     def forget(self) -> list[int]:
         """Let no later request find anything that is in the tree now.
@@ -286,7 +284,7 @@ class KVBooks:
         written, so the page that holds it is left out. `before` is an earlier answer for the same
         tokens, which saves most of the work.
         """
-        if not (reuse and self.prefix_cache):
+        if not reuse:
             return []
         known = () if before is None else before.path
         return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known, salt)
@@ -441,6 +439,7 @@ class KVBooks:
         for allocation in self._held:
             for node in allocation.path:
                 pins[node] = pins.get(node, 0) + 1
+        assert all(node.pins for node in self._copies), "copies of a page are remembered too long"
         assert all(node.pins == pins.pop(node, 0) for node in nodes), "a pin is wrong"
         assert not pins, "an evicted node is pinned"
         used = {page for allocation in self._held for page in allocation.pages}

@@ -145,15 +145,13 @@ class Connection(H11Protocol):
     crowded = False
     """Whether there were too many connections when this one came: only probes are served on it."""
     _arrival: asyncio.TimerHandle | None = None
-    _progress: asyncio.TimerHandle | None = None
+    _progress: asyncio.TimerHandle
     _unsent = 0
-    """Bytes that waited to be sent at the last look, if nothing was sent since; or else 0."""
+    """Bytes that waited at the last look, if none could be added; 0: the client has read since."""
     _backlog: Backlog[Any] | None = None
     """What waits of the answer under way and is not written yet."""
     _behind_since: float | None = None
     """When the client fell behind, in seconds of the loop's clock; None: it is not behind."""
-    _dropped = False
-    """Whether it was disconnected for what waited for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -194,8 +192,6 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if self.transport.is_closing():
-            return
         super().data_received(data)
         self._watch_arrival()
 
@@ -212,9 +208,7 @@ class Connection(H11Protocol):
         self._stop_watch()
         self.waiting.pop(self, None)
         self.output.readers.discard(self)
-        self._backlog = None
-        if self._progress is not None:
-            self._progress.cancel()
+        self._progress.cancel()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         # These refer back to it. Garbage in cycles would stay until a collection of old objects.
@@ -228,15 +222,15 @@ class Connection(H11Protocol):
     @property
     def is_stalled(self) -> bool:
         """Whether the client does not read what is written to it."""
-        return self.flow.write_paused or self.transport.get_write_buffer_size() > 0
+        return self.transport.get_write_buffer_size() > 0
 
     def _check_progress(self) -> None:
         """Disconnect a client that has taken nothing between two looks, of what waits for it."""
         unsent = self.transport.get_write_buffer_size() + unacknowledged(self.transport)
-        full = self.flow.write_paused or self.transport.is_closing()
-        if full and 0 < self._unsent <= unsent:
+        if 0 < self._unsent <= unsent:
             self.drop("stalled")
             return
+        full = self.flow.write_paused or self.transport.is_closing()
         self._unsent = unsent if full else 0
         self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
 
@@ -262,8 +256,6 @@ class Connection(H11Protocol):
     @property
     def unsent(self) -> int:
         """See `OutputSink`."""
-        if self._dropped:
-            return 0
         held = 0 if self._backlog is None else self._backlog.held
         return self.transport.get_write_buffer_size() + held
 
@@ -274,7 +266,7 @@ class Connection(H11Protocol):
 
     def drop(self, fault: Fault) -> None:
         """See `OutputSink`."""
-        self._dropped = True
+        self._backlog = None
         self.output.note_drop(fault, self.client)
         self.transport.abort()
 
@@ -282,7 +274,7 @@ class Connection(H11Protocol):
     def takes_parts(self) -> bool:
         """Whether `write_part` may be called: not for who has left, reads too slowly, or speaks
         HTTP/1.0."""
-        if self.flow.write_paused or self.transport.is_closing() or self.cycle.disconnected:
+        if self.flow.write_paused or self.transport.is_closing():
             return False
         return self.scope["http_version"] == "1.1"
 
