@@ -1,15 +1,18 @@
 """Mixtures of experts: routing, names, shapes, and what is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
 from tests.model.checkpoints import load_decoder, make_checkpoint, random_model, reference
 from tests.model.passes import in_chunks, prompt
 from twolane.common.errors import FieldError
 from twolane.model import mlp
+from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.configs import spec_from_config
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -182,3 +185,47 @@ def test_which_layers_have_experts_follows_from_the_config() -> None:
         dataclasses.replace(spec, moe=MoeSpec(8, 9, 16))
     with pytest.raises(UnsupportedModel, match="architecture 'GptOssForCausalLM'"):
         spec_from_config({"architectures": ["GptOssForCausalLM"]})
+
+
+def stacked(family: str, path: Path) -> tuple[Path, Path]:
+    """The same model with each expert's tensors by themselves, and with one tensor for all."""
+    apart, together = path / "apart", path / "together"
+    make_checkpoint(family, apart, seed=4, layers=2)
+    model = reference(apart)
+    model.save_pretrained(together, save_original_format=False)
+    return apart, together
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_all_experts_of_a_layer_may_be_one_tensor(family: str, tmp_path: Path) -> None:
+    """As `transformers` writes them without the original format; of each, ranks read their part."""
+    folders = stacked(family, tmp_path)
+    names = load_file(folders[1] / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        ours, theirs = (
+            load_weights(resolve(str(folder)), rank=rank, ranks=ranks)[1] for folder in folders
+        )
+        for one, other in zip(ours.layers, theirs.layers, strict=True):
+            for (_, matrix), (_, meant) in zip(
+                one.mlp.matrices(), other.mlp.matrices(), strict=True
+            ):
+                assert torch.equal(matrix.values, meant.values)
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "message"),
+    [
+        ("", lambda t: t[:, :-1].clone(), r"misshapen tensors: .*\[8, 127, 64\] instead of \[8"),
+        ("_packed", lambda t: t.int(), r"one tensor are not read, such as .*gate_up_proj_packed"),
+    ],
+)
+def test_stacks_that_cannot_be_are_refused(end, change, message, tmp_path) -> None:
+    _, path = stacked("qwen3-moe", tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")][:2]:
+        tensors[f"{name}{end}"] = change(tensors.pop(name))
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(WeightsError, match=message):
+        load_decoder(resolve(str(path)))

@@ -37,6 +37,7 @@ from twolane.model.load.quantization import BLOCK, FLOATS, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
+from twolane.model.load.stacked import Stacked, has_stacks
 from twolane.model.load.stored_formats import with_stored_formats
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
@@ -184,6 +185,8 @@ def _open(
         return model.spec, joined, None
     if source.kind == "dir" and source.path is not None:
         spec, tensors = _open_directory(source, source.path, stack)
+        if spec.moe is not None and has_stacks(tensors):
+            tensors = Stacked(tensors, spec, source.name)
         if stored is not None:
             stored = with_stored_formats(stored, spec, tensors, source.name)
         if spec.family not in JOINED:
@@ -195,7 +198,7 @@ def _open(
 
 def _open_directory(
     source: ModelSource, path: Path, stack: ExitStack
-) -> tuple[ModelSpec, Safetensors]:
+) -> tuple[ModelSpec, TensorSource]:
     """The tensors of a directory, and its spec with `tie_embeddings` as they have it.
 
     Raises:
