@@ -196,7 +196,9 @@ def test_four_bits_are_widened_for_a_library(
     )
     matrix = quantised(w, GROUPS[group])
     zeros = torch.randint(0, 16, matrix.scales.shape, generator=draw, dtype=torch.uint8)
-    weight = in_registers(replace(matrix, zeros=zeros.to(device)))
+    signs = torch.randint(0, 2, zeros.shape, generator=draw) * 2 - 1
+    signed = matrix.scales * signs.to(device)
+    weight = in_registers(replace(matrix, zeros=zeros.to(device), scales=signed))
     monkeypatch.setattr(widening, "WIDE_BYTES", 128 * 2 * 640)
     meant = weight.dequantised()
     wide = [widening.widen(weight.values, weight.scales, rows) for rows in widening.parts(272, 640)]

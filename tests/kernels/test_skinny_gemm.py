@@ -97,7 +97,8 @@ class Case:
             w = quantised(torch.randn(self.w.shape, generator=draw), f"int4_g{variant.group}")
             assert w.scales is not None
             zeros = torch.randint(0, 16, w.scales.shape, generator=draw, dtype=torch.uint8)
-            w = for_gpu(replace(w, zeros=zeros), BF16)
+            signs = torch.randint(0, 2, w.scales.shape, generator=draw) * 2 - 1
+            w = for_gpu(replace(w, zeros=zeros, scales=w.scales * signs), BF16)
             self.w, self.w_groups = w.values, w.scales
             self.expected = self.x.float() @ w.dequantised().T
         if variant.gated:

@@ -82,11 +82,11 @@ def _meant(numbers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return (groups * scales[..., None]).flatten(1)
 
 
-def _words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """int32 [rows, columns / 8] of numbers 0 to 15: bits 4 i of a word hold column order[i]."""
     eights = numbers.reshape(len(numbers), -1, 8)
-    words = sum(eights[:, :, order[i]] << (4 * i) for i in range(8))
-    return torch.where(words >= 2**31, words - 2**32, words).int().contiguous()
+    joined = sum(eights[:, :, order[i]] << (4 * i) for i in range(8))
+    return torch.where(joined >= 2**31, joined - 2**32, joined).int().contiguous()
 
 
 def awq(weight: Tensor, group: int = GROUP) -> tuple[Module, Tensor]:
@@ -94,8 +94,8 @@ def awq(weight: Tensor, group: int = GROUP) -> tuple[Module, Tensor]:
     numbers, scales, zeros = _four_bits(weight, False, group or weight.shape[1])
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     module = {
-        "qweight": _words(numbers.t(), order),
-        "qzeros": _words(zeros.t(), order),
+        "qweight": words(numbers.t(), order),
+        "qzeros": words(zeros.t(), order),
         "scales": scales.t().half().contiguous(),
     }
     return module, _meant(numbers, scales, zeros)
@@ -108,8 +108,8 @@ def gptq(
     size = group or weight.shape[1]
     numbers, scales, zeros = _four_bits(weight, symmetric, size)
     module = {
-        "qweight": _words(numbers).t().contiguous(),
-        "qzeros": _old_zeros(zeros) if old else _words(zeros.t()),
+        "qweight": words(numbers).t().contiguous(),
+        "qzeros": _old_zeros(zeros) if old else words(zeros.t()),
         "scales": scales.t().half().contiguous(),
         "g_idx": (torch.arange(weight.shape[1]) // size).int(),
         "bias": torch.zeros(len(weight)).half(),
@@ -120,8 +120,8 @@ def gptq(
 def _old_zeros(zeros: Tensor) -> Tensor:
     """The words of zero points in GPTQ's first format, which takes 1 from each number of a word,
     and what a zero lacks from the number behind it."""
-    words = _words(zeros.t()).long() - 0x11111111
-    return ((words + 2**31) % 2**32 - 2**31).int()
+    less = words(zeros.t()).long() - 0x11111111
+    return ((less + 2**31) % 2**32 - 2**31).int()
 
 
 def gptq_ordered(weight: Tensor) -> tuple[Module, Tensor]:
@@ -129,7 +129,7 @@ def gptq_ordered(weight: Tensor) -> tuple[Module, Tensor]:
     order, back = _shuffled(weight)
     numbers, scales, zeros = _four_bits(weight[:, order], symmetric=False)
     module = {
-        "qweight": _words(numbers[:, back]).t().contiguous(),
+        "qweight": words(numbers[:, back]).t().contiguous(),
         "qzeros": _old_zeros(zeros),
         "scales": scales.t().half().contiguous(),
         "g_idx": (back // GROUP).int(),
@@ -155,12 +155,12 @@ def packed(
     order, back = _shuffled(weight) if ordered else (slice(None), slice(None))
     numbers, scales, zeros = _four_bits(weight[:, order], symmetric, group or weight.shape[1])
     module = {
-        "weight_packed": _words(numbers[:, back]),
+        "weight_packed": words(numbers[:, back]),
         "weight_scale": scales.bfloat16(),
         "weight_shape": torch.tensor(weight.shape),
     }
     if not symmetric:
-        module["weight_zero_point"] = _words(zeros.t()).t().contiguous()
+        module["weight_zero_point"] = words(zeros.t()).t().contiguous()
     if isinstance(back, Tensor):
         module["weight_g_idx"] = (back // group).int()
     return module, _meant(numbers, scales.bfloat16().float(), zeros)[:, back]

@@ -33,6 +33,7 @@ from tests.model.quantised_checkpoints import (
     is_linear,
     packed,
     packed_zeros,
+    words,
     write_as,
 )
 from tests.parallel.test_sharding import TOKENS, together
@@ -129,6 +130,19 @@ def _uneven(writer: Writer) -> Writer:
         return writer(weight)
 
     return write
+
+
+def _signed(weight: Tensor) -> tuple[Module, Tensor]:
+    """GPTQ's layout as AutoRound fills it: the largest number of a group is -8, so that half of
+    the scales are below 0."""
+    groups = weight.reshape(len(weight), -1, 32)
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (largest / -8).half().float()
+    module, _ = gptq(weight)
+    numbers = ((groups / scales).round().clamp(-8, 7) + 8).flatten(1).long()
+    module |= {"qweight": words(numbers).t().contiguous()}
+    module |= {"scales": scales[..., 0].t().half().contiguous()}
+    return module, ((numbers - 8).view_as(groups) * scales).flatten(1)
 
 
 def _second_zeros(weight: Tensor) -> tuple[Module, Tensor]:
@@ -444,6 +458,23 @@ TAKEN = {
         },
         {"1.self_attn.o_proj.": None, "_proj.": partial(gptq, group=128)},
     ),
+    "AutoRound: signed scales, the classifier, an expression": Published(
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 32,
+            "sym": True,
+            "extra_config": {
+                "lm_head": {"bits": 4, "group_size": 32, "data_type": "int"},
+                r"layers\.1\.mlp\.(gate|up)": {"bits": 16, "data_type": "float"},
+            },
+        },
+        {"1.mlp.gate_": None, "1.mlp.up_": None, "_proj.": _signed, "lm_head.": _signed},
+    ),
+    "AutoRound for GPTQ": Published(
+        {**_GPTQ, "group_size": 32, "sym": True, "provider": "auto-round"}, _signed
+    ),
     # AWQ
     "Qwen2.5-7B-Instruct-AWQ": Published(
         {**_AWQ, "modules_to_not_convert": None, "version": "gemm"}, partial(awq, group=128)
@@ -651,6 +682,10 @@ REFUSED = {
     "AutoRound, a module in eight bits": (
         {**_ROUND, "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}}},
         "extra_config of auto-round: bits of model.layers.0.mlp.down_proj 8",
+    ),
+    "AutoRound, a module in other groups": (
+        {**_ROUND, "extra_config": {"lm_head": {"bits": 4, "group_size": 32}}},
+        "extra_config of auto-round: group_size of lm_head 32",
     ),
     "AutoRound with rotations": ({**_ROUND, "rotation_config": {"block_size": 32}}, "rotation"),
     # others

@@ -243,7 +243,10 @@ REFUSED = {
         "float-quantized-channel", "weight_scale", _with((3, 0), float("nan")), "weight_scale has"
     ),
     "an endless scale": ("awq", "scales", _with((0, 3), float("inf")), "o_proj.scales has scales"),
-    "a scale below 0": ("gptq", "scales", _with((0, 3), -1.0), "o_proj.scales has scales"),
+    "a scale below 0": (
+        "float-quantized-channel", "weight_scale", _with((3, 0), -1.0), "scales that are not above"
+    ),
+    "a scale of 0 in four bits": ("gptq", "scales", _with((0, 3), 0.0), "o_proj.scales has scales"),
     "a value that is no number": (
         "fp8", "weight", lambda t: _with((0, 0), 127)(t.view(torch.uint8)).view(t.dtype),
         "o_proj.weight has values that are not numbers",

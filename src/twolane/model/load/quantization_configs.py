@@ -245,12 +245,33 @@ def _auto_round(config: _AutoRound) -> Quantization:
     }
     _only(f"packing_format {what}", config.packing_format, *layouts)
     kind, others = layouts[config.packing_format], config.extra_config or {}
-    for name, other in others.items():
-        _only(f"extra_config {what}: bits of {name}", other.get("bits", config.bits), 16, 32)
-    columns = _group(config.group_size, "auto-round")
-    old = kind == "gptq"
+    alike = {name for name, other in others.items() if _alike(name, other, config)}
+    old, columns = kind == "gptq", _group(config.group_size, "auto-round")
     form = Format(kind, "auto-round", columns, symmetric=False, old_zeros=old, centred=config.sym)
-    return _of_all([form], list(others))
+    targets = ("Linear", "lm_head")
+    left = [_searched(name) for name in others if name not in alike]
+    return _of_all([form], left, targets, head="lm_head" in alike)
+
+
+def _alike(name: str, other: Mapping[str, Any], config: _AutoRound) -> bool:
+    """Whether `extra_config` gives a module the format of the others; else it has 16 bits.
+
+    Raises:
+        UnsupportedModel: it has another one.
+    """
+    if other.get("bits", config.bits) in (16, 32):
+        return False
+    own = converted({**msgspec.structs.asdict(config), **other}, _AutoRound, _WHERE, lax=True)
+    for field in ("bits", "group_size", "sym", "data_type"):
+        what = f"extra_config of auto-round: {field} of {name}"
+        usual = getattr(config, field)
+        _only(what, getattr(own, field), usual, *((16, 32) if field == "bits" else ()))
+    return True
+
+
+def _searched(name: str) -> str:
+    """A name of AutoRound, or one of its expressions, which are searched for."""
+    return name if re.fullmatch(r"[\w.]*", name) else f"re:.*(?:{name})"
 
 
 def _kind(blocks: bool) -> Literal["fp8_block", "fp8_scale"]:

@@ -26,8 +26,10 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     matrix = _READERS[format.kind](format, tensors)
     name = "scales" if format.kind in ("awq", "gptq") else format.scales
     scales = tensors[name] if matrix.scales is None else matrix.scales  # None: act-order
-    if not bool((scales.isfinite() & (scales > 0)).all()):
-        raise ValueError(f"{name} has scales that are not above 0 and finite")
+    signed = format.kind in ("awq", "gptq", "packed")  # AutoRound makes use of both signs
+    if not bool((scales.isfinite() & ((scales != 0) if signed else (scales > 0))).all()):
+        which = "0 or not finite" if signed else "not above 0 and finite"
+        raise ValueError(f"{name} has scales that are {which}")
     if matrix.values.dtype == fp8.E4M3 and bool(matrix.values.isnan().any()):
         raise ValueError("weight has values that are not numbers")
     return matrix
