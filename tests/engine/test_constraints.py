@@ -143,6 +143,8 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone(model):
     assert "tokenizer" in too_early.message
     assert isinstance(answers["bad"][1], Refused)
     assert "regex" in answers["bad"][1].message
+    assert answers["bad"][1].message.startswith("grammar cannot be followed: ")
+    assert answers["bad"][1].field == "grammar"
     assert all(answers[f"r{i}"][1] in ("stop", "length") for i in range(6))
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twolane.engine.messages import Output
-from twolane.frontend.generation import Generation, GenerationOptions
+from twolane.engine.messages import Output, Refused
+from twolane.frontend.generation import Generation, GenerationOptions, GenerationRefused
 from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.sampling import SamplingParams
@@ -28,6 +28,7 @@ class Engine:
     def submit(self, request, sink):
         self.submits.append(request)
         self.say = lambda tokens, finish=None: sink(Output(request.id, tokens, finish))
+        self.refuse = lambda message, field: sink(Refused(request.id, "invalid", message, field))
 
     def abort(self, id):
         self.aborted = True
@@ -103,6 +104,18 @@ def test_an_error_of_the_taker_ends_the_iteration_alone():
             with pytest.raises(ValueError, match="cannot be written"):
                 await first
         assert engine.aborted
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_fails_on_the_way_is_told_by_the_name_of_the_clients_field():
+    async def run():
+        engine, options = Engine(), GenerationOptions(asks_for_grammar="response_format")
+        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()], options) as generation:
+            engine.refuse("grammar is hard", "grammar")
+            with pytest.raises(GenerationRefused, match=r"^response_format is hard$") as told:
+                await anext(aiter(generation))
+            assert told.value.param == "response_format"
 
     asyncio.run(run())
 

@@ -10,7 +10,15 @@ from twolane.common.errors import FieldError
 from twolane.frontend.fence import Limits
 from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured import maker
-from twolane.frontend.structured.jobs import Calls, Choices, GrammarJob, Regex, Schema, SchemaText
+from twolane.frontend.structured.jobs import (
+    Calls,
+    Choices,
+    ContextFree,
+    GrammarJob,
+    Regex,
+    Schema,
+    SchemaText,
+)
 from twolane.frontend.structured.tools import Tool
 
 from .test_structured import chain
@@ -62,7 +70,11 @@ def test_what_cannot_be_served_is_refused_with_its_reason(tokenizer):
     async def run():
         async with making(tokenizer) as made:
             assert "contains" in await problem(made, Schema({"type": "array", "contains": {}}))
-            assert "ints" in await problem(made, Schema({"maximum": 2**70}))
+            assert "beyond 64 bits" in await problem(made, Schema({"maximum": 2**70}))
+            assert "nested too deeply" in await problem(made, SchemaText("[" * 99_999))
+            for nothing in (Schema({"$ref": "#"}), ContextFree('start: "" start')):
+                said = await problem(made, nothing)
+                assert said == "cannot be served: no text that the model can write fits it"
             assert "truncated" in await problem(made, SchemaText('{"type": '))
             # It compiles; what its first token may be is too much to find out.
             assert "Too many" in await problem(made, Schema({"anyOf": branches}))

@@ -119,6 +119,7 @@ def test_an_unknown_name_is_a_404(served):
         given = body("nobody") if path == "/v1/completions" else {"lora_name": "nobody"}
         status, _, answer = served.request(path, given)
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert answer["error"]["param"] == ("lora_name" if "lora_name" in given else "model")
 
 
 @pytest.mark.parametrize(

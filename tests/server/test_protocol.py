@@ -31,6 +31,39 @@ def refusal(kind, body):
     return from_validation(caught.value.errors())
 
 
+@pytest.mark.parametrize("value", [5, [], ["x"]])
+@pytest.mark.parametrize(
+    ("param", "body"),
+    [
+        ("structured_outputs.json", lambda value: {"structured_outputs": {"json": value}}),
+        (
+            "response_format.json_schema.schema",
+            lambda value: {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": value},
+                }
+            },
+        ),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            lambda value: {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": value}}],
+                    }
+                ]
+            },
+        ),
+    ],
+)
+def test_a_field_of_several_types_is_named_as_clients_write_it(param, body, value):
+    error = refusal(ChatRequest, {"messages": MESSAGES, **body(value)})
+    assert error.param == param
+    assert error.message.startswith(f"{param}: must be a JSON object")
+
+
 def unsupported(kind):
     return [(name, neutral) for name, neutral in kind.unsupported.items()]
 

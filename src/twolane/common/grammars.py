@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_GRAMMAR_BYTES = 512 * 2**10
 """A grammar may be at most this many bytes long, after it was made from a schema."""
@@ -21,14 +21,30 @@ TAKING_SECONDS, TAKING_TOKEN_SECONDS = 0.05, 0.001
 """Seconds of processor time that a grammar may use to take the tokens of an answer, and more for
 each token: the library holds the interpreter's lock meanwhile. Harmless grammars take up to 0.5 ms
 for a token, and 10 ms for one of the first; an ambiguous one takes longer with each."""
-AMBIGUOUS = "is too ambiguous: each token takes milliseconds to match, and more with each"
+AMBIGUOUS = "it is too ambiguous: each token takes milliseconds to match, and more with each"
+NOTHING_FITS = "no text that the model can write fits it"
+NOTHING_LEFT = ("NoExtension", "NoExtensionBias")
+"""What a matcher says for that."""
+UNSAID = "<non-verbose/>"
+"""What stands in a matcher's errors for details that it leaves out."""
 MOST_SAID = 450
 """An error message has at most this many characters of what a matcher says is wrong."""
 
 
+def matcher_of(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
+    """Return a matcher of a grammar, which says what is wrong with it to `problem_of` alone: the
+    library would write it to standard error, where clients could fill the log."""
+    from llguidance import LLMatcher
+
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+
+
 def problem_of(matcher: "LLMatcher") -> str | None:
     """Return what is wrong with a matcher's grammar or with a token that it took, on one line."""
-    return " ".join(matcher.get_error().split())[:MOST_SAID] if matcher.is_error() else None
+    if not matcher.is_error():
+        return None
+    said = " ".join(matcher.get_error().replace(UNSAID, "").split())
+    return NOTHING_FITS if said in NOTHING_LEFT else said[:MOST_SAID]
 
 
 def takes_too_long(seconds: float, tokens: int) -> bool:

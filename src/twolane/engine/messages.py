@@ -163,6 +163,10 @@ class Output(msgspec.Struct, frozen=True):
     """When the API process delivers it, in seconds on the machine's monotonic clock; None: now."""
 
 
+GRAMMAR = "grammar"
+"""The field of a request's parameters that has its grammar."""
+
+
 class Refused(msgspec.Struct, frozen=True):
     """The request cannot be served; `message` names what is wrong."""
 

@@ -269,10 +269,18 @@ class State:
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def fail(self, request: Request, message: str, code: RefusedCode = "invalid") -> None:
-        """End a request that was accepted and does not go on; the client is told why."""
+    def fail(
+        self,
+        request: Request,
+        message: str,
+        code: RefusedCode = "invalid",
+        *,
+        field: str | None = None,
+    ) -> None:
+        """End a request that was accepted and does not go on; the client is told why, and which
+        field is at fault."""
         self._leave(request)
-        self.refused.append(Refused(request.id, code, message))
+        self.refused.append(Refused(request.id, code, message, field))
         reason = "refused" if code == "refused" else "abort"
         self.trace.request_end(request.id, self.now(), reason, request.generated)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from twolane.engine.messages import Output, Refused, Submit
+from twolane.engine.messages import GRAMMAR, Output, Refused, Submit
 from twolane.frontend.backlog import Backlog
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
 from twolane.frontend.text.codec import TextCodec, TextError
@@ -38,6 +38,8 @@ class GenerationOptions(NamedTuple):
     """Its own latency bounds; the server's where it has none."""
     lora: str | None = None
     """Name of the adapter that answers; None: the model itself."""
+    asks_for_grammar: str = GRAMMAR
+    """Name of the client's field that asks for a grammar."""
 
 
 class GenerationFailed(Exception):
@@ -119,6 +121,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._observer = observer
+        self._asks_for_grammar = options.asks_for_grammar
         self.backlog: Backlog[Event | Exception | None] = Backlog()
         """What has come and was not iterated over yet."""
         self._taker: Taker | None = None
@@ -150,7 +153,7 @@ class Generation:
                 case Output():
                     raise GenerationFailed("the engine gave the request up")
                 case Refused() as refused:
-                    raise GenerationRefused(refused)
+                    raise GenerationRefused(self._by_name(refused))
                 case EngineGone() as gone:
                     raise GenerationFailed(gone.message)
                 case Exception() as error:
@@ -220,6 +223,13 @@ class Generation:
             self._end(index, event, now)
         if not self._taken(told):
             self._put(told)
+
+    def _by_name(self, refused: Refused) -> Refused:
+        """A refusal with the name that the client has for the field at fault."""
+        if refused.field != GRAMMAR:
+            return refused
+        message = self._asks_for_grammar + refused.message.removeprefix(GRAMMAR)
+        return msgspec.structs.replace(refused, message=message, field=self._asks_for_grammar)
 
     def _taken(self, told: Delta | Event | None) -> bool:
         if self._taker is None or not self._awaited:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import Body, wrong
+from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.text.template_form import thinking_part
 
 Turn = dict[str, Any]
@@ -76,6 +76,9 @@ def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     raise PydanticCustomError("invalid_value", "{text}", {"text": text})
 
 
+Arguments = Annotated[str | dict[str, Any], one_message("must be a JSON object or a text of one")]
+
+
 class FunctionCall(Body):
     """The function that a tool call names, and its arguments."""
 
@@ -84,7 +87,7 @@ class FunctionCall(Body):
     null_says_nothing = True
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Arguments | None = None
 
 
 class MessageToolCall(Body):

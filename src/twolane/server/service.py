@@ -94,8 +94,8 @@ class Service:
         self.judge = Judge()
         """What judges large bodies."""
 
-    def check_model(self, name: str | None) -> str:
-        """Return the name of the model that answers a request for this one.
+    def check_model(self, name: str | None, param: str = "model") -> str:
+        """Return the name of the model that answers a request for this one, which `param` names.
 
         Raises:
             ApiError: 404, there is no such model and no such adapter.
@@ -107,7 +107,7 @@ class Service:
                 404,
                 f"there is no model {shortened(name)!r} here; {self.model_name!r} is served",
                 code="model_not_found",
-                param="model",
+                param=param,
             )
         return name
 
@@ -160,6 +160,8 @@ class Service:
         options = GenerationOptions(
             body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora
         )
+        if form.wanted is not None:
+            options = options._replace(asks_for_grammar=form.wanted.field)
         every = [params] * len(prompts)
         try:
             if form.grammar is not None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from twolane.common.grammars import AMBIGUOUS, parser_limits, problem_of, takes_too_long
+from twolane.common.grammars import AMBIGUOUS, matcher_of, problem_of, takes_too_long
 from twolane.common.resources import usable_cores, yield_processor
 
 KEPT_MATCHERS = 128
@@ -288,7 +288,7 @@ class Grammars:
             self._compiled.move_to_end((grammar, group))
             return found
         vocabulary, began = self._vocabulary_now(), time.thread_time()
-        matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        matcher = matcher_of(vocabulary, grammar)
         if (problem := problem_of(matcher)) is not None:
             raise GrammarError(problem)
         pace = self._paces.setdefault(grammar, MaskPace())

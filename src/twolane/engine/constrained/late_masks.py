@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Masks
+from twolane.engine.messages import GRAMMAR
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State, masks_of
 from twolane.lanes.work import TokenMask
@@ -62,7 +63,8 @@ class LateMasks:
         if request.phase is Phase.FINISHED:
             return
         if isinstance(mask, GrammarError):
-            self._state.fail(request, f"grammar {mask}")
+            said = f"{GRAMMAR} cannot be followed: {mask}"
+            self._state.fail(request, said, field=GRAMMAR)
             self._state.drop_empty_batches()
         else:
             request.mask = mask

@@ -49,7 +49,8 @@ class GrammarMaker:
         try:
             job = msgspec.msgpack.encode(asked)
         except (OverflowError, ValueError) as error:
-            raise FieldError(asked.field, f"cannot be served: {error}") from error
+            why = "a number of it is beyond 64 bits" if isinstance(error, OverflowError) else error
+            raise FieldError(asked.field, f"cannot be served: {why}") from error
         try:
             said = await self._lanes[len(job) >= LONG_JOB].run([job], client)
         except FenceError as error:

@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import AMBIGUOUS, parser_limits, problem_of, takes_too_long
+from twolane.common.grammars import AMBIGUOUS, matcher_of, problem_of, takes_too_long
 from twolane.frontend import fenced
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
@@ -126,7 +126,7 @@ def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence
     Raises:
         FieldError: it cannot.
     """
-    matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+    matcher = matcher_of(vocabulary, grammar)
     seconds, problem = 0.0, problem_of(matcher)
     for taken in range(1 + TRIED_STEPS):
         if problem is not None or matcher.is_stopped():

@@ -6,11 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import Body, wrong
+from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.structured import jobs
 from twolane.frontend.structured.grammar import ANY_OBJECT
 
-Schema = dict[str, Any] | bool
+Schema = Annotated[dict[str, Any] | bool, one_message("must be a JSON object or a boolean")]
+SchemaOrText = Annotated[
+    dict[str, Any] | bool | str, one_message("must be a JSON object, a boolean, or a text of one")
+]
 
 
 class JsonSchema(Body):
@@ -55,7 +58,7 @@ class StructuredOutputs(Body):
         "structural_tag": (),
     }
 
-    json_: Schema | str | None = Field(default=None, alias="json")
+    json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None

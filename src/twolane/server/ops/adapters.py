@@ -52,7 +52,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
         is answered."""
         service.availability.check()
         if body.lora_name not in service.engine.adapters.loaded:
-            service.check_model(body.lora_name)
+            service.check_model(body.lora_name, "lora_name")
             raise refused(AdapterRefused("this is the model itself"), "lora_name")
         try:
             await service.engine.adapters.unload(body.lora_name)
