@@ -122,8 +122,6 @@ class Intake:
         return kv.prefix_cache and request.prompt_tokens > kv.page_size
 
     def _problem(self, message: Submit) -> Refused | None:
-        if message.id in self._state.requests:
-            return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
         if message.lora is not None and self._adapters.find(message.lora) is None:
             text = f"model {message.lora!r} does not exist: no adapter of that name is loaded"
             return Refused(message.id, "unknown_model", text, "model")

@@ -410,8 +410,8 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
     when the launches that name them have ended; rows that must wait for that sit out this launch.
     """
     clipped, note = k, ""
-    # Nobody needs more than a page for every page of steps and one for what is left of its last.
-    if len(rows) * (state.kv.pages_for(k) + 1) > _available(state):
+    # Nobody needs more than a page for every page of steps: all have pages for their contexts.
+    if len(rows) * state.kv.pages_for(k) > _available(state):
         while clipped > 1 and _missing(state, rows, clipped) > _available(state):
             clipped -= 1
         note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
