@@ -1,15 +1,16 @@
 import json
-import time
 from functools import partial
 from itertools import pairwise
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.frontend.forms import Asked, Forms
+from twolane.frontend.parsers import unclosed
 from twolane.frontend.parsers.json_call import JsonCall, arguments_object
+from twolane.frontend.parsers.json_prefix import ObjectPrefix
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import XmlCall, typed
 from twolane.frontend.parsers.reasoning import WAYS, ReasoningParser, ThinkingMarks
@@ -519,6 +520,86 @@ def test_a_call_behind_a_long_text_that_is_none_is_found(mark):
     assert read(tools("hermes"), [text, call]) == ("", text, [("weather", "{}")])
 
 
+CALLED, WEATHER = [("weather", "{}")], '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+LONG = "I call it. " * 40
+SEP = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "call"),
+    [
+        ("hermes", "<tool_call>{ ", WEATHER),
+        ("hermes", "<tool_call>{" + " " * 500, WEATHER),
+        ("hermes", "<tool_call>", "<tool_call>" + WEATHER),
+        ("qwen3_coder", "<tool_call>", "<tool_call><function=weather></function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=", "<tool_call><function=weather></function>"),
+        ("mistral", "[TOOL_CALLS]", "[TOOL_CALLS]weather[ARGS]{}"),
+        ("deepseek_v3", SEP[0], f"{SEP[0]}function{SEP[1]}weather\n```json\n{{}}\n```"),
+        ("deepseek_v31", SEP[0], f"{SEP[0]}weather{SEP[1]}{{}}"),
+    ],
+)
+def test_a_call_behind_a_mark_in_a_long_text_is_found(form, begin, call):
+    text = f"{begin} {LONG}"
+    assert read(tools(form), [text + call]) == ("", text.rstrip(), CALLED)
+    parser = tools(form)
+    shown = "".join(piece.text for piece in parser.feed(text))
+    assert shown == text.rstrip()
+
+
+@pytest.mark.parametrize("step", [1, 7, 10_000])
+def test_a_call_that_a_draft_has_taken_for_its_own_text_is_found(step):
+    """What follows the draft's open string is not as JSON goes on: it is thinking."""
+    draft = f'<tool_call>{{"name": "weather", "arguments": {{"city": "{LONG}'
+    parser = CallsInThinking(partial(tools, "hermes"), TYPES)
+    assert read(parser, slices(draft + "\n" + WEATHER, step)) == (draft.rstrip(), "", CALLED)
+
+
+@pytest.mark.parametrize("behind", ["…", "a}", "[1,]", '"x" and so on', "{1: 2}", "01", "}", "[}"])
+def test_a_draft_is_thinking_as_soon_as_it_can_be_no_call(behind):
+    draft = f'<tool_call>{{"name": "weather", "arguments": {{"city": {behind} Hm'
+    parser = CallsInThinking(partial(tools, "hermes"), TYPES)
+    assert parser.feed(draft) == [Reasoning(draft)]
+    assert not parser.holds
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_draft_that_nothing_tells_from_a_call_is_kept_back_so_far(step, monkeypatch):
+    monkeypatch.setattr(unclosed, "MOST_HELD", 1000)
+    draft = LOOK[:-30].ljust(1000, "a")
+    parser = CallsInThinking(partial(tools, "qwen3_coder"), TYPES)
+    assert [piece for part in slices(draft, step) for piece in parser.feed(part)] == []
+    assert parser.feed("a") == [Reasoning(draft + "a")]
+    assert read(parser, [LOOK]) == ("", "", [("weather", '{"days": 2}')])
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda within: st.lists(within, max_size=3) | st.dictionaries(st.text(max_size=3), within),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50)
+@given(value=st.dictionaries(st.text(max_size=3), JSON, max_size=3), ascii=st.booleans())
+def test_each_beginning_of_an_object_may_become_one(value, ascii):
+    text = json.dumps(value, ensure_ascii=ascii, indent=1)
+    assert ObjectPrefix().feed(f" {text}\n")
+    assert not ObjectPrefix().feed(text + ",")
+    assert not ObjectPrefix().feed(f"[{text}")
+
+
+@given(text=st.text(alphabet='{}[]",: 1.-eatrufls', max_size=20))
+def test_what_may_become_an_object_is_one_when_its_brackets_are_closed(text):
+    """Or lacks a value, a key or the end of a word in front of them."""
+    prefix = ObjectPrefix()
+    if prefix.feed("{" + text) and not prefix._open:
+        assert isinstance(json.loads("{" + text), dict)
+
+
 def test_white_space_in_a_call_is_not_kept_to_be_read_again():
     call = XmlCall({})
     for char in f"{' ' * 9}\n" * 1000 + "<function=f>" + " " * 10000:
@@ -526,13 +607,12 @@ def test_white_space_in_a_call_is_not_kept_to_be_read_again():
     assert len(call._pieces) <= 1
 
 
-@pytest.mark.parametrize("space", [" ", "\t", "\n"])
-def test_white_space_behind_a_name_is_matched_once(space):
-    """Two ways to match it take as many steps as the square of its length."""
-    began = time.process_time()
-    text = f"[TOOL_CALLS]f{space * 200_000}!"
-    assert read(tools("mistral"), [text + "{"]) == ("", text + "{", [])
-    assert time.process_time() - began < 30  # and not 130
+@pytest.mark.parametrize("mark", ["[TOOL_CALLS]f", "<｜tool▁call▁begin｜>f"])
+def test_a_long_text_in_front_of_arguments_is_shown_at_once(mark):
+    """It is no name; a pattern for one would be tried in more steps than it has characters."""
+    parser = tools("mistral" if "TOOL" in mark else "deepseek_v31")
+    text = mark + "f " * 200
+    assert "".join(piece.text for piece in parser.feed(text)) == text.rstrip()
 
 
 def test_arguments_in_thinking_come_as_one_piece():

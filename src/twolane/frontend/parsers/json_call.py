@@ -161,7 +161,8 @@ class JsonCall:
         if self._arguments_ended and char not in WHITE + ",}":  # the last brace is missing
             self.done, self.broken, self.spare = True, self.name is None, char
             return
-        if char == "{" and self._is_doubled:
+        if self._wants_key and char not in WHITE + '",}':
+            self.broken = char != "{"  # one may be doubled: Qwen2.5's template shows calls so
             return
         if char in "{[":
             self._depth += 1
@@ -178,8 +179,8 @@ class JsonCall:
             self._keep(char)
 
     @property
-    def _is_doubled(self) -> bool:
-        """Whether a brace would be the object's second: Qwen2.5's template shows calls so."""
+    def _wants_key(self) -> bool:
+        """Whether a key at the top may begin, of what may still be no call."""
         return self._depth == 1 and self._key is None and not self._scalar and self.name is None
 
     def _keep(self, written: str) -> None:

@@ -51,8 +51,27 @@ class Parser(Protocol):
 
 
 MOST_READ_AGAIN = 256
-"""Characters behind a mark that are read again where no call begins with it. In what is longer no
-other call is looked for: marks within each other would be read as often as there are marks."""
+"""Characters of a text behind a mark that are read again where no call begins with it: else marks
+within each other would be read as often as there are marks.
+
+Invariant: a refused text is longer only if it is an object in JSON that names no tool, or white
+space, or has taken a later call for a part of its arguments; of these the end is read again, where
+what has told that they are no call stands.
+"""
+
+
+def read_again_from(text: str, marks: tuple[str, ...]) -> int:
+    """Return from where on a refused text behind a mark is read again.
+
+    A long one is so from the first mark in its last `MOST_READ_AGAIN` characters on or, where there
+    is none, from what may be the begin of one at its end, and the white space before these.
+    """
+    near = len(text) - MOST_READ_AGAIN
+    if near <= 0:
+        return 0
+    found = [place for mark in marks if (place := text.find(mark, near)) >= 0]
+    place = min(found, default=len(text) - held_back(text, marks))
+    return len(text[:place].rstrip())
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:

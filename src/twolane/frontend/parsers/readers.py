@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, parsed
+from twolane.frontend.parsers.pieces import MOST_READ_AGAIN
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
 """The JSON types of each parameter of each tool, by the tool's name, where its schema says some."""
@@ -69,6 +70,7 @@ class NamedCall:
         """See `CallReader.feed`."""
         if self.name is None and char != "{":
             self._head.append(char)
+            self.broken = len(self._head) > MOST_READ_AGAIN
             return
         if self.name is None:
             found = self._header.fullmatch("".join(self._head))
@@ -172,7 +174,8 @@ class ListedCall:
         return self._reader.take() if self._reader else ""
 
 
-FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
+BEGIN_FUNCTION = "<function="
+FUNCTION = re.compile(rf"\s*{BEGIN_FUNCTION}(?P<name>[^>\n]+)>")
 INSIDE = ("<parameter=", "</function>", "</tool_call>", "{")
 """What follows the name of a function; where something else does, the mark stands in a text."""
 BEGIN_PARAMETER = re.compile(r"<parameter=(?P<name>[^<>\n]+)>\Z")
@@ -267,9 +270,12 @@ class XmlCall:
             self.broken = found is None
             if found:
                 self._begun_name, self._pieces, self._end = unquoted(found["name"]), [], ""
-        elif char == "\n":
-            self.broken = bool("".join(self._pieces).strip())
-            self._pieces = []
+            return
+        begun = "".join(self._pieces).lstrip()
+        if not begun:
+            self._pieces = []  # or else all of it is read again behind each character
+        known = BEGIN_FUNCTION.startswith(begun[: len(BEGIN_FUNCTION)])
+        self.broken = not known or "\n" in begun or len(begun) > MOST_READ_AGAIN
 
     def _inside(self) -> None:
         """Something follows the name: a call has begun if that belongs to one."""

@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 from twolane.frontend.parsers.json_call import JsonCall
 from twolane.frontend.parsers.pieces import (
-    MOST_READ_AGAIN,
     CallArguments,
     CallStart,
     Content,
     Piece,
     held_back,
+    read_again_from,
 )
 from twolane.frontend.parsers.readers import (
     CallReader,
@@ -239,18 +239,14 @@ class ToolCallParser:
         return True
 
     def _refused(self) -> str:
-        """Return the text of a mark with which no call begins; what is behind it is read again,
-        unless it is long."""
+        """Return the text of a mark with which no call begins, and that of the text behind it which
+        is not read again."""
         mark, behind = self._raw[0], "".join(self._raw[1:])
-        if len(behind) > MOST_READ_AGAIN:
-            kept = held_back(behind, self.marks)
-            mark, behind = mark + behind[: len(behind) - kept], behind[len(behind) - kept :]
-            self._text = behind + self._text
-            return mark
         if not mark.strip() and behind.startswith(self._form.within):
             mark, behind = mark + behind[:1], behind[1:]
-        self._text = behind + self._text
-        return mark
+        again = read_again_from(behind, self.marks)
+        self._text = behind[again:] + self._text
+        return mark + behind[:again]
 
     def _pass_on(self, reader: CallReader, pieces: list[Piece]) -> None:
         if not self._named:

@@ -1,19 +1,23 @@
 """Tool calls with which a model's thinking ends, where it has not closed that before them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
 from twolane.frontend.parsers.json_call import is_object
+from twolane.frontend.parsers.json_prefix import ObjectPrefix
 from twolane.frontend.parsers.pieces import (
-    MOST_READ_AGAIN,
     CallArguments,
     CallStart,
-    Content,
     Piece,
     Reasoning,
     held_back,
+    read_again_from,
 )
 from twolane.frontend.parsers.tool_calls import ToolCallParser
+
+MOST_HELD = 1 << 16
+"""Characters of thinking that are kept back at most: where a call is not closed, nothing else tells
+text of its arguments from thinking behind it."""
 
 
 class CallsInThinking:
@@ -21,7 +25,8 @@ class CallsInThinking:
 
     Qwen3.5 and others begin a call at times without the mark that closes the thinking. Models also
     draft calls while they think. Whole calls of known tools are such if nothing else follows in the
-    answer; a draft has thinking or an answer behind it.
+    answer; a draft has thinking or an answer behind it. What is kept back is released as soon as it
+    cannot be such calls any more: a call's arguments can become no object, say, or it is too long.
 
     Invariant: what the pieces say when put together depends on the whole text alone.
 
@@ -38,9 +43,12 @@ class CallsInThinking:
         """The text that is kept back: what may become a mark."""
         self._held: list[str] = []
         """The text that is kept back from a mark on, piece by piece."""
+        self._held_size = 0
         self._parser: ToolCallParser | None = None
         """Reads the text kept back from a mark on, if there is one."""
         self._calls: list[Piece] = []
+        self._arguments = ObjectPrefix()
+        """Those of the last call."""
 
     @property
     def holds(self) -> bool:
@@ -67,9 +75,10 @@ class CallsInThinking:
     def finish(self) -> list[Piece]:
         """Nothing follows: return the calls, or the thinking that was kept back."""
         if self._parser is not None:
-            self._calls += self._parser.finish()
-            if self._may_be_calls(self._calls) and is_object(self._last_arguments()):
-                return [*joined(self._calls)]
+            found = self._parser.finish()
+            calls = [*joined(self._calls + found)]
+            if self._may_be_calls(found) and are_whole(calls):
+                return calls
         return self.release()
 
     def _begin(self, text: str) -> tuple[str, str]:
@@ -79,7 +88,7 @@ class CallsInThinking:
         if found:
             thought = self._text[: min(found)]
             rest, self._text = self._text[len(thought.rstrip()) :], ""
-            self._parser, self._calls = self._make(), []
+            self._parser, self._calls, self._held_size = self._make(), [], 0
             return thought.rstrip(), rest
         kept = held_back(self._text, self._marks)
         thought = self._text[: len(self._text) - kept].rstrip()
@@ -88,36 +97,44 @@ class CallsInThinking:
 
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
         """Read on behind a mark; return what is thinking, and what is to be read again."""
+        most = MOST_HELD - self._held_size
         for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
             found = parser.feed(char)
             self._calls += found
-            if not self._may_be_calls(found):
+            if place > most or not self._may_be_calls(found):
                 held = "".join((*self._held, text[:place]))
                 self._held, self._parser = [], None
                 behind = _read_no_more(held, self._marks)
                 return held[:behind], held[behind:] + text[place:]
         self._held.append(text)
+        self._held_size += len(text)
         return "", ""
 
     def _may_be_calls(self, pieces: list[Piece]) -> bool:
-        return all(
-            isinstance(piece, CallArguments)
-            or (isinstance(piece, CallStart) and piece.name in self._tools)
-            or (isinstance(piece, Content) and not piece.text.strip())
-            for piece in pieces
-        )
+        return all(map(self._may_be_call, pieces))
 
-    def _last_arguments(self) -> str:
-        starts = [i for i, piece in enumerate(self._calls) if isinstance(piece, CallStart)]
-        behind = self._calls[starts[-1] :] if starts else ()
-        return "".join(piece.text for piece in behind if isinstance(piece, CallArguments))
+    def _may_be_call(self, piece: Piece) -> bool:
+        match piece:
+            case CallStart(_, name):
+                self._arguments = ObjectPrefix()
+                return name in self._tools
+            case CallArguments(_, text):
+                return self._arguments.feed(text)
+        return not piece.text.strip()
 
 
 def _read_no_more(held: str, marks: tuple[str, ...]) -> int:
     """Return how many characters of a text that begins with a mark, and no call, are thinking."""
-    if len(held) > MOST_READ_AGAIN:
-        return len(held) - held_back(held, marks)
-    return len(held) - len(held.lstrip()) + 1  # the mark itself begins no other call
+    mark = len(held) - len(held.lstrip()) + 1  # it begins no other call
+    return mark + read_again_from(held[mark:], marks)
+
+
+def are_whole(pieces: Sequence[Piece]) -> bool:
+    """Return whether there are calls, each of whose arguments, which are one piece, are an object
+    in JSON."""
+    starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    said = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    return 0 < len(starts) == len(said) and all(map(is_object, said))
 
 
 def joined(pieces: list[Piece]) -> Iterator[Piece]:
