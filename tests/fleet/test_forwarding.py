@@ -9,6 +9,7 @@ pytest.importorskip("aiohttp")
 
 import aiohttp
 
+from tests.server.serving import PATIENCE
 from twolane.fleet.lost import Unreached, unless_lost
 from twolane.router.state import ReplicaState
 
@@ -175,6 +176,26 @@ def test_servers_are_asked_for_their_state_with_a_key() -> None:
 
     asyncio.run(run())
     assert "authorization: bearer sk-1" in server.probes[0].lower()
+
+
+def test_the_load_of_a_fleet_is_that_of_all_servers_that_take_requests() -> None:
+    one = ReplicaState(running=3, waiting=5, prefilling=2, pages=10, pages_free=4)
+    servers = [Scripted(well) for _ in range(3)]
+
+    async def run() -> None:
+        async with fleet_of(*servers, silent_seconds=PATIENCE, probe_timeout=PATIENCE) as fleet:
+            for server in servers:
+                server.state = one
+            last = fleet.pool.members["replica-3"]
+            await fleet.until(lambda: all(m.state == one for m in fleet.pool.serving))
+            servers[2].well = False
+            await fleet.until(lambda: last.phase == "out")
+            sums = {"running": 6, "prefilling": 4, "waiting": 6, "kv_pages": 20, "kv_pages_free": 8}
+            for path in ("/load", "/v1/load"):
+                async with fleet.client.get(fleet.base + path) as answer:
+                    assert await answer.json() == {"server_load": 16, **sums, "replicas": 2}
+
+    asyncio.run(run())
 
 
 def test_a_server_that_was_left_out_is_asked_for_its_whole_digest() -> None:

@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 REDIRECTED = (*LANDMARKS, "/v1/messages")
 """Not `RESPONSES`: the fleet has to know which replica stores a response."""
+LOADS = ("/load", "/v1/load")
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 NO_DASHBOARD = "a fleet has no dashboard: open that of a server, at a url that GET /fleet names"
 """A page that asked for its data here would get those of another server each time."""
@@ -92,6 +93,8 @@ class Ingress:
             await answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
             await answer_json(send, 200, self.overview())
+        elif path in LOADS:
+            await answer_json(send, 200, self.load())
         elif path == "/dashboard" or path.startswith("/dashboard/"):
             await refuse(ApiError(501, NO_DASHBOARD, code="not_served"), path, send)
         else:
@@ -113,6 +116,22 @@ class Ingress:
                 }
                 for member in self._pool.members.values()
             ],
+        }
+
+    def load(self) -> dict[str, int]:
+        """Return what /load says: the sums of what all serving replicas last said."""
+        states = [member.state for member in self._pool.serving]
+        running = sum(state.running for state in states)
+        waiting = sum(state.waiting for state in states)
+        prefilling = sum(state.prefilling for state in states)
+        return {
+            "server_load": running + waiting,
+            "running": running,
+            "prefilling": prefilling,
+            "waiting": waiting - prefilling,
+            "kv_pages": sum(state.pages for state in states),
+            "kv_pages_free": sum(state.pages_free for state in states),
+            "replicas": len(states),
         }
 
     async def _probe(self, path: str, send: Send) -> None:

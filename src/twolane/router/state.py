@@ -28,6 +28,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests in decode."""
     waiting: int = 0
     """Number of requests without a first token."""
+    prefilling: int = 0
+    """Number of these whose prompts are being computed."""
     queued: PromptWork = PromptWork()
     """What is still to be computed for the requests without a first token."""
     yielding: list[WaitingPrompt] | None = None
@@ -60,6 +62,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             running=stats.running,
             waiting=stats.waiting + stats.prefilling,
+            prefilling=stats.prefilling,
             queued=stats.queued,
             yielding=stats.yielding,
             prompt_pace=stats.prompt_pace,
