@@ -6,7 +6,7 @@ that say something.
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from tests.model.quantised_checkpoints import (
 from tests.parallel.test_sharding import TOKENS, together
 from tests.parallel.test_sharding import logits as ranks_logits
 from twolane.model.decoder import Decoder
+from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.hub import resolve
+from twolane.model.load.quantization import Format
 from twolane.model.load.quantization_configs import read_quantization
 from twolane.model.load.weights import load_weights
 from twolane.model.matrix import Matrix
@@ -260,7 +262,7 @@ TAKEN = {
     "w4a16, actorder group, zero points": Published(
         _compressed(
             "pack-quantized",
-            _group(_numbers(**{**_INT, "group_size": 32, "symmetric": False}, actorder="group")),
+            _group(_numbers(**{**_INT, "group_size": 32, "symmetric": False}, actorder="dynamic")),
         ),
         partial(packed, ordered=True, symmetric=False),
     ),
@@ -385,6 +387,12 @@ TAKEN = {
         None,
         _STATIC_FP8,
         files={"hf_quant_config.json": {"quantization": _MODELOPT}},
+        extra={"self_attn.k_proj.k_scale": (0.1,), "self_attn.v_proj.v_scale": (0.1,)},
+    ),
+    "ModelOpt, of the KV cache alone": Published(
+        None,
+        {},
+        files={"hf_quant_config.json": {"quantization": {"kv_cache_quant_algo": "FP8"}}},
         extra={"self_attn.k_proj.k_scale": (0.1,), "self_attn.v_proj.v_scale": (0.1,)},
     ),
     "nvidia, in config.json": Published(
@@ -713,3 +721,19 @@ def test_what_cannot_be_honoured_is_refused_by_its_field(name: str) -> None:
 def test_groups_by_the_name_of_a_preset_are_no_groups() -> None:
     with pytest.raises(ValueError, match=r"quantization_config: Expected `object`.*config_groups"):
         read_quantization({**_compressed("pack-quantized"), "config_groups": {"W8A8": ["Linear"]}})
+
+
+def test_quantised_embeddings_are_refused_by_name(tmp_path: Path) -> None:
+    one = Published(_compressed("pack-quantized", _W4), {"_proj.": _G128, "embed_tokens.": _G128})
+    one.save(tmp_path / "quantised", tmp_path / "floats")
+    message = "quantised embeddings are not read, such as model.embed_tokens.weight_packed; those"
+    with pytest.raises(WeightsError, match=message):
+        load_decoder(resolve(str(tmp_path / "quantised")))
+
+
+def test_only_words_of_rows_must_be_whole() -> None:
+    """A vocabulary of 32,001 can be stored with groups that have no zero points."""
+    form = Format("packed", "compressed-tensors", 32)
+    assert form.tensors(250, 64)["weight_packed"].shapes == ((250, 8),)
+    with pytest.raises(ValueError, match="no whole groups of 32 columns and words of eight"):
+        replace(form, symmetric=False).tensors(250, 64)

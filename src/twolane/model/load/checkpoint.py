@@ -214,6 +214,11 @@ def check_tensors(
     surplus = sorted(found - expected.keys())
     if quantization is not None:  # writers add zeros: biases, and points of symmetric formats
         surplus = [t for t in surplus if not (t.endswith(_ZEROS) and not tensors.get(t).any())]
+    if quantised := [t for t in surplus if t.startswith(EMBEDDING.removesuffix("weight"))]:
+        raise WeightsError(
+            f"{name}: quantised embeddings are not read, such as {quantised[0]}; those of 16 or 32 "
+            "bits are"
+        )
     missing = [t for t, stored in expected.items() if t not in found and not stored.optional]
     refuse_tensors(name, "missing", missing)
     refuse_tensors(name, "surplus", surplus)

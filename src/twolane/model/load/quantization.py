@@ -101,7 +101,8 @@ class Format:
             ValueError: groups, or words of eight numbers, do not divide the shape.
         """
         group = self.group or columns
-        if rows % 8 or columns % 32 or columns % group:
+        words_of_rows = self.kind != "packed" or not self.symmetric
+        if (words_of_rows and rows % 8) or columns % 32 or columns % group:
             raise ValueError(
                 f"a matrix of {rows} x {columns} has no whole groups of {group} columns "
                 "and words of eight numbers"

@@ -226,10 +226,12 @@ def _unused(static: bool, cache: bool) -> tuple[str, ...]:
 def _modelopt(config: _ModelOpt) -> Quantization:
     if config.quantization is not None:
         config = converted(config.quantization, _ModelOpt, f"{_WHERE}: quantization")
-    _only("quant_algo of modelopt", config.quant_algo, "FP8")
     names = (*(config.ignore or ()), *(config.exclude_modules or ()))
     left = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
     cache = config.kv_cache_quant_algo is not None or config.kv_cache_scheme is not None
+    if config.quant_algo is None and cache:
+        return _of_all([], left, unused=_unused(False, cache))
+    _only("quant_algo of modelopt", (config.quant_algo or "").upper(), "FP8")
     return _of_all([Format("fp8_scale", "modelopt")], left, unused=_unused(True, cache))
 
 
@@ -396,6 +398,10 @@ def _compressed(config: _CompressedTensors) -> Quantization:
     return Quantization(groups, ignored, head=True, by_pattern=True, unused=unused)
 
 
+_REORDERED = ("group", "dynamic", True)
+"""Names of act-order whose groups are no neighbours."""
+
+
 def _compressed_format(group: _ConfigGroup, form: str) -> Format:
     """The format of a group of modules."""
     what, weights = "of compressed-tensors", group.weights
@@ -408,11 +414,11 @@ def _compressed_format(group: _ConfigGroup, form: str) -> Format:
         _only(f"type of weights {what}", weights.type, "int")
         _only(f"num_bits of weights {what}", weights.num_bits, 4)
         _only(f"strategy of weights {what}", weights.strategy, "group", "channel")
-        orders = None, False, "weight", "static", "group", True
+        orders = None, False, "weight", "static", *_REORDERED
         _only(f"actorder of weights {what}", weights.actorder, *orders)
         _only(f"input_activations of {form} {what}", group.input_activations, None)
         size = -1 if weights.strategy == "channel" else weights.group_size or -1
-        columns, ordered = _group(size, "compressed-tensors"), weights.actorder in ("group", True)
+        columns, ordered = _group(size, "compressed-tensors"), weights.actorder in _REORDERED
         name = "compressed-tensors"
         return Format("packed", name, columns, weights.symmetric, ordered=ordered)
     _only(f"type of weights {what}", weights.type, "float")
