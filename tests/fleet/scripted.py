@@ -1,8 +1,9 @@
 """A fleet whose servers are sockets that answer as a test writes it, byte by byte."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -119,9 +120,10 @@ class Fleet:
         self.pool, self.hosts, self.client, self._server = pool, hosts, client, server
         self.base = address_of(server.servers[0].sockets[0])
 
-    def connections(self) -> int:
-        """Return how many connections of clients there are."""
-        return len(self._server.server_state.connections)
+    @property
+    def connections(self) -> Collection[Any]:
+        """The connections of clients."""
+        return self._server.server_state.connections
 
     async def ask(self, path: str = "/v1/completions", **body: object) -> tuple[int, bytes]:
         """Return status and body of an answer."""

@@ -178,6 +178,28 @@ def test_servers_are_asked_for_their_state_with_a_key() -> None:
     assert "authorization: bearer sk-1" in server.probes[0].lower()
 
 
+def test_what_is_read_ahead_of_a_slow_client_counts_as_unsent() -> None:
+    async def endless(path: str, body: bytes, out: Writer) -> None:
+        out.write(STREAM)
+        while True:
+            out.write(chunk(b": " + b"x" * 60_000 + b"\n\n"))
+            await out.drain()
+
+    async def run() -> None:
+        patient = {"probe_timeout": PATIENCE, "silent_seconds": PATIENCE}
+        async with fleet_of(Scripted(endless), **patient) as fleet:
+            asked = fleet.client.post(fleet.base + "/v1/completions", json={"stream": True})
+            async with asked as answer:
+                assert answer.status == 200
+                [one] = fleet.connections
+                await fleet.until(
+                    lambda: one.unsent > one.transport.get_write_buffer_size() + (1 << 16)
+                )
+            await fleet.until(lambda: one.unsent == 0)
+
+    asyncio.run(run())
+
+
 def test_the_load_of_a_fleet_is_that_of_all_servers_that_take_requests() -> None:
     one = ReplicaState(running=3, waiting=5, prefilling=2, pages=10, pages_free=4)
     servers = [Scripted(well) for _ in range(3)]

@@ -233,7 +233,7 @@ def test_a_change_goes_on_when_its_client_leaves() -> None:
             await fleet.until(lambda: server.asked)
             asked.cancel()
             await asyncio.wait({asked})
-            await fleet.until(lambda: not fleet.connections())
+            await fleet.until(lambda: not fleet.connections)
             loaded.set()
             await fleet.until(lambda: "some" in fleet.pool.changes.adapters)
 

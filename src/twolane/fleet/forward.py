@@ -1,7 +1,7 @@
 """Sends a request to one replica, and its answer back as it comes."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import msgspec
@@ -13,6 +13,7 @@ from twolane.fleet.lost import BrokenOff, unless_lost
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen
+from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
 from twolane.server.http.events import named_event
 
@@ -21,6 +22,35 @@ log = logging.getLogger("twolane.fleet")
 REPLICA_HEADER = "x-replica"
 PREDICTED_HEADER = "x-predicted-ttft-ms"
 """Header of answers: milliseconds to the first token as the router predicted, 0 if unknown."""
+
+
+class ReadAhead:
+    """What has come of a replica's answer and was not written to its client (`HeldOutput`): up to
+    twice aiohttp's `read_bufsize`, and what was received at once."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self.on_growth: Callable[[int], None] = lambda _: None
+        self._content: aiohttp.StreamReader | None = content
+        self._taken = 0
+
+    @property
+    def held(self) -> int:
+        """See `HeldOutput`."""
+        return 0 if self._content is None else self._content.total_bytes - self._taken
+
+    @property
+    def empty(self) -> bool:
+        """See `HeldOutput`."""
+        return self.held == 0
+
+    def take(self, piece: bytes) -> None:
+        """Note a piece that is written now."""
+        self._taken += len(piece)
+        self.on_growth(len(piece))
+
+    def end(self) -> None:
+        """Hold nothing more: the answer has ended, or is given up."""
+        self._content = None
 
 
 class Forwarder:
@@ -95,7 +125,24 @@ class Forwarder:
         headers: list[tuple[bytes, bytes]],
     ) -> None:
         """Send events on as they come; one that breaks off ends with an error event."""
-        pieces = _pieces(member, answer)
+        ahead = ReadAhead(answer.content)
+        connection: Connection | None = call.scope.get("state", {}).get(CONNECTION)
+        if connection is not None:
+            connection.hold(ahead)
+        try:
+            await self._send_on(call, member, answer, headers, ahead)
+        finally:
+            ahead.end()
+
+    async def _send_on(
+        self,
+        call: ClientCall,
+        member: Member,
+        answer: aiohttp.ClientResponse,
+        headers: list[tuple[bytes, bytes]],
+        ahead: ReadAhead,
+    ) -> None:
+        pieces = _pieces(member, answer, ahead)
         first, send = await anext(pieces, b""), call.send
         self._inquiry.note_response(call, member, first[:RESPONSE_HEAD])
         self._metrics.first_events.observe(self._pool.clock() - call.arrived)
@@ -114,13 +161,16 @@ class Forwarder:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _pieces(member: Member, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _pieces(
+    member: Member, answer: aiohttp.ClientResponse, ahead: ReadAhead
+) -> AsyncIterator[bytes]:
     """Yield what comes of an answer.
 
     Raises:
         BrokenOff: see `unless_lost`.
     """
     while piece := await unless_lost(member.lost, answer.content.readany()):
+        ahead.take(piece)
         yield piece
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 import termios
 import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import h11
 import msgspec
@@ -15,10 +15,9 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from twolane.frontend.backlog import Backlog
 from twolane.server.http.calls import set_refusal
 from twolane.server.http.errors import error_body
-from twolane.server.http.unsent import LOG_SECONDS, Fault, UnsentOutput
+from twolane.server.http.unsent import LOG_SECONDS, Fault, HeldOutput, UnsentOutput
 
 log = logging.getLogger("twolane.server")
 
@@ -148,7 +147,7 @@ class Connection(H11Protocol):
     _progress: asyncio.TimerHandle
     _unsent = 0
     """Bytes that waited at the last look, if none could be added; 0: the client has read since."""
-    _backlog: Backlog[Any] | None = None
+    _backlog: HeldOutput | None = None
     """What waits of the answer under way and is not written yet."""
     _behind_since: float | None = None
     """When the client fell behind, in seconds of the loop's clock; None: it is not behind."""
@@ -232,6 +231,7 @@ class Connection(H11Protocol):
             return
         full = self.flow.write_paused or self.transport.is_closing()
         self._unsent = unsent if full else 0
+        self.output.grew(self.unsent)  # some of what is held grows without telling
         self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
 
     def pause_writing(self) -> None:
@@ -248,7 +248,7 @@ class Connection(H11Protocol):
             self._behind_since = None
         super().resume_writing()
 
-    def hold(self, backlog: Backlog[Any]) -> None:
+    def hold(self, backlog: HeldOutput) -> None:
         """Count what waits of the answer under way, until it has been sent."""
         self._backlog = backlog
         backlog.on_growth = self.output.grew

@@ -26,6 +26,23 @@ FAULTS: dict[Fault, str] = {
 }
 
 
+class HeldOutput(Protocol):
+    """What is held of an answer before it is written to its connection, such as a `Backlog`."""
+
+    on_growth: Callable[[int], None]
+    """Is told how many bytes have been added, as far as that is noticed."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is."""
+        ...
+
+
 class OutputSink(Protocol):
     """A connection, as far as output waits for it."""
 
