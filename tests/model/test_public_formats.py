@@ -331,6 +331,21 @@ TAKEN = {
         },
         _G128,
     ),
+    "pruned, and saved as it is": Published(
+        {
+            "quant_method": "compressed-tensors",
+            "sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"},
+        },
+        {},
+    ),
+    "symmetric queries beside other keys": Published(
+        _compressed(
+            "pack-quantized",
+            _group(_numbers(**{**_INT, "group_size": 32}), None, ["re:.*q_proj"]),
+            _group(_numbers(**{**_INT, "group_size": 32, "symmetric": False})),
+        ),
+        {"q_proj.": packed, "_proj.": packed_zeros},
+    ),
     "compressed-tensors that is not named": Published(
         {"config_groups": {"group_0": _CHANNEL}, "ignore": ["lm_head"]}, fp8_channels
     ),

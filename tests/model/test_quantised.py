@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -289,8 +290,20 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
     write(tmp_path / "a", tmp_path / "b", "awq", left=lambda name: name == left, **SIZES)
     config = {**FORMATS["awq"][1], "modules_to_not_convert": [left]}
     edit_config(tmp_path / "a", quantization_config=config)
-    with pytest.raises(WeightsError, match=r"gate_proj, mlp\.up_proj: matrices of float32, int4"):
+    refused = r"gate_proj, mlp\.up_proj: matrices of float32, int4.*; --quantization fp8 makes them"
+    with pytest.raises(WeightsError, match=refused):
         load_decoder(resolve(str(tmp_path / "a")))
+    decoder = load_decoder(resolve(str(tmp_path / "a")), quantization="fp8")
+    assert decoder.weights.layers[1].mlp.gate_up.scheme == "fp8_channel"
+
+
+def test_matrices_with_and_without_zero_points_are_joined() -> None:
+    draw = torch.Generator().manual_seed(0)
+    one, other = (quantised(torch.randn(8, 64, generator=draw), "int4_g32") for _ in "ab")
+    zeros = torch.randint(0, 16, (8, 2), generator=draw, dtype=torch.uint8)
+    parts = [one, replace(other, zeros=zeros)]
+    meant = torch.cat([part.dequantised() for part in parts])
+    assert torch.equal(concatenated(parts).dequantised(), meant)
 
 
 @pytest.mark.parametrize(

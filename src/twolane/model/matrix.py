@@ -187,6 +187,9 @@ def concatenated(matrices: Sequence[Matrix]) -> Matrix:
     if len(schemes) > 1:
         raise ValueError(f"matrices of {', '.join(sorted(schemes))} cannot be one matrix")
 
+    if any(each.zeros is not None for each in matrices):
+        matrices = [_with_zeros(each) for each in matrices]
+
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
         given = [part for part in parts if part is not None]
         return torch.cat(given) if given else None
@@ -194,6 +197,14 @@ def concatenated(matrices: Sequence[Matrix]) -> Matrix:
     values = torch.cat([each.values for each in matrices])
     scales, zeros = joined([m.scales for m in matrices]), joined([m.zeros for m in matrices])
     return Matrix(values, matrices[0].scheme, scales, zeros)
+
+
+def _with_zeros(matrix: Matrix) -> Matrix:
+    """A matrix of four bits with a zero point for each group, in the middle if it has none."""
+    if matrix.zeros is not None:
+        return matrix
+    assert matrix.scales is not None
+    return replace(matrix, zeros=torch.full_like(matrix.scales, int4.MIDDLE, dtype=torch.uint8))
 
 
 def quantised(values: Tensor, scheme: Scheme) -> Matrix:

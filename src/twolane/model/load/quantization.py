@@ -123,7 +123,7 @@ class Quantization:
     """Which linear modules are quantised, and how."""
 
     groups: tuple[ModuleGroup, ...]
-    """None where a KV cache alone is quantised."""
+    """None where a KV cache alone is quantised, or nothing."""
     ignored: tuple[str, ...]
     """Modules that are left in 16 bits, by name or pattern."""
     head: bool
@@ -139,7 +139,9 @@ class Quantization:
     @property
     def name(self) -> str:
         """How the config calls it."""
-        return self.groups[0].format.name if self.groups else "floats, for a KV cache of 8 bits"
+        if self.groups:
+            return self.groups[0].format.name
+        return "floats, for a KV cache of 8 bits" if self.unused else "floats"
 
     @property
     def scheme(self) -> Literal["fp8_block128", "fp8_channel", "int4_g128"] | None:

@@ -32,6 +32,7 @@ class _Method(msgspec.Struct):
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     producer: dict[str, Any] = {}
+    quant_algo: str | None = None
     config_groups: dict[str, Any] = {}
     sparsity_config: dict[str, Any] = {}
 
@@ -43,7 +44,7 @@ class _Method(msgspec.Struct):
             return name if name in _SERVED else self.quant_method
         if self.load_in_4bit or self.load_in_8bit:
             return "bitsandbytes"
-        if self.producer.get("name") == "modelopt":
+        if self.producer.get("name") == "modelopt" or self.quant_algo is not None:
             return "modelopt"
         compressed = self.config_groups or self.sparsity_config
         return "compressed-tensors" if compressed else "without a quant_method"
@@ -384,7 +385,7 @@ def _compressed(config: _CompressedTensors) -> Quantization:
         )
     ]
     cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
-    if not chosen and not cache:
+    if not chosen and not cache and not config.sparsity_config:
         raise ValueError(f"{_WHERE}: config_groups has no group of linear modules")
     groups = tuple(
         ModuleGroup(

@@ -439,7 +439,9 @@ class _Loader:
         try:
             joined = concatenated(matrices)
         except ValueError as error:
-            raise WeightsError(f"{prefix}: {', '.join(names)}: {error}") from error
+            rounded = self.quantization is not None and self.quantization.int4
+            other = "; --quantization fp8 makes them alike" if rounded else ""
+            raise WeightsError(f"{prefix}: {', '.join(names)}: {error}{other}") from error
         if self.device.type == "cpu":
             return joined
         served = for_gpu(joined, self.dtype, four_bits=".experts." not in names[0])
