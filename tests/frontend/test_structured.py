@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import MOST_OPTIONAL, parser_limits
+from twolane.common.grammars import MOST_OPTIONAL, matcher_of, problem_of
 from twolane.frontend.parsers.reasoning import WAYS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
@@ -56,7 +56,7 @@ def takes(tokenizer, vocabulary):
     """Whether a grammar takes a text as a whole."""
 
     def whether(grammar, text):
-        matcher = LLMatcher(vocabulary, check_grammar(grammar, "x"), limits=parser_limits())
+        matcher = matcher_of(vocabulary, check_grammar(grammar, "x"))
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -259,7 +259,7 @@ def test_an_object_may_have_only_so_many_properties_that_any_place_may_hold(voca
     """Up to the bound a list of such objects is matched to its end; required ones do not count."""
     properties = {f"p{i}": {"type": "number"} for i in range(MOST_OPTIONAL)}
     made = json_schema_grammar({"items": {"type": "object", "properties": properties}})
-    matcher = LLMatcher(vocabulary, made, limits=parser_limits())
+    matcher = matcher_of(vocabulary, made)
     for token in vocabulary.tokenize_str('[{"p3":1},{"p7":2,"x":[]},{}]'):
         matcher.compute_bitmask()
         assert matcher.consume_token(token), matcher.get_error()
@@ -375,7 +375,7 @@ def test_hostile_grammars_cost_a_bounded_time(vocabulary, name):
     except FieldError:
         pass
     else:
-        matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        matcher = matcher_of(vocabulary, grammar)
         for _ in range(5):
             if matcher.is_error() or matcher.is_stopped():
                 break
@@ -383,6 +383,17 @@ def test_hostile_grammars_cost_a_bounded_time(vocabulary, name):
             token = next(i for i in range(len(mask) * 8) if mask[i // 8] >> i % 8 & 1)
             matcher.consume_token(token)
     assert time.process_time() - begun < 5
+
+
+def test_what_a_matcher_finds_wrong_is_not_in_the_log(vocabulary, capfd):
+    """The library would write it to standard error, a line for each request of a client."""
+    matcher = matcher_of(vocabulary, regex_grammar("(a?){5000}a{5000}"))
+    other = matcher.deep_copy()
+    for each in (matcher, other):
+        each.compute_bitmask()
+    assert "too many expressions" in problem_of(other)
+    assert "<" not in problem_of(other)
+    assert capfd.readouterr().err == ""
 
 
 CALLS = {

@@ -313,3 +313,41 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, "Hello", **fields)
     assert refused.value.param.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "fields"),
+    [
+        (
+            "/chat/completions",
+            "response_format",
+            lambda schema: {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": schema},
+                }
+            },
+        ),
+        (
+            "/responses",
+            "text.format",
+            lambda schema: {
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+            },
+        ),
+        (
+            "/messages",
+            "output_config.format",
+            lambda schema: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        ),
+    ],
+)
+def test_a_schema_that_allows_nothing_is_told_by_the_field_that_has_it(parrot, path, param, fields):
+    """It is found out behind the thinking, when the engine has the request."""
+    said = {"input" if path == "/responses" else "messages": [{"role": "user", "content": FRANCE}]}
+    most = {"max_output_tokens" if path == "/responses" else "max_tokens": 99}
+    asked = {"model": "parrot", "temperature": 0, **said, **most, **fields({"$ref": "#"})}
+    with pytest.raises(openai.BadRequestError, match="no text that the model can write") as told:
+        parrot.post(path, body=asked, cast_to=object)
+    assert told.value.body["param"] == param
+    assert told.value.body["message"].startswith(param)

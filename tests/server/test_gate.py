@@ -204,6 +204,12 @@ def test_bodies_that_are_no_json_are_refused(guarded, headers):
     assert (status, json.loads(data)["error"]["code"]) == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_a_body_may_say_that_it_is_not_encoded(guarded, encoding):
+    headers = {**bearer(KEYS[0]), "Content-Encoding": encoding}
+    assert ask(guarded, "POST", "/v1/completions", json.dumps(ASK), headers)[0] == 200
+
+
 def test_the_docs_need_a_key_and_no_third_party(guarded):
     assert ask(guarded, "GET", "/docs")[0] == 401
     assert ask(guarded, "GET", "/openapi.json")[0] == 401

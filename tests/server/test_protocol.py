@@ -64,6 +64,11 @@ def test_a_field_of_several_types_is_named_as_clients_write_it(param, body, valu
     assert error.message.startswith(f"{param}: must be a JSON object")
 
 
+def test_a_system_that_is_no_text_is_told_as_such():
+    error = refusal(MessagesRequest, {"messages": MESSAGES, "max_tokens": 5, "system": 5})
+    assert (error.param, error.message.partition(":")[0]) == ("system", "system")
+
+
 def unsupported(kind):
     return [(name, neutral) for name, neutral in kind.unsupported.items()]
 

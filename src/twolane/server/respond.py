@@ -1,11 +1,12 @@
 """From the deltas of a generation to the HTTP answer: whole, or as a stream of events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -91,9 +92,11 @@ class EventStream(StreamingResponse):
 
 
 async def begin_chat(
-    request: Request, service: Service, chat: ChatRequest, call: Call
+    request: Request, service: Service, chat: ChatRequest, call: Call, names: Mapping[str, str]
 ) -> tuple[list[int], AnswerForm, Generation]:
     """Hand a conversation to the engine; return its prompt's tokens and the form of its answer.
+
+    `names` are the client's of the chat request's fields, where they differ.
 
     Raises:
         ClientGone: the client left meanwhile.
@@ -101,6 +104,9 @@ async def begin_chat(
     """
     tokens = (await unless_gone(request, service.prompts.of_chat(chat))).tokens
     form = await unless_gone(request, service.forms.of(chat, tokens))
+    if (wanted := form.wanted) is not None:
+        field = names.get(wanted.field, wanted.field)
+        form = form._replace(wanted=msgspec.structs.replace(wanted, field=field))
     return tokens, form, service.generate(chat, [tokens], call, form)
 
 

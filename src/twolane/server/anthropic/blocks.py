@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
 
@@ -111,7 +112,8 @@ def _joined(value: Any, form: TypeAdapter[Any]) -> str:
     if isinstance(value, str) or value is None:
         return value or ""
     if not isinstance(value, list):
-        raise wrong("text", "must be a string or a list of blocks of text")
+        text = "must be a string or a list of blocks of text"
+        raise PydanticCustomError("invalid_value", "{text}", {"text": text})
     return "\n".join(block.text for block in form.validate_python(value))
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 
 from twolane.server.anthropic.answers import MessageAnswer
-from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, renamed
+from twolane.server.anthropic.request import RENAMED, CountTokensRequest, MessagesRequest, renamed
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
@@ -46,7 +46,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         model = service.check_model(body.model)
         chat = body.as_chat(has_variable)
         try:
-            tokens, form, generation = await begin_chat(request, service, chat, call)
+            tokens, form, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
             raise renamed(error) from error
         reader = form.reader and form.reader()

@@ -79,7 +79,7 @@ def check_media_type(request: Request) -> None:
         ApiError: 415.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    encoding = request.headers.get("content-encoding", "identity")
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if kind != "application/json" or encoding != "identity":
         what = repr(kind) if encoding == "identity" else f"encoding {encoding!r}"
         message = f'the body must be plain JSON, with "Content-Type: application/json", not {what}'

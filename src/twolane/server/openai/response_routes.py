@@ -10,7 +10,7 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
 from twolane.server.openai.response_items import Turn
-from twolane.server.openai.response_request import ResponsesRequest, renamed
+from twolane.server.openai.response_request import RENAMED, ResponsesRequest, renamed
 from twolane.server.openai.response_store import Json, ResponseStore
 from twolane.server.openai.response_tools import called_tools
 from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
@@ -46,7 +46,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         body = body.resolved(store.finder())
         chat = body.as_chat(history)
         try:
-            tokens, form, generation = await begin_chat(request, service, chat, call)
+            tokens, form, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
             raise renamed(error) from error
         answer = ResponseAnswer(
