@@ -166,6 +166,11 @@ class Quantization:
 
     def named(self, module: str) -> Sequence[Format]:
         """The formats that the lists name for a linear module, the one that holds first."""
+        if module not in self._known:
+            self._known[module] = self._look_up(module)
+        return self._known[module]
+
+    def _look_up(self, module: str) -> Sequence[Format]:
         if (module == "lm_head" and not self.head) or self._left.mean(module):
             return ()
         fitting = [(n.rank(module), group) for group, n in self._targets if n.mean(module)]
@@ -175,6 +180,11 @@ class Quantization:
         """The ways in which a linear module may be stored, what the lists say first."""
         all_groups = (group.format for group in self.groups)
         return dict.fromkeys((*self.named(module), None, *all_groups))
+
+    @cached_property
+    def _known(self) -> dict[str, Sequence[Format]]:
+        """What the lists name for the modules that were asked for."""
+        return {}
 
     @cached_property
     def _left(self) -> "_Names":
