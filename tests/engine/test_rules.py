@@ -65,6 +65,7 @@ def test_decode_growth_preempts_the_lowest_priority_then_the_youngest() -> None:
     assert preempted(sim)[0] == "low"
     assert "young" in preempted(sim)
     assert "old" not in preempted(sim)
+    assert {ran.reason for ran in sim.record.of("decode")} == {"script"}, "one step is not clipped"
     assert all(len(sim.times[name]) == 48 for name in ("old", "low", "young"))
     assert sim.engine.stats().preemptions == len(preempted(sim))
 
@@ -110,14 +111,28 @@ def test_a_parked_prefill_gives_up_its_pages_before_decode_stalls() -> None:
     assert len(sim.times["parked"]) == 2
 
 
-def test_look_ahead_is_clipped_to_the_pages_there_are() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "output", "pages", "fits"), [(16, 40, 5, 16), (16, 40, 4, 16), (15, 8, 2, 1)]
+)
+def test_look_ahead_is_clipped_to_the_pages_there_are(
+    prompt: int, output: int, pages: int, fits: int
+) -> None:
     """Pages are reserved before the launch; the trace says that k was clipped."""
-    script = Script(lambda view: one_by_one(view, k=32))
-    sim = simulate(script, [(0.0, submit("a", 16, 40)), (0.0, submit("b", 16, 40))], pages=5)
-    clipped = [ran for ran in sim.record.of("decode") if "clipped" in ran.reason]
-    assert clipped
-    assert clipped[0].reason.startswith("script (k clipped from 32 to ")
-    assert all(len(sim.times[name]) == 40 for name in "ab")
+    met: list[bool] = []
+
+    def decide(view: View) -> Plan:
+        """Decode when both can, and from then on."""
+        plan = one_by_one(view, k=32)
+        if met or len(view.decoding) == 2:
+            met.append(True)
+            return plan
+        return replace(plan, launches=tuple(ln for ln in plan.launches if ln.lane == "prefill"))
+
+    arrivals = [(0.0, submit(name, prompt, output)) for name in "ab"]
+    sim = simulate(Script(decide), arrivals, pages=pages)
+    first = sim.record.of("decode")[0]
+    assert (first.requests, first.reason) == (["a", "b"], f"script (k clipped from 32 to {fits})")
+    assert all(len(sim.times[name]) == output for name in "ab")
 
 
 def test_look_ahead_takes_the_last_page_unclipped() -> None:
