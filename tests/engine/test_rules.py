@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -50,6 +51,21 @@ def one_by_one(view: View, *, k: int = 1) -> Plan:
     return Plan(admit=chunks, launches=tuple(launches), reason="script")
 
 
+def together(count: int, decide: Callable[[View], Plan]) -> Script:
+    """Decode when so many requests can, and from then on."""
+    met: list[bool] = []
+
+    def plan(view: View) -> Plan:
+        if not met and len(view.decoding) < count:
+            decided = decide(view)
+            prefill = tuple(ln for ln in decided.launches if ln.lane == "prefill")
+            return replace(decided, launches=prefill)
+        met.append(True)
+        return decide(view)
+
+    return Script(plan)
+
+
 def preempted(sim: Simulation) -> list[str]:
     return [request for request, name, _ in sim.record.events if name == "preempted"]
 
@@ -68,6 +84,31 @@ def test_decode_growth_preempts_the_lowest_priority_then_the_youngest() -> None:
     assert {ran.reason for ran in sim.record.of("decode")} == {"script"}, "one step is not clipped"
     assert all(len(sim.times[name]) == 48 for name in ("old", "low", "young"))
     assert sim.engine.stats().preemptions == len(preempted(sim))
+
+
+def test_no_more_requests_are_preempted_than_a_step_needs() -> None:
+    """The first needs a page, the second one for its second step only."""
+    arrivals = [(0.0, submit("a", 16, 2)), (0.0, submit("b", 15, 3)), (0.0, submit("c", 10, 2))]
+    sim = simulate(together(3, one_by_one), arrivals, pages=3)
+    assert preempted(sim) == ["c"]
+    assert {name: len(times) for name, times in sim.times.items()} == {"a": 2, "b": 3, "c": 2}
+
+
+def test_pages_that_return_anyway_are_waited_for() -> None:
+    """The youngest is preempted while a step of its own is under way: its page returns behind it,
+    and nobody else has to go."""
+
+    def decide(view: View) -> Plan:
+        plan = one_by_one(view)
+        if view.decoding and view.lanes["decode"].queued == 1:
+            step = Launch("decode", UNITS, DecodeSteps())
+            return replace(plan, launches=(*plan.launches, step))
+        return plan
+
+    arrivals = [(0.0, submit(f"{i}", prompt, 3)) for i, prompt in enumerate((15, 10, 10))]
+    sim = simulate(together(3, decide), arrivals, pages=3)
+    assert preempted(sim) == ["2"]
+    assert {len(times) for times in sim.times.values()} == {3}
 
 
 def test_a_flood_of_high_priority_starves_nobody() -> None:
@@ -118,18 +159,8 @@ def test_look_ahead_is_clipped_to_the_pages_there_are(
     prompt: int, output: int, pages: int, fits: int
 ) -> None:
     """Pages are reserved before the launch; the trace says that k was clipped."""
-    met: list[bool] = []
-
-    def decide(view: View) -> Plan:
-        """Decode when both can, and from then on."""
-        plan = one_by_one(view, k=32)
-        if met or len(view.decoding) == 2:
-            met.append(True)
-            return plan
-        return replace(plan, launches=tuple(ln for ln in plan.launches if ln.lane == "prefill"))
-
     arrivals = [(0.0, submit(name, prompt, output)) for name in "ab"]
-    sim = simulate(Script(decide), arrivals, pages=pages)
+    sim = simulate(together(2, lambda view: one_by_one(view, k=32)), arrivals, pages=pages)
     first = sim.record.of("decode")[0]
     assert (first.requests, first.reason) == (["a", "b"], f"script (k clipped from 32 to {fits})")
     assert all(len(sim.times[name]) == output for name in "ab")
@@ -175,16 +206,16 @@ def test_an_abort_ends_a_request_once_at_any_stage(name: str, at: float) -> None
 
 
 def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
-    tokens = SamplingParams(max_tokens=4)
+    every = tuple(range(1000))
     bad = {
-        "prompt is empty": Submit("x", [], tokens),
-        "outside 0 to 999": Submit("x", [1000], tokens),
-        "stop_token_ids has a token id": Submit("x", [1], SamplingParams(stop_token_ids=(1000,))),
-        "logit_bias has a token id": Submit("x", [1], SamplingParams(logit_bias={1000: 1.0})),
-        "stop_token_ids leave no token to choose": Submit(
-            "x", [1], SamplingParams(stop_token_ids=tuple(range(1000)), min_tokens=1)
-        ),
-        "prompt has 64 tokens": Submit("x", [1] * 64, tokens),
+        "prompt is empty": asks([]),
+        "prompt has a token id outside 0 to 999": asks([1, 1000, 1]),
+        "prompt has a token id": asks([1, -1, 1]),
+        "stop_token_ids has a token id": asks([1], stop_token_ids=(1000,)),
+        "logit_bias has a token id": asks([1], logit_bias={1000: 1.0}),
+        "stop_token_ids leave no token to choose": asks([1], stop_token_ids=every, min_tokens=1),
+        "prompt has 64 tokens": asks([1] * 64),
+        "grammar needs a model with a tokenizer": asks([1], grammar="x"),
     }
     for message, request in bad.items():
         news = news_of(request)
@@ -193,17 +224,27 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         assert refused.field is not None
         assert refused.message.startswith(refused.field)
         assert not news.outputs
+    engine = small_engine()
+    engine.take([asks([0, 999], stop_token_ids=every), asks([1], "y", min_tokens=1)])
+    assert not engine.state.refused
+    assert len(engine.state.queue) == 2
+
+
+def asks(prompt: list[int], name: str = "x", **params: Any) -> Submit:
+    return Submit(name, prompt, SamplingParams(**{"max_tokens": 4, **params}))
 
 
 def small_engine(
     slo: Slo | None = None,
     pacer: Pacer | None = None,
     system: System | None = None,
+    *,
+    prefix_cache: bool = True,
 ) -> Engine:
     """An engine whose pool holds 64 tokens."""
     pacer = pacer or Pacer()
     state = State(
-        KVBooks(4, 16, 4, prefix_cache=True),
+        KVBooks(4, 16, 4, prefix_cache=prefix_cache),
         SimLanes(UNITS, (), FixedDurations()),
         LAYERS,
         OnlineEstimator(),
@@ -287,9 +328,9 @@ def test_children_wait_unseen_for_their_leader_and_reuse_its_pages() -> None:
     assert all(len(sim.times[message.id]) == 4 for message in family)
 
 
-def held_back(*messages: ToEngine) -> tuple[Engine, set[str]]:
+def held_back(*messages: ToEngine, prefix_cache: bool = True) -> tuple[Engine, set[str]]:
     """Who is held back after these messages came in."""
-    engine = small_engine()
+    engine = small_engine(prefix_cache=prefix_cache)
     engine.take(messages)
     assert engine.stats().waiting == len(engine.state.requests)
     return engine, {r.id for line in engine.state.held.values() for r in line}
@@ -300,8 +341,16 @@ def test_children_are_held_back_only_for_what_they_can_gain() -> None:
     assert held_back(*family)[1] == {"child1", "child2"}
     assert not held_back(*family[1:])[1], "nobody leads"
     assert not held_back(*siblings(16))[1], "there is no full page that a child can use"
+    assert not held_back(*family, prefix_cache=False)[1], "there never is one"
     scored = replace(family[1].params, prompt_logprobs=0)
     assert not held_back(family[0], replace(family[1], params=scored))[1]
+
+
+def test_a_child_that_comes_late_does_not_wait_for_the_end_of_its_leader() -> None:
+    lead, child = siblings(40, 2, output=20)
+    sim = simulate(Script(one_by_one), [(0.0, lead), (0.2, child)])
+    assert sim.times["lead"][0] < 0.2
+    assert sim.times["child1"][0] < sim.times["lead"][-1]
 
 
 @pytest.mark.parametrize("ending", [Abort("lead"), Finish("lead", 0)])
@@ -453,6 +502,26 @@ def test_a_prompt_between_two_chunks_gives_up_its_pages_before_decode_stalls() -
     chunks = [ran.tokens for ran in sim.record.launches if ran.requests == ["long"]][:2]
     assert chunks[0] == 94
     assert chunks[1] < 95, "the pages of its first chunk were shared when that had ended"
+
+
+def test_of_prompts_between_two_chunks_the_youngest_gives_up_its_pages() -> None:
+    def decide(view: View) -> Plan:
+        if view.lanes["device"].queued:
+            return Plan()
+        room = view.free_pages + view.reclaimable_pages
+        for one in view.waiting:
+            if not view.decoding if one.started else one.page_cost <= room:
+                chunk = Chunk(one.id, one.new - bool(view.decoding))
+                launch = Launch("device", UNITS, PrefillSlice(0, LAYERS))
+                return Plan(admit=(chunk,), launches=(launch,))
+        decode = Launch("device", UNITS, DecodeSteps())
+        return Plan(launches=(decode,) if view.decoding else ())
+
+    arrivals = [(0.0, submit("short", 15, 40))]
+    arrivals += [(0.01 * place, submit(name, 47, 2)) for place, name in enumerate("xy", start=1)]
+    sim = simulate(Script(decide), arrivals, pages=7)
+    assert preempted(sim) == ["y"]
+    assert {name: len(times) for name, times in sim.times.items()} == {"short": 40, "x": 2, "y": 2}
 
 
 def test_a_system_is_asked_again_when_its_launch_came_to_nothing() -> None:
