@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.server.serving import PATIENCE
 from twolane.engine.messages import Output
+from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
 from twolane.frontend.text.output_reader import OutputReader, TextOptions
 from twolane.frontend.text.tokenizer import ModelTokenizer
@@ -140,6 +141,28 @@ def test_the_token_that_ends_an_answer_is_its_reason_unless_all_answers_end_so(
     delta = read.read(Output("id", [258, token], "stop"))
     assert (delta.text, delta.tokens, delta.finish) == (text, [258, token], "stop")
     assert delta.stop_reason == reason
+
+
+def test_an_end_token_that_is_ignored_is_a_reason_like_others(sentencepiece):
+    read = reader(sentencepiece, SamplingParams(ignore_eos=True, stop_token_ids=(263,)))
+    assert read.read(Output("id", [258, 263], "stop")).stop_reason == 263
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "text"), [("the cats", "ca", "the "), ("the\xe6", "\ufffd", "the")]
+)
+def test_a_stop_string_may_come_with_the_last_news(sentencepiece, said, stop, text):
+    """Also in what is only known to be text when nothing follows."""
+    tokens = [byte + 1 for byte in said.encode("latin-1")]
+    delta = reader(sentencepiece, stop=(stop,)).read(Output("id", tokens, "length"))
+    assert (delta.text, delta.finish, delta.stop_reason) == (text, "stop", stop)
+
+
+def test_stop_strings_do_not_count_while_the_model_thinks(sentencepiece):
+    for said, shown in (("<think>sa</think> as", "<think>sa</think> a"), ("<thi", "<thi")):
+        read = reader(sentencepiece, stop=("s",), thinking=ThinkingMarks())
+        news = Output("id", [byte + 1 for byte in said.encode()], "length")
+        assert read.read(news).text == shown
 
 
 def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
