@@ -374,6 +374,9 @@ TAKEN = {
         _STATIC_FP8,
         family="mixtral",
     ),
+    "Phi-3-mini-128k-instruct-FP8": Published(
+        {**_AUTO_FP8, "activation_scheme": "dynamic"}, fp8_tensor, family="phi3"
+    ),
     "Ministral-3-8B-Instruct-2512": Published(
         {
             "activation_scheme": "static",
@@ -510,6 +513,14 @@ TAKEN = {
     "one scale a row": Published({**_AWQ, "group_size": -1}, partial(awq, group=0)),
     "Mixtral-8x7B-Instruct-v0.1-AWQ": Published(
         {**_AWQ, "group_size": 32, "modules_to_not_convert": ["gate"]}, awq, family="mixtral"
+    ),
+    "Qwen3-30B-A3B-AWQ with a layer left out": Published(
+        {
+            **{**_AWQ, "group_size": 32},
+            "modules_to_not_convert": ["model.layers.0.", "self_attn", "mlp.gate"],
+        },
+        {"layers.0.": None, "self_attn.": None, "_proj.": awq},
+        family="qwen3-moe",
     ),
     "Phi-3-mini-4k-instruct-AWQ": Published(
         {**_AWQ, "modules_to_not_convert": None}, partial(awq, group=128), family="phi3"
