@@ -68,6 +68,7 @@ DEEPSEEK_31 = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+PYTHONIC = '[weather(city="Rome"), f()]'
 GLM = 'weather\n{"city": "Rome"}<|assistant|>f\n{}<|observation|>'
 CALL = '<tool_call>{"name": "f", "arguments": '
 DEEP = {"a": ['"}', {"b": None}]}
@@ -104,6 +105,32 @@ WRITTEN = {
     "llama": (("llama3_json", LLAMA), "", ROME),
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
     "mistral": (("mistral", MISTRAL), "", ROME),
+    "pythonic": (("pythonic", PYTHONIC), "", ROME),
+    "pythonic, between texts": (
+        ("pythonic", f"See [1] and [[f], [weather].\n{PYTHONIC}\n\nSo I [look] it up."),
+        "See [1] and [[f], [weather].So I [look] it up.",
+        ROME,
+    ),
+    "pythonic, all kinds of values": (
+        (
+            "pythonic",
+            "[weather (city='it\\'s (\"a\", [b)', days = -2, x=[1, (2.5,)], y={'a': None}"
+            r', b=true, z="C:\Users", city=1, u=1+1, v=os.system("x"), w="a'
+            + '\n"),\nf(maybe=null,)]',
+        ),
+        "",
+        [
+            (
+                "weather",
+                {
+                    **{"city": 'it\'s ("a", [b)', "days": -2, "x": [1, [2.5]]},
+                    **{"y": {"a": None}, "b": True, "z": r"C:\Users", "u": "1+1"},
+                    **{"v": 'os.system("x")', "w": "a\n"},
+                },
+            ),
+            ("f", {"maybe": None}),
+        ],
+    ),
     "granite": (("granite", "Ok." + MISTRAL.replace("[TOOL_CALLS]", GRANITE)), "Ok.", ROME),
     "granite, each call between marks": (("granite", GRANITE_CALLS), "", ROME),
     "phi4_mini_json": (
@@ -352,6 +379,34 @@ def test_text_of_a_parameter_comes_before_the_parameter_has_ended():
     assert parser.feed("</b>\n</param") == [CallArguments(0, "\\n</b>")]
     assert parser.feed("eter>\n<parameter=days>1") == [CallArguments(0, '"')]
     assert parser.feed("2</parameter></function>") == [CallArguments(0, ', "days": 12}')]
+
+
+def test_arguments_in_python_come_when_each_has_ended():
+    parser = tools("pythonic")
+    assert parser.feed("[weather(city='Ro") == []
+    assert parser.feed("me', ") == [CallStart(0, "weather"), CallArguments(0, '{"city": "Rome"')]
+    assert parser.feed("days=2)") == [CallArguments(0, ', "days": 2}')]
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("[none(a=1)]", []),
+        ("[weather]", []),
+        ('[weather("Rome")]', []),
+        ("[weather(city", []),
+        ("[[1, 2], [3]]", []),
+        ("[f(either=1, 2)]", [("f", '{"either": 1')]),
+        ("[f(either=1", []),
+        ("[f(either=" + "-" * 60_000 + "1)]", [("f", json.dumps({"either": "-" * 60_000 + "1"}))]),
+        ("[f(either=" + "(" * 9000 + ")" * 9000 + ")]", [("f", ...)]),
+    ],
+)
+def test_what_is_no_call_in_python_is_text_or_has_no_whole_arguments(text, calls):
+    _, content, found = read(tools("pythonic"), [text])
+    assert content == ("" if found else text)
+    assert [name for name, _ in found] == [name for name, _ in calls]
+    assert all(known in (..., said) for (_, known), (_, said) in zip(calls, found, strict=True))
 
 
 def test_arguments_that_are_cut_are_no_whole_object():
@@ -647,6 +702,7 @@ def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
     assert format_of("{% if tools %}<|tool_call|>{% endif %}") == "granite"
     assert format_of("{% if tools %}functools[{% endif %}") == "phi4_mini_json"
+    assert format_of("{{ tools }}[func_name1(params_name1=params_value1...)]") == "pythonic"
     assert format_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}") == "mistral_args"
     assert format_of("{% if tools %}[TOOL_CALLS][{% endif %}") == "mistral"
     assert format_of("{{ tools }}<|observation|>{{ m.metadata }}") == "glm4_0414"

@@ -32,7 +32,7 @@ from twolane.frontend.structured.tools import (
     strict_grammar,
 )
 
-from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, read
+from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, PYTHONIC, read
 
 WEATHER = Tool(
     "weather",
@@ -410,6 +410,7 @@ CALLS = {
     "phi4_mini_json": MISTRAL.replace("[TOOL_CALLS]", "functools"),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
+    "pythonic": PYTHONIC,
 }
 
 
@@ -429,10 +430,47 @@ def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
     assert not takes(grammar, re.sub("Rome", "", CALLS[form]).replace("city", "town"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ('b="x"', True),
+        ('a=1, b="x"', True),
+        ('b="x\\\\, ]\\n", c=[null, {"d": true}]', True),
+        ('a=1, b="x", c=[]', True),
+        ("", False),
+        ("a=1", False),
+        ('b="x", a=1', False),
+        (', b="x"', False),
+        ('b="x", ', False),
+        ("b=1", False),
+    ],
+)
+def test_named_arguments_are_enforced_in_the_order_of_the_schema(takes, arguments, taken):
+    properties = {"a": INTEGER, "b": {"type": "string"}, "c": {"$ref": "#/$defs/list"}}
+    defined = {"list": {"type": "array"}}
+    tool = Tool("f", {"properties": properties, "required": ["b"], "$defs": defined})
+    grammar = calls_grammar("pythonic", [tool], lambda _: None, several=True)
+    call = f"[f({arguments}), f({arguments})]"
+    assert takes(grammar, call) == taken
+    if taken:
+        _, _, found = read(ToolCallParser(FORMATS["pythonic"], parameter_types([tool])), [call])
+        named = re.findall(r"([abc])=(.+?)(?=, [abc]=|$)", arguments)
+        said = {name: json.loads(value) for name, value in named}
+        assert [(name, json.loads(each)) for name, each in found] == [("f", said)] * 2
+
+
+def test_a_parameter_that_has_no_name_as_in_python_is_refused():
+    tool = Tool("f", {"properties": {"a b": INTEGER}})
+    with pytest.raises(ValueError, match=r"the parameter 'a b' of f has no name as in Python"):
+        calls_grammar("pythonic", [tool], lambda _: None, several=True)
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
 def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, takes, form, added):
     """Whatever the marks are, the text before a call is free, and all that is read as one is."""
+    if form == "pythonic" and added:
+        pytest.skip("a bracket is no special token")
     mark_of = {OPENINGS[form]: "<|im_start|>"} if added else {}
 
     def token_of(mark):
@@ -451,7 +489,7 @@ def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, ta
     assert whether("I will look.\n" + called)
     assert not whether("I will look. " + called.replace("city", "town"))
     assert not whether(call.replace("city", "town"))
-    text = form == "glm4_0414" and not added  # a line that is no tool's name
+    text = form in ("glm4_0414", "pythonic") and not added  # it has no tool's name
     assert whether("So " + called.replace("weather", "other")) == text
     assert not whether(called[: called.index("city")])
     single = strict_grammar(form, [strict, NOTHING], token_of, several=False)

@@ -19,6 +19,7 @@ ToolForm = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "glm4_0414",
+    "pythonic",
 ]
 """The names of `frontend.parsers.tool_calls.FORMATS`."""
 MetricsPrefix = Literal["twolane", "vllm", "both"]

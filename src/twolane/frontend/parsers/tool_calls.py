@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import ascii_letters
 from types import MappingProxyType
 
 from twolane.frontend.parsers.json_call import JsonCall
@@ -13,6 +14,7 @@ from twolane.frontend.parsers.pieces import (
     held_back,
     read_again_from,
 )
+from twolane.frontend.parsers.pythonic import PythonicCall
 from twolane.frontend.parsers.readers import (
     CallReader,
     ListedCall,
@@ -87,6 +89,9 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "glm4_0414": CallFormat(
             NamedLine, ("\n", "<|assistant|>"), ("<|assistant|>", "<|observation|>"), bare=True
         ),
+        "pythonic": CallFormat(
+            PythonicCall, ("[",), ("]",), separators=", \t\r\n", again=ascii_letters + "_"
+        ),
     }
 )
 """The formats by the names that vLLM's `--tool-call-parser` has for them; it has none for the calls
@@ -107,6 +112,7 @@ def format_of(template: str | None) -> str | None:
         ("```json", "deepseek_v3"),
         ("<｜tool▁sep｜>", "deepseek_v31"),
         ("<|observation|>", "glm4_0414"),
+        ("[func_name1(", "pythonic"),
         ('"parameters": dictionary of argument name', "llama3_json"),
         ("<|python_tag|>", "llama3_json"),
     )
@@ -207,11 +213,13 @@ class ToolCallParser:
         self._state = "opened" if before.strip() else "call"
 
     def _opened(self, _: list[Piece]) -> bool:
-        """A mark has come, which models write twice at times: the second one is no text."""
+        """A mark has come, which models write twice at times."""
         begun, marks = self._text.lstrip(), self._form.begin
         doubled = next((mark for mark in marks if mark.strip() and begun.startswith(mark)), None)
         if doubled is not None:
-            self._text = begun[len(doubled) :]
+            begun = begun[len(doubled) :]
+            self._raw[0] += self._text[: len(self._text) - len(begun)]
+            self._text = begun
             return True
         if any(mark.startswith(begun) for mark in marks):
             return False  # it may become one

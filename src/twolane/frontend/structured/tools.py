@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
     WHITESPACE,
@@ -93,6 +94,8 @@ def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, sever
     marks = _Marks(token_of)
     if form == "glm4_0414":
         return _strict_lines(tools, marks, several=several)
+    if form == "pythonic":
+        return _strict_lists(tools, marks, several=several)
     opening, (before, between, after) = OPENINGS[form], LISTS[form]
     known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
     calls = [CALLS[form](tool, marks).removeprefix(marks.of(opening)) for tool in known]
@@ -127,6 +130,25 @@ def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     behind = f"(TEXT? {marks.of(ASSISTANT)})?"
     start = "start: (behind call)* TEXT?" if several else "start: TEXT? | behind call SPACE?"
     lark = [start, f"behind: {behind}", "call: " + " | ".join(calls), *lines]
+    lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
+    return lark_grammar("\n".join(lark))
+
+
+def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> str:
+    """See `strict_grammar`: a list begins with a bracket and a tool's name, other ones are text."""
+    known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
+    rules, lists = [], []
+    for i, tool in enumerate(known):
+        name = re.escape(tool.name).replace("/", "\\/")
+        rules.append(rf"list_{i}[lazy]: /(.|\n)*\[[ \t\r\n]*{name}[ \t\r\n]*\(/")
+        rules.append(f'arguments_{i}: {python_arguments(tool, marks)} ")"')
+        lists.append(f"list_{i} arguments_{i}")
+    calls = " | ".join(
+        f"{json.dumps(tool.name + '(')} arguments_{i}" for i, tool in enumerate(known)
+    )
+    more = '(", " call)* "]"' if several else '"]"'
+    start = "start: list* TEXT?" if several else "start: TEXT? | list SPACE?"
+    lark = [start, f"list: ({' | '.join(lists)}) {more}", f"call: {calls}", *rules]
     lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
     return lark_grammar("\n".join(lark))
 
@@ -169,6 +191,12 @@ class _Marks:
         name = f"until_{len(self.rules)}"
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
         self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
+        return name
+
+    def rule(self, matched: str) -> str:
+        """Return the name of a new rule for this."""
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}: {matched}")
         return name
 
     def any_parameters(self) -> str:
@@ -218,12 +246,48 @@ def _xml_call(tool: Tool, marks: _Marks) -> str:
     )
 
 
+def _pythonic_call(tool: Tool, marks: _Marks) -> str:
+    return f'{json.dumps(tool.name + "(")} {python_arguments(tool, marks)} ")"'
+
+
+def python_arguments(tool: Tool, marks: _Marks) -> str:
+    """Return what matches the named arguments of a call in Python, whose values are JSON.
+
+    They come in the order of the schema; those that are not required may be left out.
+
+    Raises:
+        ValueError: an argument's name cannot be written so.
+    """
+    whole = tool.schema
+    if "properties" not in whole:
+        one = f"/[A-Za-z_][A-Za-z0-9_]*=/ {marks.json({})}"
+        return f'({one} (", " {one})*)?'
+    defined, required = _definitions(whole), whole.get("required") or ()
+    begins: list[str] = []
+    behind, optional = "", True
+    for name, schema in reversed((whole["properties"] or {}).items()):
+        if ARGUMENT_NAME.fullmatch(name) is None:
+            raise ValueError(f"the parameter {name!r} of {tool.name} has no name as in Python")
+        given = defined if schema is True else {**schema, **defined}
+        one = marks.rule(f"{json.dumps(name + '=')} {marks.json(given)}")
+        needed = name in required
+        begins = [f"{one} {behind}", *([] if needed else begins)]
+        behind = marks.rule(f'(", " {one}){"" if needed else "?"} {behind}')
+        optional &= not needed
+    return f"({' | '.join(begins)}){'?' if optional else ''}" if begins else ""
+
+
+def _definitions(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """What the parts of a schema refer to."""
+    return {name: whole[name] for name in DEFINITIONS & whole.keys()}
+
+
 def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
     """What matches a parameter's value and its end; `whole` is the schema of all parameters. Where
     the value may be text, it is written as it is, and the parser reads it so."""
     known = resolved(schema, whole)
     if "string" not in KindFinder().kinds_of(known, whole):
-        defined = {name: whole[name] for name in DEFINITIONS & whole.keys()}
+        defined = _definitions(whole)
         given = defined if schema is True else {**schema, **defined}
         return f"{marks.json(given)} {json.dumps(END_PARAMETER)}"
     values = values_of(known)
@@ -250,6 +314,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
     "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
     "glm4_0414": _named_call("NAME\n", tail=()),
+    "pythonic": _pythonic_call,
 }
 """One call of a tool, by the names of `tool_calls.FORMATS`."""
 LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
@@ -263,6 +328,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
     "glm4_0414": ((), (ASSISTANT,), ()),
+    "pythonic": (("[",), (", ",), ("]",)),
 }
 """The marks before, between and behind the calls of an answer."""
 OPENINGS: Mapping[str, str] = {
@@ -273,6 +339,7 @@ OPENINGS: Mapping[str, str] = {
     "mistral_args": "[TOOL_CALLS]",
     "granite": "<|tool_call|>",
     "glm4_0414": ASSISTANT,
+    "pythonic": "[",
     "phi4_mini_json": "functools",
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",

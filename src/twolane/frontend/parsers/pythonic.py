@@ -1,0 +1,141 @@
+"""Tool calls as Python writes them: a list such as `[f(a=1), g(b="x")]`."""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from twolane.frontend.parsers.json_call import WHITE, parsed
+from twolane.frontend.parsers.readers import LONGEST_LITERAL, Types
+
+ARGUMENT_NAME = re.compile(r"[^\s=(),'\"\[\]{}]+")
+ARGUMENT = re.compile(rf"(?P<name>{ARGUMENT_NAME.pattern})\s*=(?!=)(?P<value>.+)", re.DOTALL)
+LINE_ENDS = {"\n": "\\n", "\r": "\\r"}
+"""How line ends are written in strings; models leave them as they are."""
+WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
+"""JSON's words, which models write among Python's."""
+
+
+class PythonicCall:
+    """Reads one call of such a list, which must be of a known tool and name its arguments.
+
+    Arguments are passed on as JSON, each when it has ended. Values are literals of Python or JSON;
+    nothing is computed, and what is no literal is text.
+
+    Args:
+        types: their keys are the names of the tools.
+    """
+
+    def __init__(self, types: Types) -> None:
+        self.name: str | None = None
+        self.done = self.broken = False
+        self.spare = ""
+        self._names = tuple(types)
+        self._begun = ""
+        """The name so far."""
+        self._within = False
+        """Whether the parenthesis behind the name has come."""
+        self._argument: list[str] = []
+        """The characters of the argument that is being written."""
+        self._quote = ""
+        """The mark that ends the string that has begun; empty: none has."""
+        self._escaped = False
+        self._depth = 0
+        """Brackets that are open within the argument."""
+        self._known: set[str] = set()
+        """The names of the arguments so far, of which the first by a name counts."""
+        self._spoilt = False
+        """Whether something was no argument: the object is left open, as that of a cut call."""
+        self._pieces: list[str] = []
+
+    def feed(self, char: str) -> None:
+        """See `CallReader.feed`."""
+        if self.done or self.broken:
+            return
+        if not self._within:
+            self._head(char)
+        elif self._quote:
+            self._string(char)
+        else:
+            self._structure(char)
+
+    def end(self) -> None:
+        """See `CallReader.end`: what has come was passed on."""
+
+    def take(self) -> str:
+        """See `CallReader.take`."""
+        new, self._pieces = "".join(self._pieces), []
+        return new
+
+    def _head(self, char: str) -> None:
+        """A character in front of the arguments."""
+        if char == "(":
+            self._within, self.broken = True, self._begun not in self._names
+        elif char not in WHITE:
+            self._begun += char
+            self.broken = not any(name.startswith(self._begun) for name in self._names)
+        elif self._begun:
+            self.broken = self._begun not in self._names
+
+    def _string(self, char: str) -> None:
+        self._argument.append(LINE_ENDS.get(char, char))
+        if char == self._quote and not self._escaped:
+            self._quote = ""
+        self._escaped = char == "\\" and not self._escaped
+
+    def _structure(self, char: str) -> None:
+        """A character outside of strings."""
+        if self._depth == 0 and char in ",)":
+            self._take()
+            if char == ")" and not self.broken:
+                self._close()
+            return
+        self._quote = char if char in "\"'" else ""
+        self._depth += (char in "([{") - (char in ")]}" and self._depth > 0)
+        self._argument.append(char)
+
+    def _take(self) -> None:
+        """An argument has ended."""
+        text, self._argument = "".join(self._argument).strip(), []
+        found = ARGUMENT.fullmatch(text)
+        if found is None:
+            self._spoilt |= bool(text)
+            self.broken = self._spoilt and self.name is None
+            return
+        self.name, name = self._begun, found["name"]
+        if name not in self._known:
+            key = json.dumps(name, ensure_ascii=False)
+            value = json.dumps(value_of(found["value"].strip()), ensure_ascii=False)
+            self._pieces.append(f"{', ' if self._known else '{'}{key}: {value}")
+            self._known.add(name)
+
+    def _close(self) -> None:
+        self.name, self.done = self._begun, True
+        if not self._spoilt:
+            self._pieces.append("}" if self._known else "{}")
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Reads JSON's words among literals of Python."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return what a word means."""
+        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
+
+
+def value_of(text: str) -> Any:
+    """Return the value that a literal of JSON or Python is; other text as it is, without quotes."""
+    bare = text[1:-1] if text[:1] in "\"'" and text[-1:] == text[:1] else text
+    try:
+        return parsed(text)
+    except ValueError:
+        if len(text) > LONGEST_LITERAL:
+            return bare
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            tree = _JsonWords().visit(ast.parse(text, mode="eval"))
+        return parsed(json.dumps(ast.literal_eval(tree)))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return bare
