@@ -105,7 +105,9 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
         matrix = quantised(wide, GROUPS[group])
         assert matrix.scales is not None
         zeros = torch.randint(0, 16, matrix.scales.shape, device="cuda", generator=draw)
-        matrix = in_registers(replace(matrix, zeros=zeros.byte()))
+        signs = torch.randint(0, 2, matrix.scales.shape, device="cuda", generator=draw) * 2 - 1
+        signed = replace(matrix, zeros=zeros.byte(), scales=matrix.scales * signs)
+        matrix = in_registers(signed)
         x, old, bias = (
             torch.randn(*s, device="cuda", generator=draw).bfloat16()
             for s in ((m, k), (m, n), (n,))

@@ -380,9 +380,7 @@ def _compressed(config: _CompressedTensors) -> Quantization:
     chosen = [
         group
         for group in config.config_groups.values()
-        if not all(
-            name.endswith(("Attention", "self_attn", "self_attn$")) for name in group.targets
-        )
+        if not all(name.endswith(_ATTENTION) for name in group.targets)
     ]
     cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
     if not chosen and not cache and not config.sparsity_config:
