@@ -214,6 +214,8 @@ def test_version():
             ("--option look_ahead", "twice"),
         ),
         (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
+        (("--otlp-endpoint", "http://a b"), ("--otlp-endpoint", "'http://a b'")),
+        (("--served-model-name", "a\nb"), ("--served-model-name", "one line", r"'a\nb'")),
         (("--host", ""), ("--host must not be empty",)),
         (("--option", "decode_units=1"), ("--option 'decode_units'", "give --system")),
         (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),

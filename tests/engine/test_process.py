@@ -174,6 +174,7 @@ def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(mod
     ("settings", "message"),
     [
         ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 does not hold one request of 128"),
+        ({"kv_tokens": 10**12}, "kv_tokens 1000000000000: they take "),
         ({"max_model_len": 5000}, "max_model_len 5000 exceeds the model's 1024 positions"),
         ({"cores": 1000}, "cores must be between 1 and"),
         ({"system": "none"}, "system 'none' is unknown"),

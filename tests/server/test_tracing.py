@@ -200,7 +200,10 @@ def test_a_collector_that_takes_nothing_is_a_line_and_another_when_it_does_again
     assert mended == "traces reach the collector again; 2 spans were lost"
 
 
-@pytest.mark.parametrize("endpoint", ["localhost:4318", "grpc://x", ""])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["localhost:4318", "grpc://x", "", "http://", "http://[", "http://a b", "http://a:b"],
+)
 def test_an_endpoint_that_is_no_url_is_refused(endpoint):
     with pytest.raises(ValueError, match="--otlp-endpoint must be an http:// or https:// URL"):
         span_provider(endpoint)

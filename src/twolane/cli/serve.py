@@ -18,7 +18,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import MODEL_HELP, takes, takes_engine_settings
 from twolane.engine.config import EngineConfig
-from twolane.server.options import ServerOptions
+from twolane.server.options import ServerOptions, is_http_url
 
 EPILOG = """**Examples**
 
@@ -84,9 +84,12 @@ def check(options: ServerOptions) -> None:
     if options.max_queued_per_key is not None and not options.api_keys:
         raise fail("--max-queued-per-key needs --api-key", USAGE_ERROR)
     endpoint = options.otlp_endpoint
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+    if endpoint is not None and not is_http_url(endpoint):
         problem = f"must be an http:// or https:// URL, not {endpoint!r}"
         raise fail(f"--otlp-endpoint {problem}", USAGE_ERROR)
+    if not (options.served_model_name or "x").isprintable():
+        problem = f"must be one line of printable characters, not {options.served_model_name!r}"
+        raise fail(f"--served-model-name {problem}", USAGE_ERROR)
 
 
 def check_keys(keys: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.resources import free_memory
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
@@ -179,6 +180,8 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
         pages = config.kv_tokens // page_size
         if pages < 1:
             raise FieldError("kv_tokens", f"{config.kv_tokens} does not hold a page of {page_size}")
+        if machine.kind == "cpu":  # a GPU says so itself, and a simulated one has no memory
+            check_room(config.kv_tokens, machine.page_token_bytes * DeviceSettings.of(config).ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)
         room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)
@@ -186,6 +189,18 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
     return KVBooks(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
+
+
+def check_room(tokens: int, token_bytes: int) -> None:
+    """Refuse a KV pool that the free memory does not hold, before its pages are counted.
+
+    Raises:
+        FieldError: it takes more.
+    """
+    needed, free = tokens * token_bytes, free_memory()
+    if needed > free:
+        sizes = f"take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        raise FieldError("kv_tokens", f"{tokens}: they {sizes}")
 
 
 def _page_size(config: EngineConfig, machine: Machine) -> int:

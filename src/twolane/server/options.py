@@ -1,5 +1,6 @@
 """Settings of the API process, beside those of the engine."""
 
+import urllib.parse
 from typing import Annotated, Literal
 
 import msgspec
@@ -95,3 +96,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     http://localhost:4318. Needs twolane[otel]."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(PANEL)] = "info"
     """Least level of messages that the log has; debug is a line for every request."""
+
+
+def is_http_url(text: str) -> bool:
+    """Return whether a text is the URL of an HTTP server."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        named = parts.hostname is not None and parts.port != 0
+    except ValueError:
+        return False
+    return named and parts.scheme in ("http", "https") and text.isprintable() and " " not in text

@@ -24,6 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import twolane
 from twolane.engine.messages import Launched, Output, Times
 from twolane.frontend.engine_client import EngineClient, Event
+from twolane.server.options import is_http_url
 
 log = logging.getLogger("twolane.server")
 
@@ -50,7 +51,7 @@ def traces_url(endpoint: str) -> str:
     Raises:
         ValueError: it is no such URL.
     """
-    if not endpoint.startswith(("http://", "https://")):
+    if not is_http_url(endpoint):
         raise ValueError(f"--otlp-endpoint must be an http:// or https:// URL, not {endpoint!r}")
     return endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
 
