@@ -381,6 +381,12 @@ def test_text_of_a_parameter_comes_before_the_parameter_has_ended():
     assert parser.feed("2</parameter></function>") == [CallArguments(0, ', "days": 12}')]
 
 
+def test_behind_a_list_in_python_only_a_list_is_one():
+    """What is enforced of strict tools begins with a bracket."""
+    found = read(tools("pythonic"), [PYTHONIC + "\n[f()] f(maybe=1), [f()]"])
+    assert found == ("", "f(maybe=1),", [("weather", '{"city": "Rome"}'), *[("f", "{}")] * 3])
+
+
 def test_arguments_in_python_come_when_each_has_ended():
     parser = tools("pythonic")
     assert parser.feed("[weather(city='Ro") == []
@@ -395,6 +401,7 @@ def test_arguments_in_python_come_when_each_has_ended():
         ("[weather]", []),
         ('[weather("Rome")]', []),
         ("[weather(city", []),
+        ("weather(city='Rome')", []),
         ("[[1, 2], [3]]", []),
         ("[f(either=1, 2)]", [("f", '{"either": 1')]),
         ("[f(either=1", []),

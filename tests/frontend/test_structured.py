@@ -459,6 +459,21 @@ def test_named_arguments_are_enforced_in_the_order_of_the_schema(takes, argument
         assert [(name, json.loads(each)) for name, each in found] == [("f", said)] * 2
 
 
+@pytest.mark.parametrize(
+    ("form", "call"),
+    [
+        ("pythonic", "[f(b=1)]"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=b>\n1\n</parameter>\n</function>\n"),
+    ],
+)
+def test_a_parameter_that_can_have_no_value_is_not_given(takes, form, call):
+    whole = {"properties": {"a": False, "b": INTEGER}}
+    grammar = calls_grammar(form, [Tool("f", whole)], lambda _: None, several=True)
+    assert takes(grammar, call + "</tool_call>" * (form == "qwen3_coder"))
+    with pytest.raises(ValueError, match="parameter 'a' is required and can have no value"):
+        calls_grammar(form, [Tool("f", {**whole, "required": ["a"]})], lambda _: None, several=True)
+
+
 def test_a_parameter_that_has_no_name_as_in_python_is_refused():
     tool = Tool("f", {"properties": {"a b": INTEGER}})
     with pytest.raises(ValueError, match=r"the parameter 'a b' of f has no name as in Python"):

@@ -39,6 +39,8 @@ class CallFormat:
     """Characters behind a call that are no text."""
     again: str = ""
     """Characters with which another call begins behind one, without a mark."""
+    closes: bool = False
+    """Whether no other call follows the mark behind a call, but with a mark of its own."""
     bare: bool = False
     """Whether an answer that begins with `again`, or as a call does, begins with a call."""
     within: tuple[str, ...] = ()
@@ -90,7 +92,12 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             NamedLine, ("\n", "<|assistant|>"), ("<|assistant|>", "<|observation|>"), bare=True
         ),
         "pythonic": CallFormat(
-            PythonicCall, ("[",), ("]",), separators=", \t\r\n", again=ascii_letters + "_"
+            PythonicCall,
+            ("[",),
+            ("]",),
+            separators=", \t\r\n",
+            again=ascii_letters + "_",
+            closes=True,
         ),
     }
 )
@@ -271,6 +278,7 @@ class ToolCallParser:
         for mark in self._form.end:
             if self._text.startswith(mark):
                 self._text = self._text[len(mark) :]
+                self._state = "first" if self._form.closes else "after"
                 return True
             if mark.startswith(self._text):
                 return False  # it may become the mark

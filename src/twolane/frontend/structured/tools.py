@@ -234,11 +234,10 @@ def _mistral_call(tool: Tool, marks: _Marks) -> str:
 
 def _xml_call(tool: Tool, marks: _Marks) -> str:
     whole = tool.schema
-    required = whole.get("required") or ()
     body = [] if "properties" in whole else [marks.any_parameters()]
-    for name, schema in (whole.get("properties") or {}).items():
+    for name, schema, needed in _parameters(whole):
         opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, whole, marks)
-        body.append(f"({opened} {value})" + ("" if name in required else "?"))
+        body.append(f"({opened} {value})" + ("" if needed else "?"))
     inside = " ".join(body)
     head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
     return f"{head} {inside} {json.dumps('</function>')} {json.dumps(chr(10))} " + marks.of(
@@ -262,19 +261,30 @@ def python_arguments(tool: Tool, marks: _Marks) -> str:
     if "properties" not in whole:
         one = f"/[A-Za-z_][A-Za-z0-9_]*=/ {marks.json({})}"
         return f'({one} (", " {one})*)?'
-    defined, required = _definitions(whole), whole.get("required") or ()
-    begins: list[str] = []
-    behind, optional = "", True
-    for name, schema in reversed((whole["properties"] or {}).items()):
+    defined, begins, behind, optional = _definitions(whole), list[str](), "", True
+    for name, schema, needed in reversed(_parameters(whole)):
         if ARGUMENT_NAME.fullmatch(name) is None:
             raise ValueError(f"the parameter {name!r} of {tool.name} has no name as in Python")
         given = defined if schema is True else {**schema, **defined}
         one = marks.rule(f"{json.dumps(name + '=')} {marks.json(given)}")
-        needed = name in required
         begins = [f"{one} {behind}", *([] if needed else begins)]
         behind = marks.rule(f'(", " {one}){"" if needed else "?"} {behind}')
         optional &= not needed
     return f"({' | '.join(begins)}){'?' if optional else ''}" if begins else ""
+
+
+def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Name, schema and whether it is required of each parameter that there can be.
+
+    Raises:
+        ValueError: one is required and can have no value.
+    """
+    required = whole.get("required") or ()
+    known = (whole.get("properties") or {}).items()
+    impossible = [name for name, schema in known if schema is False and name in required]
+    if impossible:
+        raise ValueError(f"the parameter {impossible[0]!r} is required and can have no value")
+    return [(name, schema, name in required) for name, schema in known if schema is not False]
 
 
 def _definitions(whole: Mapping[str, Any]) -> dict[str, Any]:
