@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.common.page_hash import page_hashes, page_key
+from twolane.engine import kv as kv_module
 from twolane.engine.kv import Allocation, KVBooks, Lookup, Node, PrefixTree
 from twolane.lanes.base import Ticket
 
@@ -132,7 +133,7 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pages of one token come, are used again and go; each is called like its token."""
-    monkeypatch.setattr("twolane.engine.kv.SPARE_OFFERS", 5)
+    monkeypatch.setattr(kv_module, "SPARE_OFFERS", 5)
     tree, rng, order = PrefixTree(1), random.Random(0), list[int]()
     for step in range(2000):
         turn = rng.choice(["new", "again", "evict"]) if len(order) > 20 else "new"
@@ -144,6 +145,23 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
         for node in path:
             tree.pin(node)
         tree.unpin(path or [tree.add([], page_key(order[-1:], 0, 1, b""), order[-1])])
+
+
+def test_sifting_takes_a_few_looks_for_each_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def counted(used: int, node: Node) -> bool:
+        nonlocal looks
+        looks += 1
+        return stands(used, node)
+
+    stands = kv_module._stands
+    monkeypatch.setattr(kv_module, "_stands", counted)
+    monkeypatch.setattr(kv_module, "SPARE_OFFERS", 5)
+    tree = PrefixTree(1)
+    for page in range(2000):
+        tree.unpin([tree.add([], page_key([page], 0, 1, b""), page)])
+    assert 0 < looks < 4 * 2000
 
 
 def test_two_requests_that_compute_the_same_page_keep_their_own() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import urllib.parse
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -268,6 +269,57 @@ def test_one_key_is_one_client_however_it_is_sent(headers):
     scope = {"type": "http", "path": "/v1/models", "headers": raw, "client": ("192.0.2.7", 1)}
     asyncio.run(Gate(app, ["none", "one"], 1000)(scope, None, None))
     assert seen == ["key 1"]
+
+
+def passing(path="/v1/models", state=None, **headers):
+    """What reaches the application behind a gate with the keys none and one, and what is sent."""
+    reached, sent = [], []
+
+    async def app(scope, receive, send):
+        reached.append(CLIENT.get())
+
+    async def send(message):
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": path, "headers": raw, "client": ("192.0.2.7", 1)}
+    asyncio.run(Gate(app, ["none", "one"], 1000)({**scope, "state": state or {}}, None, send))
+    return reached, sent
+
+
+def test_a_call_is_told_its_key_and_who_needs_none_is_known_by_the_network():
+    for path, headers, key, known in (
+        ("/v1/models", {"x_api_key": "one"}, 1, "key 1"),
+        ("/v1/models", {"x_api_key": "none"}, 0, "key 0"),
+        ("/health", {"x_api_key": "one"}, None, "192.0.2.7"),
+    ):
+        call = SimpleNamespace(key="not told", refusal=None)
+        assert passing(path, {"call": call}, **headers) == ([known], [])
+        assert call.key == key
+
+
+def test_beyond_the_bound_on_connections_only_probes_are_served():
+    for crowded, path, served in (
+        (True, "/v1/models", False),
+        (True, "/livez", True),
+        (False, "/v1/models", True),
+    ):
+        state = {"connection": SimpleNamespace(crowded=crowded)}
+        reached, sent = passing(path, state, x_api_key="one")
+        assert bool(reached) == served
+        if not served:
+            assert sent[0]["status"] == 503
+            assert {(b"retry-after", b"1"), (b"connection", b"close")} <= set(sent[0]["headers"])
+
+
+def test_what_is_no_http_passes():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["type"])
+
+    asyncio.run(Gate(app, ["one"], 1000)({"type": "lifespan"}, None, None))
+    assert seen == ["lifespan"]
 
 
 def test_bodies_that_arrive_at_once_are_bounded_together_and_for_each_client():

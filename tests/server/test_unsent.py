@@ -405,6 +405,37 @@ def test_who_has_read_all_is_not_behind():
     assert behind == [0, True, 0, True, 0]
 
 
+def test_who_has_not_read_all_is_behind_since_then():
+    """However often the connection is full again."""
+    behind = []
+
+    async def answer(connection, send):
+        def note():
+            at = connection.loop.time()
+            behind.append(connection.seconds_behind >= at - fell)
+
+        backlog = Backlog()
+        connection.hold(backlog)
+        backlog.put(delta(0))
+        connection.write_part(bytes(8 * MIB))
+        fell = connection.loop.time()
+        full.set()
+        await until(lambda: connection.takes_parts)
+        note()
+        connection.write_part(bytes(8 * MIB))
+        note()
+        connection.transport.abort()
+
+    def reads(client):
+        assert full.wait(PATIENCE)
+        with contextlib.suppress(ConnectionError):
+            everything(client)
+
+    full = threading.Event()
+    answering(answer, reads, UnsentOutput())
+    assert behind == [True, True]
+
+
 def test_who_reads_again_between_two_looks_is_not_stalled():
     """Though as much waits again."""
     dropped = []

@@ -86,7 +86,8 @@ class Gate:
             receive, send = rest.receive, rest.send
             key = self._check_key(scope["path"], headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
-            self._check_length(headers.get("content-length", "0"))
+            if int(headers.get("content-length", "0")) > self._max_body_bytes:
+                raise too_large(self._max_body_bytes)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
             await refuse(error, scope["path"], send)
@@ -118,10 +119,6 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return fitting.index(True)
-
-    def _check_length(self, length: str) -> None:
-        if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
 
 
 def client(scope: Scope) -> str:
