@@ -51,4 +51,4 @@ def test_what_is_taken_is_quick_on_texts_that_are_bad_for_others(expression):
     began = time.process_time()
     for tokens in ([0] * 16, [1] * 16, [0, 1] * 8 + [2]):
         backend.decode(tokens, skip_special_tokens=False)
-    assert time.process_time() - began < 0.5  # an expression that is not takes a second a token
+    assert time.process_time() - began < 5  # an expression that is not takes a second a token

@@ -382,7 +382,7 @@ def test_hostile_grammars_cost_a_bounded_time(vocabulary, name):
             mask = matcher.compute_bitmask()
             token = next(i for i in range(len(mask) * 8) if mask[i // 8] >> i % 8 & 1)
             matcher.consume_token(token)
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < 20  # the largest takes 4 on a busy machine
 
 
 def test_what_a_matcher_finds_wrong_is_not_in_the_log(vocabulary, capfd):

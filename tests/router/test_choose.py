@@ -2,18 +2,20 @@
 
 import math
 import random
-import time
+from collections import Counter
+from typing import Any
 
 import pytest
 
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.router import choose as chooses
 from twolane.router import table as table_module
 from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose
 from twolane.router.policies import POLICIES, RayPrefixAware
 from twolane.router.state import FORMAT, Ask, ReplicaState
-from twolane.router.table import Table
+from twolane.router.table import Replica, ReplicaView, Table
 from twolane.slo import Slo
 
 PAGE = 16
@@ -324,20 +326,27 @@ def test_ray_prefix_forgets_what_it_was_told_first() -> None:
     assert policy._matched("a", asked) > 0
 
 
-def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster() -> None:
-    """64 replicas against two, with a prompt of 16,000 tokens."""
+def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster(monkeypatch) -> None:
+    """64 replicas and a prompt of 16,000 tokens: each replica is asked for some of its landmarks,
+    as many as halve them, and estimated once."""
     draw = random.Random(0)
     prompts = [range(1000 * i, 1000 * i + 16_000) for i in range(64)]
     made = table(**{f"r{i:02}": state(draw.randrange(9000), prompts[i]) for i in range(64)})
-    small = table(a=state(10, prompts[0]), b=state(20, prompts[1]))
     asked = ask(prompts[5])
+    has, estimate = Replica.has, chooses._estimate
+    looked: list[str] = []
+    estimated: list[str] = []
 
-    def seconds(of: Table) -> float:
-        times = []
-        for _ in range(30):
-            begun = time.perf_counter()
-            choose(asked, of.views(asked, 0.0))
-            times.append(time.perf_counter() - begun)
-        return min(times)
+    def looking(replica: Replica, landmark: int) -> bool:
+        looked.append(replica.name)
+        return has(replica, landmark)
 
-    assert seconds(made) < 64 * 4 * seconds(small)
+    def estimating(ask: Ask, view: ReplicaView, *how: Any) -> Any:
+        estimated.append(view.name)
+        return estimate(ask, view, *how)
+
+    monkeypatch.setattr(Replica, "has", looking)
+    monkeypatch.setattr(chooses, "_estimate", estimating)
+    assert sent_to(made, asked) == "r05"
+    assert sorted(estimated) == sorted(f"r{i:02}" for i in range(64))
+    assert max(Counter(looked).values()) <= 2 * len(asked.landmarks.hashes).bit_length() < 16
