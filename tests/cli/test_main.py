@@ -160,7 +160,8 @@ def test_what_is_wrong_in_a_file_or_a_variable_is_one_line(tmp_path):
             assert word in result.stderr
     result = run("serve", MODEL, variables={"TWOLANE_PORT": "tcp://10.0.0.1:8000"})
     assert result.returncode == 2
-    assert "TWOLANE_PORT" in result.stderr
+    assert "TWOLANE_PORT must be an integer, and Kubernetes sets it" in result.stderr
+    assert "enableServiceLinks: false" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -105,7 +105,9 @@ def test_a_request_that_ends_its_servers_is_sent_to_two_of_them() -> None:
     assert sum(len(server.asked) for server in servers) == 2
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
+def test_a_stream_that_breaks_off_ends_with_an_error_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     events = STREAM + chunk(b"data: 1\n\n") + chunk(b"data: 2\n\n")
 
     async def script(path: str, body: bytes, out: Writer) -> None:
@@ -128,6 +130,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     begun = asyncio.Event()
     said = asyncio.run(run())
     assert said.startswith(b"data: 1\n\ndata: 2\n\nevent: error\ndata: ")
+    assert "an answer was interrupted: its connection ended within the answer" in caplog.text
     assert json.loads(said.splitlines()[-2].removeprefix(b"data: "))["type"] == "error"
 
 

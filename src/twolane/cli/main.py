@@ -22,6 +22,9 @@ PLAIN = (
 )
 """Words of the parser's library for what is wrong with a value, and plain ones."""
 
+LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
+"""Where a variable of ours comes from that has the address of a service."""
+
 
 class Commands(LazyCommands):
     """The commands of `twolane`."""
@@ -128,5 +131,7 @@ def wrong_value(error: Any) -> str | None:
     source = context.get_parameter_source(param.name)
     given = {"ENVIRONMENT": str(param.envvar)}.get(source.name if source else "")
     message = f"{given or (param.opts or [param.name])[0]} {problem}"
+    if given and os.environ.get(given, "").startswith("tcp://"):
+        message += f", and {LINKED}"
     in_file = source is not None and source.name == "DEFAULT_MAP"
     return f"{context.params['config_file']}: {message}" if in_file else message

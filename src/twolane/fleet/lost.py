@@ -36,6 +36,8 @@ async def unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
         raise BrokenOff("it does not answer any more")
     except aiohttp.ClientConnectorError as error:
         raise Unreached(str(error)) from error
+    except aiohttp.ClientPayloadError as error:  # whose message is of chunks and lengths
+        raise BrokenOff("its connection ended within the answer") from error
     except (aiohttp.ClientError, OSError) as error:
         raise BrokenOff(str(error) or type(error).__name__) from error
     finally:
