@@ -10,6 +10,7 @@ from twolane.estimate.profile import Profile
 from twolane.model.shapes import SHAPES
 from twolane.profile import run
 from twolane.results.result import BenchConfig
+from twolane.sim import profile as profiles
 from twolane.sim.config import SimulateConfig
 from twolane.sim.gpus import GPUS
 from twolane.sim.profile import simulated_profile
@@ -37,6 +38,14 @@ def test_it_is_measured_once_for_each_device_and_degree(cache):
     assert Profile.read(others[1]).key.tensor_parallel == 2
     assert [probe.units for probe in Profile.read(first).probes][-1] == GPUS["h200"].units
     assert {Profile.read(path).key.itemsize for path in (first, *others)} == {2}
+
+
+def test_another_device_model_has_a_profile_of_its_own(cache, monkeypatch):
+    """One that an older version has left is none of this one's."""
+    asked = GPUS["h200"], SPEC, 1
+    first = simulated_profile(*asked, rounds=1)
+    monkeypatch.setattr(profiles, "device_digest", lambda: "another")
+    assert simulated_profile(*asked, rounds=1) != first
 
 
 def test_one_that_is_not_whole_is_never_there(cache, monkeypatch):

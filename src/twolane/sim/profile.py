@@ -1,7 +1,9 @@
 """A profile taken in the simulator, so that predictions err there as they do on the card."""
 
+import hashlib
 import math
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from twolane.engine.config import EngineConfig
@@ -19,6 +21,13 @@ ROUNDS = 15
 """Rounds of the plan: about what four minutes measure on a card."""
 PROFILE_SEED = 0x50524F46
 """Seed of the device's noise while it is measured."""
+
+
+@cache
+def device_digest() -> str:
+    """Return what changes with the simulated device, which is code: a digest of that."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:12]
 
 
 def simulated_profile(
@@ -43,7 +52,7 @@ def simulated_profile(
     )
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
     key = machine_key(machine, gpu.units)
-    path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}.json")
+    path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}-{device_digest()}.json")
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
