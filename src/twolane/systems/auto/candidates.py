@@ -1,12 +1,14 @@
 """What can be done with a prefill batch while requests decode, each way with its predictions.
 
-Three ways: *hybrid*, one pass with a decode token each and a chunk of the prompts; *temporal*,
+Four ways: *hybrid*, one pass with a decode token each and a chunk of the prompts; *temporal*,
 layer slices between decode steps, on the whole device; *spatial*, both at once, each on its
-units. A choice promises a bound on the time between two tokens and a pace of prefill.
+units; *staggered*, layers on the whole device until the next step has to begin, then that step
+beside further layers. A choice promises a bound on the time between two tokens and a pace of
+prefill.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,7 +17,7 @@ from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.common.multiplex import Level
 
-Mode = Literal["hybrid", "temporal", "spatial"]
+Mode = Literal["hybrid", "temporal", "spatial", "staggered"]
 
 TRIED_SIZES: Sequence[int] = range(64, 2048 + 1, 64)
 """Sizes of passes that are tried where the device pads them to none: products compute whole tiles
@@ -26,6 +28,10 @@ promises no bound, since it may have seen no such pass."""
 DECODE_WEIGHT = 0.1
 """Weight of the pace of decode beside that of prefill: it breaks ties, the SLO does the rest."""
 
+STAGGERED_FRACTION = 0.9
+"""A hybrid pass is preferred to a staggered way if its score is above this fraction of the other's:
+prompts of a batch in layers end together, while passes end the first of them earlier."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -33,7 +39,7 @@ class Candidate:
 
     mode: Mode
     level: Level
-    """Units of both lanes; each has the whole device unless the mode is spatial."""
+    """Units of both lanes, side by side; each has the whole device if they never are."""
     layers: int
     """Number of layers in a slice; a hybrid pass has all of them."""
     layer: float
@@ -46,6 +52,10 @@ class Candidate:
     """Pace of prefill as a fraction of its pace alone on the whole device."""
     score: float
     """The figure that is maximised: the pace of prefill, and a little of decode's."""
+    beside: float = 0.0
+    """Bound on the seconds of a step and the layers beside it; 0 unless the mode is staggered."""
+    ahead: float = 0.0
+    """Bound on the seconds of a layer ahead of a step; 0 unless the mode is staggered."""
 
     def is_like(self, other: "Candidate | None") -> bool:
         """Whether going from one to the other is no change of mode or level."""
@@ -68,6 +78,8 @@ class Candidates:
         launching: seconds that a launch of a pass takes the host: passes that follow one another
             are no faster.
         pass_sizes: tokens that the device pads passes to; empty: to none.
+        stagger: whether steps may wait for layers on the whole device. A batch in layers ends all
+            of its prompts at once, so this helps no deadline; it shortens a backlog.
     """
 
     estimator: Estimator
@@ -80,6 +92,7 @@ class Candidates:
     target: float
     launching: float = 0.0
     pass_sizes: Sequence[int] = ()
+    stagger: bool = False
 
     def all(self, *, sliced: bool, chunk: int = 0) -> list[Candidate]:
         """Every candidate; empty while nothing is known.
@@ -91,8 +104,14 @@ class Candidates:
         alone = self.estimator.predict(prefill_slice(self.batch, self.layers), self.units)
         if not alone:
             return []
-        found = [*self._spatial(alone), self._temporal(alone)]
-        return found if sliced else [*found, self._hybrid(alone, chunk)]
+        spatial = self._spatial(alone)
+        found = [*spatial, self._temporal(alone)]
+        hybrid = [] if sliced else [self._hybrid(alone, chunk)]
+        if self.stagger:
+            scores = [way.score for way in hybrid if way.gap <= self.target]
+            least = max(scores, default=0.0) / STAGGERED_FRACTION
+            found += [way for way in self._staggered(alone, spatial) if way.score > least]
+        return found + hybrid
 
     def _spatial(self, alone: float) -> list[Candidate]:
         """One for each level; slices last about a step.
@@ -115,17 +134,40 @@ class Candidates:
             found.append(Candidate("spatial", level, layers, layer, 0, gap, pace, score))
         return found
 
+    def _staggered(self, alone: float, spatial: Sequence[Candidate]) -> list[Candidate]:
+        """One for each level that leaves time for a layer before the next step.
+
+        Only whole layers run, so the whole device waits for the longer of a step and the layers
+        beside it. The fewer layers a bound has room for, the more of it that wastes.
+        """
+        ahead, found = self._layer_alone(alone), []
+        for way in spatial:
+            beside = max(way.gap, way.layers * way.layer)
+            layers = min(self.layers, int((self.target - beside) / ahead))
+            if layers < 1:
+                continue
+            part = alone / self.layers
+            pace = min(alone, (layers + way.layers) * part) / (layers * part + beside)
+            gap = layers * ahead + beside
+            score = self._score(pace, gap)
+            way = replace(way, mode="staggered", gap=gap, pace=pace, score=score)
+            found.append(replace(way, beside=beside, ahead=ahead))
+        return found
+
     def _temporal(self, alone: float) -> Candidate:
         """As many layers between two steps as the bound leaves time for, one at least."""
-        batch = prefill_slice(self.batch, self.layers)
-        whole = self.estimator.predict(batch, self.units, bound=True)
-        layer = (whole or alone) / self.layers
+        layer = self._layer_alone(alone)
         layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
         gap = self.step + layers * layer
         done = alone * layers / self.layers
         pace = done / (done + self.step)
         both = (self.units, self.units)
         return Candidate("temporal", both, layers, layer, 0, gap, pace, self._score(pace, gap))
+
+    def _layer_alone(self, alone: float) -> float:
+        """Return a bound on the seconds of a layer on the whole device."""
+        batch = prefill_slice(self.batch, self.layers)
+        return (self.estimator.predict(batch, self.units, bound=True) or alone) / self.layers
 
     def _hybrid(self, alone: float, chunk: int) -> Candidate:
         """The largest pass within the bound, the smallest if none is.

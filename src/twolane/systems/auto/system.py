@@ -1,4 +1,4 @@
-"""`auto`: at each scheduling point hybrid, temporal or spatial, whichever promises the most.
+"""`auto`: at each scheduling point the way of running the prompts that promises the most.
 
 A user gives SLOs. Prefill goes as fast as they allow: of all ways to run the prompts at hand beside
 the requests that decode (`candidates`), `auto` takes the one with the fastest prefill whose bound
@@ -78,7 +78,7 @@ class AutoMemory:
 
 
 class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Hybrid, temporal or spatial, whichever prefills fastest within the SLOs by prediction."""
+    """The way of running the prompts that prefills fastest within the SLOs by prediction."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = True
@@ -200,6 +200,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 target.planned,
                 view.launching.seconds(Hybrid()),
                 view.pass_sizes,
+                stagger=_backlogged(view, prompts),
             )
             found = ways.all(sliced=not prompts.chunks, chunk=standing.pass_tokens)
         tokens = max((way.tokens for way in found), default=0) or standing.pass_tokens
@@ -210,6 +211,13 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _by_arrival(waiting: Sequence[RequestView]) -> bool:
     """Tell whether neither a TTFT bound nor a priority puts a request before an earlier one."""
     return all(r.deadline is None and r.priority == waiting[0].priority for r in waiting)
+
+
+def _backlogged(view: View, prompts: Prompts) -> bool:
+    """Tell whether arrival alone orders the prompts and as many tokens wait as the batch has."""
+    behind = sum(r.new for r in view.waiting) - sum(chunk.n for chunk in prompts.chunks)
+    begun = [chunk.request for chunk in view.batch.chunks] if view.batch else []
+    return behind >= prompts.load.new and _by_arrival([*view.waiting, *begun])
 
 
 def _made_for(

@@ -11,7 +11,7 @@ from twolane.systems.auto.queues import due, prefill_free_at, queue, step_bounda
 from twolane.systems.auto.target import TbtTarget
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import shared_levels
-from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
+from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice, Work
 from twolane.systems.view import RequestView, View
 
 MOST_STEPS = 8
@@ -94,6 +94,8 @@ class Situation:
         choice, prompts = self.choice, self.prompts
         if choice.mode == "spatial" and not self.turn.spent:
             return self._spatial(choice, prompts)
+        if choice.mode == "staggered":
+            return self._staggered(choice, prompts)
         if not self._due("device") or self._slices_end_late(choice):
             return self._drain(choice), self.turn
         if choice.mode == "temporal" and (slices := self._temporal(choice, prompts)):
@@ -112,7 +114,7 @@ class Situation:
         """Decode while no prompt goes on; beside the last slices, if there are any."""
         view = self.view
         if view.lanes["prefill"].queued and self.choice:
-            if self.choice.mode == "spatial":
+            if self.choice.mode in ("spatial", "staggered"):
                 return self._spatial(self.choice, None)
             return self._drain(self.choice), self.turn
         if not self._due("device"):
@@ -159,7 +161,7 @@ class Situation:
             return 0
         return min(MOST_STEPS, math.ceil(launching / step))
 
-    def _on_device(self, work: DecodeSteps | Hybrid, reason: str) -> Plan:
+    def _on_device(self, work: Work, reason: str) -> Plan:
         return Plan(launches=(Launch("device", self.view.units, work),), reason=reason)
 
     # --- side by side -------------------------------------------------------------------------
@@ -179,6 +181,30 @@ class Situation:
             launches = [step, *launches]
         reason = self._reason(choice) if launches else ""
         return Plan(admit=admit, launches=tuple(launches), reason=reason), turn
+
+    def _staggered(self, choice: Candidate, prompts: Prompts) -> tuple[Plan, LastTurns]:
+        """Launch layers on the whole device while the next step has time, else side by side."""
+        view, ended, free = self.view, self._step_ended(), prefill_free_at(self.view)
+        latest = ended + self.target.planned - choice.beside - RELAUNCH_GAP_SECONDS
+        beside = round((ended - free) / choice.layer)
+        layers = int((latest - max(free, ended)) / choice.ahead)
+        if beside > 0 or layers < 1:
+            layers = min(choice.layers, beside) if beside > 0 else choice.layers
+            return self._spatial(replace(choice, layers=layers), prompts)
+        if not self._due("prefill"):
+            return Plan(), self.turn
+        last = min(prompts.first + layers, view.layers)
+        spent = self.turn.spent + (last - prompts.first) * choice.ahead
+        plan = self._on_device(PrefillSlice(prompts.first, last), self._reason(choice))
+        plan = Plan(admit=prompts.chunks, launches=plan.launches, reason=plan.reason)
+        return plan, replace(self.turn, spent=spent)
+
+    def _step_ended(self) -> float:
+        """Return when the decode step under way ends, or when the last one ended, in seconds."""
+        if not self.turn.spent:
+            return step_boundary(self.view)
+        tokens = (r.last_token_at for r in self.view.decoding)
+        return min((at for at in tokens if at is not None), default=self.view.now)
 
     def _next_slice(self, choice: Candidate, prompts: Prompts) -> tuple[PrefillSlice, float]:
         """Return the next layers, and when they end by prediction, in seconds."""
@@ -242,6 +268,7 @@ class Situation:
             "hybrid": f"{choice.tokens} tokens a pass",
             "temporal": f"{choice.layers} layers between steps",
             "spatial": f"{choice.level[0]} + {choice.level[1]} units",
+            "staggered": f"all, then {choice.level[0]} + {choice.level[1]} units",
         }[choice.mode]
         target = self.target
         wanted = f"{target.planned * 1e3:.1f} ms, bound {target.bound * 1e3:.1f}"
