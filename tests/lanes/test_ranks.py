@@ -174,6 +174,60 @@ class Idle:
         yield Step()
 
 
+class Noting(Idle):
+    """Keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+
+    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+        self.asked.append(work)
+        yield from super().run(work, masks)
+
+    def drop(self, batch: int) -> None:
+        self.asked.append(batch)
+
+    def load_adapter(self, slot: int, path: str, digest: bytes | None) -> None:
+        self.asked.append((slot, path, digest))
+
+    def drop_adapter(self, slot: int) -> None:
+        self.asked.append(("dropped", slot))
+
+
+def test_the_other_rank_does_what_rank_0_does_in_its_order() -> None:
+    """But for adapters that go: it keeps its parts of them until others come."""
+    runners: list[Any] = [Noting(), Noting()]
+    first = CpuLanes(runners[0], usable_cores(), lambda: None)
+    lanes = RankedLanes(first, Nearby(runners[1]))  # type: ignore[arg-type]
+    work = some_work(2)
+    lanes.load_adapter(1, "here", b"digest")
+    lanes.launch("prefill", lanes.units, work[0], ())
+    lanes.drop(0)
+    lanes.launch("prefill", lanes.units, work[2], ())
+    lanes.close(PATIENCE)
+    lanes.drop_adapter(1)
+    everywhere = [(1, "here", b"digest"), work[0], 0, work[2]]
+    assert runners[0].asked == [*everywhere, ("dropped", 1)]
+    assert runners[1].asked == everywhere
+
+
+def test_what_became_of_the_other_rank_is_the_cause() -> None:
+    class Broken(Idle):
+        def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+            raise OSError("the rank's end of a pipe")
+
+    broken: Any = Broken()
+    others = Nearby(Idle())  # type: ignore[arg-type]
+    lanes = RankedLanes(CpuLanes(broken, usable_cores(), lambda: None), others)  # type: ignore[arg-type]
+    lanes.check()
+    others.error = cause = ValueError("why it ended")
+    ticket = lanes.launch("prefill", lanes.units, some_work(2)[0], ())
+    with pytest.raises(ValueError, match="why it ended"):
+        lanes.check()
+    lanes.close(PATIENCE)
+    assert ticket.error is cause
+
+
 def some_work(layers: int) -> list[Work]:
     """A launch of each kind: slices of a prompt, decode steps, a hybrid pass."""
     greedy = Sampling(SamplingParams(temperature=0.0), 0, 6, ())

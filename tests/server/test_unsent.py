@@ -387,13 +387,14 @@ def test_who_has_read_all_is_not_behind():
 
     async def answer(connection, send):
         behind.append(connection.seconds_behind)
-        for _ in range(2):
+        for _ in range(2):  # without a backlog, and with one of which nothing waits
             connection.write_part(bytes(8 * MIB))
             await asyncio.sleep(0.01)
             behind.append(connection.seconds_behind > 0)
             full.set()
             await until(lambda: connection.takes_parts)
             behind.append(connection.seconds_behind)
+            connection.hold(Backlog())
         connection.transport.close()
 
     def reads(client):
