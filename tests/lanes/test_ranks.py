@@ -42,6 +42,7 @@ from twolane.lanes.work import (
     Record,
     Sampling,
     SlotUpdate,
+    TokenMask,
     Work,
     decode,
     encode,
@@ -196,6 +197,7 @@ class Noting(Idle):
 
 def test_the_other_rank_does_what_rank_0_does_in_its_order() -> None:
     """But for adapters that go: it keeps its parts of them until others come."""
+    threads = set(threading.enumerate())
     runners: list[Any] = [Noting(), Noting()]
     first = CpuLanes(runners[0], usable_cores(), lambda: None)
     lanes = RankedLanes(first, Nearby(runners[1]))  # type: ignore[arg-type]
@@ -205,10 +207,27 @@ def test_the_other_rank_does_what_rank_0_does_in_its_order() -> None:
     lanes.drop(0)
     lanes.launch("prefill", lanes.units, work[2], ())
     lanes.close(PATIENCE)
+    assert set(threading.enumerate()) <= threads
     lanes.drop_adapter(1)
     everywhere = [(1, "here", b"digest"), work[0], 0, work[2]]
     assert runners[0].asked == [*everywhere, ("dropped", 1)]
     assert runners[1].asked == everywhere
+
+
+def test_masks_reach_rank_0_which_samples() -> None:
+    class Asking(Idle):
+        def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+            told.extend(masks())
+            yield Step()
+
+    told: list[TokenMask] = []
+    runners: list[Any] = [Asking(), Idle()]
+    first = CpuLanes(runners[0], usable_cores(), lambda: None)
+    lanes = RankedLanes(first, Nearby(runners[1]))  # type: ignore[arg-type]
+    ticket = lanes.launch("decode", lanes.units, some_work(2)[2], ())
+    lanes.allow(ticket.number, [TokenMask(0, b"mask")])
+    lanes.close(PATIENCE)
+    assert told == [TokenMask(0, b"mask")]
 
 
 def test_what_became_of_the_other_rank_is_the_cause() -> None:
