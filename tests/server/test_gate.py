@@ -52,7 +52,10 @@ def bearer(key):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/nothing", "/tokenize"])
 @pytest.mark.parametrize(
     "headers",
-    [{}, bearer("wrong"), bearer(""), bearer(KEYS[0] + "x"), {"Authorization": KEYS[0]}],
+    [
+        *({}, bearer("wrong"), bearer(""), bearer(KEYS[0] + "x")),
+        *({"Authorization": KEYS[0]}, {"Authorization": f"Basic {KEYS[0]}"}),
+    ],
 )
 def test_without_a_key_there_is_a_401(guarded, path, headers):
     method = "GET" if "models" in path else "POST"
@@ -247,6 +250,7 @@ def test_bodies_that_are_kept_count_until_they_are_needed_no_more():
 )
 def test_a_client_is_told_from_others_by_what_it_cannot_choose(address, network):
     assert client({"client": (address, 1)}) == network
+    assert client({"client": None}) == client({}) == ""
 
 
 @pytest.mark.parametrize(
@@ -308,8 +312,29 @@ def test_beyond_the_bound_on_connections_only_probes_are_served():
         reached, sent = passing(path, state, x_api_key="one")
         assert bool(reached) == served
         if not served:
+            assert state["reason"][0] == "too_many_connections"
             assert sent[0]["status"] == 503
             assert {(b"retry-after", b"1"), (b"connection", b"close")} <= set(sent[0]["headers"])
+
+
+def test_a_body_of_which_nobody_reads_the_rest_counts_no_more():
+    """Or else those of clients that left would leave no room for others."""
+    held = []
+
+    async def app(scope, receive, send):
+        await receive()
+        held.append(gate._arriving._together)
+        raise ConnectionError
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(3 * FREE_BYTES), "more_body": True}
+
+    gate = Gate(app, [], 1 << 30)
+    assert gate._arriving._most == 4 << 30
+    scope = {"type": "http", "path": "/", "headers": []}
+    with pytest.raises(ConnectionError):
+        asyncio.run(gate(scope, receive, None))
+    assert (held, gate._arriving._together) == ([2 * FREE_BYTES], 0)
 
 
 def test_what_is_no_http_passes():
