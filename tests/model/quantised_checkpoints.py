@@ -89,9 +89,9 @@ def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return torch.where(joined >= 2**31, joined - 2**32, joined).int().contiguous()
 
 
-def awq(weight: Tensor, group: int = GROUP) -> tuple[Module, Tensor]:
+def awq(weight: Tensor, group: int = GROUP, symmetric: bool = False) -> tuple[Module, Tensor]:
     """AWQ `gemm`: [k, n / 8], in the order of its kernel."""
-    numbers, scales, zeros = _four_bits(weight, False, group or weight.shape[1])
+    numbers, scales, zeros = _four_bits(weight, symmetric, group or weight.shape[1])
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     module = {
         "qweight": words(numbers.t(), order),

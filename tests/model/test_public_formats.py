@@ -112,6 +112,16 @@ def _with(writer: Writer, **more: Tensor) -> Writer:
     return write
 
 
+def _without(end: str, writer: Writer) -> Writer:
+    """A writer that leaves out a tensor of each module."""
+
+    def write(weight: Tensor) -> tuple[Module, Tensor]:
+        module, meant = writer(weight)
+        return {name: tensor for name, tensor in module.items() if name != end}, meant
+
+    return write
+
+
 def _powers(weight: Tensor) -> tuple[Module, Tensor]:
     """`fp8` with blocks whose scales are powers of two, stored as exponents."""
     module, _ = fp8_blocks(weight)
@@ -510,6 +520,14 @@ TAKEN = {
         partial(awq, group=64),
         files={"quant_config.json": {"zero_point": True, "q_group_size": 64, "w_bit": 4}},
     ),
+    "AutoRound for AWQ, symmetric": Published(
+        {**_AWQ, "group_size": 32, "zero_point": False, "provider": "auto-round"},
+        partial(awq, symmetric=True),
+    ),
+    "AWQ without qzeros": Published(
+        {**_AWQ, "group_size": 32, "zero_point": False},
+        _without("qzeros", partial(awq, symmetric=True)),
+    ),
     "one scale a row": Published({**_AWQ, "group_size": -1}, partial(awq, group=0)),
     "Mixtral-8x7B-Instruct-v0.1-AWQ": Published(
         {**_AWQ, "group_size": 32, "modules_to_not_convert": ["gate"]}, awq, family="mixtral"
@@ -707,7 +725,6 @@ REFUSED = {
         f"AWQ {version}": ({**_AWQ, "version": version}, f"version of awq '{version}'")
         for version in ("gemv", "gemv_fast", "marlin", "exllama")
     },
-    "AWQ without zero points": ({**_AWQ, "zero_point": False}, "zero_point of awq"),
     "AWQ in eight bits": ({**_AWQ, "bits": 8}, "bits of awq"),
     "AutoRound's own layout": ({**_ROUND, "packing_format": "auto_round"}, "packing_format"),
     "AutoRound in MXFP4": ({**_ROUND, "data_type": "mx_fp"}, "data_type"),
@@ -763,3 +780,10 @@ def test_only_words_of_rows_must_be_whole() -> None:
     assert form.tensors(250, 64)["weight_packed"].shapes == ((250, 8),)
     with pytest.raises(ValueError, match="no whole groups of 32 columns and words of eight"):
         replace(form, symmetric=False).tensors(250, 64)
+
+
+def test_zero_points_that_a_config_denies_are_refused(tmp_path: Path) -> None:
+    one = Published({**_AWQ, "group_size": 32, "zero_point": False}, awq)
+    one.save(tmp_path / "quantised", tmp_path / "floats")
+    with pytest.raises(WeightsError, match=r"q_proj\.qzeros has zero points, but zero_point is"):
+        load_decoder(resolve(str(tmp_path / "quantised")))

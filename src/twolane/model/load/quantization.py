@@ -41,7 +41,7 @@ class Format:
     old_zeros: bool = False
     """Whether stored zero points are one less than those that are meant (GPTQ's first format)."""
     centred: bool = False
-    """Whether the config says that every zero point is the middle (GPTQ's `sym`)."""
+    """Whether the config says that every zero point is the middle (`sym`, no `zero_point`)."""
     ordered: bool = False
     """Whether columns may belong to groups that are no neighbours (act-order)."""
     scales: str = "weight_scale"
@@ -73,7 +73,7 @@ class Format:
         if self.kind == "awq":
             return {
                 "qweight": StoredTensor(((columns, words),), wholes),
-                "qzeros": StoredTensor(((groups, words),), wholes),
+                "qzeros": StoredTensor(((groups, words),), wholes, optional=self.centred),
                 "scales": StoredTensor(((groups, rows),)),
             }
         if self.kind == "gptq":

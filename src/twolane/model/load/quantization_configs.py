@@ -285,10 +285,10 @@ def _awq(config: _Awq) -> Quantization:
     _only("bits of awq", config.w_bit or config.bits, 4)
     version = config.version or config.checkpoint_format or config.format or "gemm"
     _only("version of awq", version.lower(), "gemm")
-    _only("zero_point of awq", config.zero_point, True)
     columns = _group(config.q_group_size or config.group_size, "awq")
     left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "awq"))
-    return _of_all([Format("awq", "awq", columns, symmetric=False)], left)
+    form = Format("awq", "awq", columns, symmetric=False, centred=not config.zero_point)
+    return _of_all([form], left)
 
 
 def _gptq(config: _Gptq) -> Quantization:

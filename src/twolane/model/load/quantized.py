@@ -70,11 +70,14 @@ def _fp8_scale(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     """[columns, rows], eight rows in a word."""
     order = torch.tensor(_AWQ_ORDER).argsort()
-    numbers, zeros = (
+    numbers, *zeros = (
         _halves(tensors[name]).view(len(tensors[name]), -1, 8)[:, :, order].flatten(1).t()
         for name in ("qweight", "qzeros")
+        if name in tensors
     )
-    return _int4(format, numbers, tensors["scales"].t(), zeros)
+    if format.centred and any(bool((each != int4.MIDDLE).any()) for each in zeros):
+        raise ValueError("qzeros has zero points, but zero_point is false")
+    return _int4(format, numbers, tensors["scales"].t(), zeros[0] if zeros else None)
 
 
 def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
