@@ -9,7 +9,7 @@ from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.output_reader import Delta
-from twolane.server.openai.answers import Answer, AnswerOptions
+from twolane.server.openai.answers import Answer, AnswerOptions, Echo, add_arguments
 from twolane.server.openai.logprobs import LogprobWriter, TokenPlace
 
 
@@ -44,3 +44,146 @@ def test_of_alternatives_with_one_name_the_likeliest_is_shown():
     shown = LogprobWriter(Codec(None), 2, as_ids=False).completion([TokenPlace(8, 0, entry)])
     assert json.loads(bytes(shown["top_logprobs"])) == [{"a": -0.5, "b": -1.0}]
     assert json.loads(bytes(shown["token_logprobs"])) == [-3.0]
+
+
+def texts(kind="completion", prompts=((1, 2), (3,)), **options):
+    """An answer of which texts and tokens are shown, by a model without a tokenizer."""
+    writer = LogprobWriter(TextCodec(None), 0, as_ids=True)
+    return Answer(kind, "m", [list(each) for each in prompts], writer, AnswerOptions(**options))
+
+
+def streamed(answer, index, news):
+    """The choices of the chunks of one answer, with their chunks' usage."""
+    chunks = [
+        chunk
+        for place, (text, finish) in enumerate(news)
+        for chunk in answer.chunks(Delta(index, text, [place], [0], finish))
+    ]
+    return [{**chunk["choices"][0], "usage": chunk.get("usage", "none")} for chunk in chunks]
+
+
+NEWS = [("a", None), ("b", "stop")]
+
+
+def test_each_stream_begins_with_the_echo_of_its_prompt():
+    answer = texts(n=2, echo=Echo(["one ", "two "], only=False), return_token_ids=True)
+    for index, echo, prompt in ((1, "one ", [1, 2]), (2, "two ", [3])):
+        first, second = streamed(answer, index, NEWS)
+        assert (first["text"], second["text"]) == (echo + "a", "b")
+        assert (first["index"], first["token_ids"], second["token_ids"]) == (index, [0], [1])
+        assert first["prompt_token_ids"] == prompt
+        assert "prompt_token_ids" not in second
+        assert (first["finish_reason"], second["finish_reason"]) == (None, "stop")
+    whole = answer.whole()["choices"]
+    assert [choice["text"] for choice in whole] == ["one ", "one ab", "two ab", "two "]
+    assert [choice["prompt_token_ids"] for choice in whole] == [[1, 2], [1, 2], [3], [3]]
+
+
+def test_an_echo_alone_has_nothing_of_its_answer():
+    answer = texts(prompts=[(1, 2)], echo=Echo(["one"], only=True), return_token_ids=True)
+    first, second = streamed(answer, 0, NEWS)
+    for choice in (first, second, answer.whole()["choices"][0]):
+        assert choice["token_ids"] == []
+        assert choice["stop_reason"] is None
+    assert (first["text"], second["text"]) == ("one", "")
+    assert (first["finish_reason"], second["finish_reason"]) == (None, "length")
+    assert answer.whole()["choices"][0]["text"] == "one"
+    assert answer.usage()["completion_tokens"] == 0
+
+
+def test_usage_counts_each_prompt_once_and_all_answers():
+    answer = texts(n=2, continuous_usage=True)
+    for index, cached in enumerate((1, 0, 1, 5)):
+        answer.add(Delta(index, "x", [7] * (index + 1), [0] * (index + 1), "stop", cached=cached))
+    usage = {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    assert answer.usage() == {**usage, "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_chunks_have_usage_as_it_was_asked_for(kind):
+    """At the end alone, in every chunk, or nowhere."""
+    for options, in_chunks in (
+        ({}, ["none"]),
+        ({"include_usage": True}, [None]),
+        ({"continuous_usage": True}, [1, 2]),
+        ({"continuous_usage": True, "include_usage": True}, [1, 2]),
+    ):
+        answer = texts(kind, [(1,)], **options)
+        usages = [choice["usage"] for choice in streamed(answer, 0, NEWS)]
+        counts = [usage and usage["completion_tokens"] for usage in usages if usage != "none"]
+        assert sorted(set(counts or ["none"]), key=str) == in_chunks
+        *last, done = answer.closing().split(b"\n\n")[:-1]
+        assert done == b"data: [DONE]"
+        assert len(last) == ("include_usage" in options)
+        for each in last:
+            chunk = json.loads(each.removeprefix(b"data: "))
+            assert (chunk["choices"], chunk["usage"]) == ([], answer.usage())
+
+
+def test_a_chat_stream_has_no_empty_chunks_but_what_was_asked_for():
+    """A parser holds a mark back that may begin the thinking's end."""
+    for asked, shown in (({}, 3), ({"return_token_ids": True}, 4)):
+        answer = texts("chat", [(1,)], parsed=thinking, **asked)
+        opening, *rest = streamed(answer, 0, [("a", None), ("</th", None), ("ink>b", "stop")])
+        assert opening["delta"] == {"role": "assistant", "content": ""}
+        assert len([opening, *rest]) == shown
+        said = [choice["delta"] for choice in rest]
+        assert said[0] == {"reasoning_content": "a"}
+        assert said[-1] == {"content": "b"}
+        assert said[1:-1] == [{"content": ""}] * (shown - 3)
+        assert [choice["finish_reason"] for choice in rest] == [None] * (shown - 2) + ["stop"]
+        assert answer.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_arguments_of_one_call_are_one_entry_of_a_delta():
+    calls = []
+    for call, text in ((0, "a"), (0, "b"), (1, "c"), (1, "d"), (2, "e"), (2, "f")):
+        add_arguments(calls, call, text)
+    assert [(each["index"], each["function"]["arguments"]) for each in calls] == [
+        *((0, "ab"), (1, "cd"), (2, "ef"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "chunk", "prefix"),
+    [
+        ("chat", "chat.completion", "chat.completion.chunk", "chatcmpl-"),
+        ("completion", "text_completion", "text_completion", "cmpl-"),
+    ],
+)
+def test_answers_say_what_they_are(kind, name, chunk, prefix):
+    answer = texts(kind, [(1, 2)])
+    answer.add(Delta(0, "x", [7], [0], "stop", 9))
+    whole, last = answer.whole(), answer.usage_chunk()
+    assert (whole["object"], last["object"]) == (name, chunk)
+    assert whole["id"] == last["id"] == answer.id
+    assert whole["id"].startswith(prefix)
+    assert whole["usage"] == answer.usage()
+    assert not whole.keys() & {"prompt_logprobs", "prompt_token_ids"}
+    [choice] = whole["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", 9, None)
+    assert not choice.keys() & {"prompt_logprobs", "token_ids", "prompt_token_ids"}
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_all_answers_to_a_prompt_show_its_logprobs(kind):
+    class Codec(TextCodec):
+        def token_bytes(self, token):
+            return b"t"
+
+    options = AnswerOptions(n=2, prompt_logprobs=True, return_token_ids=True)
+    prompts = [[1, 2], [3, 4]][: 1 if kind == "chat" else 2]
+    answer = Answer(kind, "m", prompts, LogprobWriter(Codec(None), 0, as_ids=True), options)
+    for index in range(2 * len(prompts)):
+        prompt = prompts[index // 2]
+        scored = [TokenLogprobs(prompt[1], -float(prompt[1]), 1, ())] if index % 2 == 0 else None
+        answer.add(Delta(index, "x", [7], [0], "stop", prompt_logprobs=scored))
+    whole = answer.whole()
+    shown = [whole] if kind == "chat" else whole["choices"]
+    for index, each in enumerate(shown):
+        prompt = prompts[index // 2]
+        first, second = json.loads(bytes(each["prompt_logprobs"]))
+        assert first is None
+        assert second[str(prompt[1])]["logprob"] == -prompt[1]
+        assert each["prompt_token_ids"] == prompt
+    assert all(choice["token_ids"] == [7] for choice in whole["choices"])
