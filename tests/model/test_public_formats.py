@@ -728,6 +728,11 @@ REFUSED = {
     "AWQ in eight bits": ({**_AWQ, "bits": 8}, "bits of awq"),
     "AutoRound's own layout": ({**_ROUND, "packing_format": "auto_round"}, "packing_format"),
     "AutoRound in MXFP4": ({**_ROUND, "data_type": "mx_fp"}, "data_type"),
+    "AutoRound in FP8": (
+        {**_ROUND, "bits": 8, "group_size": [128, 128], "packing_format": "auto_round:fp8"},
+        "bits of auto-round 8",
+    ),
+    "AutoRound in blocks": ({**_ROUND, "group_size": [128, 128]}, "group_size of auto-round"),
     "AutoRound in two bits": ({**_ROUND, "bits": 2}, "bits of auto-round 2"),
     "AutoRound, activations of eight bits": ({**_ROUND, "act_bits": 8}, "act_bits"),
     "AutoRound, a module in eight bits": (

@@ -83,7 +83,8 @@ class _AutoRound(msgspec.Struct):
     """Configuration of `quant_method` "auto-round"."""
 
     bits: int = 4
-    group_size: int = 128
+    group_size: int | list[int] = 128
+    """Columns of a group; rows and columns of a block of FP8, which is not read."""
     sym: bool = False
     data_type: str = "int"
     act_bits: int | None = None
@@ -363,8 +364,9 @@ def _checked(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _group(size: int, method: str) -> int:
+def _group(size: int | list[int], method: str) -> int:
     _only(f"group_size of {method}", size, *GROUPS, -1)
+    assert isinstance(size, int)
     return max(size, 0)
 
 
