@@ -1,11 +1,13 @@
 """What a chat answer shows, where no server is needed to see it."""
 
 import json
+from itertools import chain
 
 import pytest
 
 from twolane.engine.messages import TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content
 from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.output_reader import Delta
@@ -133,6 +135,10 @@ def test_a_chat_stream_has_no_empty_chunks_but_what_was_asked_for():
         assert said[1:-1] == [{"content": ""}] * (shown - 3)
         assert [choice["finish_reason"] for choice in rest] == [None] * (shown - 2) + ["stop"]
         assert answer.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
+        ids = [choice.get("token_ids") for choice in rest]
+        assert ids == ([[0], [1], [2]] if asked else [None, None])
+        first = texts("chat", [(1,)], **asked).chunks(Delta(0, "a", [7], [0]))[0]
+        assert first.get("prompt_token_ids") == ([1] if asked else None)
 
 
 def test_arguments_of_one_call_are_one_entry_of_a_delta():
@@ -187,3 +193,82 @@ def test_all_answers_to_a_prompt_show_its_logprobs(kind):
         assert second[str(prompt[1])]["logprob"] == -prompt[1]
         assert each["prompt_token_ids"] == prompt
     assert all(choice["token_ids"] == [7] for choice in whole["choices"])
+
+
+class Calls:
+    """A parser to which every word in capitals is a call with these arguments."""
+
+    def __init__(self, arguments):
+        self.arguments, self.count = arguments, 0
+
+    def feed(self, text):
+        if not text.isupper():
+            return [Content(text)]
+        self.count += 1
+        place = self.count - 1
+        return [CallStart(place, text.lower()), CallArguments(place, self.arguments)]
+
+    def finish(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finish", "forced", "shown"),
+    [
+        ("{}", "stop", False, "tool_calls"),
+        ("{}", "stop", True, "stop"),
+        ("{}", "length", False, "length"),
+        ('{"a"', "stop", False, "stop"),
+    ],
+)
+def test_whole_calls_are_a_reason_to_finish_unless_they_were_named(
+    arguments, finish, forced, shown
+):
+    def parsed():
+        return AnswerReader(tools=Calls(arguments))
+
+    for news, content in ((["F", "G"], None), (["Well", "F"], "Well"), (["F", "then"], "then")):
+        answer = texts("chat", [(1,)], parsed=parsed, forced_call=forced)
+        chunks = streamed(answer, 0, [(news[0], None), (news[1], finish)])
+        assert chunks[-1]["finish_reason"] == shown
+        told = [call for each in chunks for call in each["delta"].get("tool_calls", ())]
+        [choice] = answer.whole()["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"]) == (shown, content)
+        assert told == [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+        said = [call["function"] for call in message["tool_calls"]]
+        names = [word.lower() for word in news if word.isupper()]
+        assert said == [{"name": name, "arguments": arguments} for name in names]
+        assert "reasoning_content" not in message
+
+
+def test_who_may_call_and_does_not_has_said_text():
+    answer = texts("chat", [(1,)], parsed=lambda: AnswerReader(tools=Calls("{}")))
+    *_, last = streamed(answer, 0, [("so", None), ("", "stop")])
+    [choice] = answer.whole()["choices"]
+    assert last["finish_reason"] == choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": "so", "refusal": None}
+    empty = texts("chat", [(1,)], parsed=lambda: AnswerReader(tools=Calls("{}")))
+    streamed(empty, 0, [("", "stop")])
+    assert empty.whole()["choices"][0]["message"]["content"] == ""
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_logprobs_of_chunks_are_those_of_the_whole(kind):
+    class Codec(TextCodec):
+        def token_bytes(self, token):
+            return b"t"
+
+    def shown(choices):
+        name = "content" if kind == "chat" else "token_logprobs"
+        parts = [json.loads(bytes(choice["logprobs"][name])) for choice in choices]
+        return [part["logprob"] if kind == "chat" else part for part in chain(*parts)]
+
+    writer = LogprobWriter(Codec(None), 0, as_ids=True)
+    answer = Answer(kind, "m", [[1]], writer, AnswerOptions(logprobs=True))
+    chunks = []
+    for place, logprob in enumerate((-0.5, -1.5)):
+        entry = TokenLogprobs(7, logprob, 1, ())
+        chunks += answer.chunks(Delta(0, "x", [7], [place], logprobs=[entry]))[-1:]
+    assert shown([chunk["choices"][0] for chunk in chunks]) == [-0.5, -1.5]
+    assert shown(answer.whole()["choices"]) == [-0.5, -1.5]
