@@ -149,7 +149,8 @@ def test_the_bound_on_bodies_is_that_of_the_servers(pair):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
     assert pair.request("/v1/completions", data=body.ljust(LONGEST_BODY))[0] == 200
     length = f"Content-Length: {LONGEST_BODY + 1}\r\n".encode()
-    answer = sent(pair, b"POST /v1/completions HTTP/1.1\r\n" + length)  # it is refused unread
+    head = b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n" + length
+    answer = sent(pair, head)  # it is refused unread, and not waited for
     assert b" 413 " in answer.splitlines()[0]
 
 

@@ -185,7 +185,10 @@ def test_a_client_that_leaves_and_one_that_wants_no_trace(traced):
     assert not [span for span in traced.collector.spans if span.trace_id.hex() == unwanted]
 
 
-def test_a_collector_that_takes_nothing_is_a_line_and_another_when_it_does_again(caplog):
+def test_a_collector_that_takes_nothing_is_a_line_and_another_when_it_does_again(
+    caplog, monkeypatch
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", str(PATIENCE))
     with collecting() as collector:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(Exporter(collector.address + TRACES)))

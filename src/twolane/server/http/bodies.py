@@ -1,7 +1,5 @@
 """Bodies on their way in: how long one may be, and how much memory all of them may take."""
 
-import asyncio
-import contextlib
 from collections import Counter
 
 from starlette.types import Message, Receive, Scope, Send
@@ -14,8 +12,6 @@ ARRIVING_BYTES = 256 << 20
 """Bodies that are arriving may have this many bytes together, or those of four of the longest;
 bodies of one client may have half of it."""
 
-SILENT_SECONDS = 2.0
-"""A client that sends nothing more for this many seconds behind its answer may lose it."""
 LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers of which a request with a body has one."""
 
@@ -101,7 +97,7 @@ class RestOfBody:
     before the answer ends.
 
     A connection that is closed while bytes wait in it is reset, and the client may lose the answer
-    (RFC 9112, section 9.6). How long they may take together, `Connection` bounds.
+    (RFC 9112, section 9.6). How long they may take, `Connection` bounds.
 
     Args:
         scope, receive, send: ASGI's.
@@ -125,15 +121,10 @@ class RestOfBody:
         last = message["type"] == "http.response.body" and not message.get("more_body")
         if last and self._left:
             await self._send({**message, "more_body": True})
-            with contextlib.suppress(TimeoutError):
-                await self._drop()
+            while self._left and self._most > 0:
+                self._most -= len((await self.receive()).get("body", b""))
             message = {"type": "http.response.body"}
         await self._send(message)
-
-    async def _drop(self) -> None:
-        while self._left and self._most > 0:
-            async with asyncio.timeout(SILENT_SECONDS):
-                self._most -= len((await self.receive()).get("body", b""))
 
 
 def too_large(longest: int) -> ApiError:
