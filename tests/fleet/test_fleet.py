@@ -320,6 +320,8 @@ def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(
     assert ask(pair)[0] == 200
     wait_for(lambda: len(serving(pair)) == 2 and victim["name"] not in replicas(pair), 180)
     have(pair, {"kept"})
+    assert pair.request("/v1/unload_lora_adapter", {"lora_name": "kept"})[0] == 200
+    have(pair, set())
 
 
 @pytest.mark.full
