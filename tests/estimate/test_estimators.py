@@ -1,6 +1,7 @@
 """The estimators on profiles of known formulas: they find them, keep the contract, and learn."""
 
-from typing import get_args
+from collections.abc import Sequence
+from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from twolane.estimate.calibrated.estimator import (
     LAUNCH_EXCESS,
     MOST_SLOW_EXCESS,
     Calibrated,
+    _Promise,
     _Question,
 )
 from twolane.estimate.catalog import ESTIMATORS
@@ -22,7 +24,7 @@ from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.sm_roofline import SmRoofline, execution_states, inflection
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.papers.sweep import Curve
-from twolane.estimate.profile import Interconnect, Probe, ProfileError
+from twolane.estimate.profile import Interconnect, Probe, ProfileError, Sample
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 
 NAMES = get_args(EstimatorName)
@@ -387,3 +389,26 @@ def test_tensor_parallelism_shares_the_work_and_adds_the_ring():
         prefill_slice(Load([1000], [0]), 1), 132
     )
     assert difference == pytest.approx(transfer, rel=1e-3)
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_bound_is_of_configurations_that_were_left_out(drawn: bool) -> None:
+    """Each once; anchors are not, beyond which nothing is predicted, where there is another."""
+    every = synthetic.profile().training("decode", beside=False)
+    samples = [sample for sample in every if drawn or sample.anchors]
+    judged: list[str] = []
+
+    class Fitted:
+        def __init__(self, seen: Sequence[Sample]) -> None:
+            self.seen = {sample.configuration for sample in seen}
+
+        def predicted(self, sample: Sample) -> float:
+            assert sample.configuration not in self.seen
+            judged.append(sample.configuration)
+            return float(np.log(sample.median))
+
+    model: Any = Fitted(())
+    _Promise(model, lambda seen, _: cast("Any", Fitted(seen)), samples)
+    left = [sample.configuration for sample in samples if not (drawn and sample.anchors)]
+    assert 1 < len(left) <= len(samples)
+    assert sorted(judged) == sorted(left)
