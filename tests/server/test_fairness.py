@@ -66,6 +66,5 @@ def test_a_priority_is_refused_by_name_unless_it_is_allowed(tiny):
 def test_a_salt_that_is_none_is_refused(tiny, salt):
     status, _, body = tiny.request("/v1/completions", {"prompt": [5], "cache_salt": salt})
     assert status == 400
-    expected = None if salt == "\ud800" else "cache_salt"  # which is no JSON at all
-    assert body["error"]["param"] == expected
+    assert body["error"]["param"] == "cache_salt"
     assert tiny.request("/health")[0] == 200
