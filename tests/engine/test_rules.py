@@ -21,7 +21,15 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, SimLanes
 from twolane.slo import Slo
-from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
+from twolane.systems.plan import (
+    Chunk,
+    DecodeSteps,
+    Hybrid,
+    Launch,
+    Plan,
+    PrefillSlice,
+    Refusal,
+)
 from twolane.systems.registry import SYSTEMS, System, make_system
 from twolane.systems.view import View
 
@@ -150,6 +158,51 @@ def test_a_parked_prefill_gives_up_its_pages_before_decode_stalls() -> None:
     gaps = [b - a for a, b in itertools.pairwise(sim.times["decoding"])]
     assert max(gaps) < 0.021
     assert len(sim.times["parked"]) == 2
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_an_open_prompt_gives_up_its_pages_to_those_before_it(priority: int) -> None:
+    """It is computed for 2.4 s, and the other needs a page meanwhile; a prompt that comes first in
+    rank keeps its pages, and the other waits."""
+
+    def decide(view: View) -> Plan:
+        plan = one_by_one(view)
+        first = view.batch.layers_launched if view.batch else 0
+        slices = (Launch("prefill", UNITS, PrefillSlice(first, first + 1)),)
+        steps = tuple(launch for launch in plan.launches if launch.lane == "decode")
+        idle = view.lanes["prefill"].queued == 0 and (view.batch or plan.admit)
+        return replace(plan, launches=steps + slices if idle else steps)
+
+    arrivals = [(0.0, submit("old", 16, 40)), (2.5, submit("new", 64, 2, priority=priority))]
+    slow = FixedDurations(prefill_layer=0.3)
+    sim = simulate(Script(decide), arrivals, pages=6, durations=slow)
+    waited = max(b - a for a, b in itertools.pairwise(sim.times["old"]))
+    assert {name: len(times) for name, times in sim.times.items()} == {"old": 40, "new": 2}
+    if priority < 0:
+        assert "new" not in preempted(sim)
+        assert waited > 1
+    else:
+        assert set(preempted(sim)) == {"new"}
+        assert waited < 0.7  # the slice that is under way, and its pages return
+
+
+def test_a_prompt_that_was_just_admitted_gives_its_pages_to_the_pass_it_is_in() -> None:
+    """Nothing is left of the pass but its steps, which the next plan has."""
+
+    def decide(view: View) -> Plan:
+        if any(lane.queued for lane in view.lanes.values()):
+            return Plan()
+        if view.waiting and view.decoding and view.waiting[0].page_cost <= view.free_pages:
+            chunks = (Chunk("new", view.waiting[0].new),)
+            return Plan(admit=chunks, launches=(Launch("device", UNITS, Hybrid()),))
+        return one_by_one(view)
+
+    arrivals = [(0.0, submit("old", 16, 40)), (0.05, submit("new", 64, 2))]
+    sim = simulate(Script(decide), arrivals, pages=5)
+    assert "new" in preempted(sim)
+    assert "old" not in preempted(sim)
+    assert all("new" in ran.requests for ran in sim.record.of("device"))
+    assert {name: len(times) for name, times in sim.times.items()} == {"old": 40, "new": 2}
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,12 @@ def carry_out(state: State, plan: Plan) -> bool:
         _admit(state, plan.admit)
     if plan.resume:
         _resume(state)
-    flights = [_launch(state, launch, plan.reason) for launch in plan.launches]
+    batch = state.open
+    flights = [
+        _launch(state, launch, plan.reason)
+        for launch in plan.launches
+        if not _is_of_nobody(batch, launch)
+    ]
     changed = bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
     return changed or bool(plan.launches and not state.flights)
 
@@ -76,6 +81,11 @@ def joining(state: State, *lanes: LaneName) -> list[Request]:
 def decodes(request: Request) -> bool:
     """Whether a decode launch would serve a request whose prompt is done."""
     return request.to_generate > 0 and not request.sits_out
+
+
+def _is_of_nobody(batch: PrefillBatch | None, launch: Launch) -> bool:
+    """Whether a launch is of a batch whose prompts gave up their pages to the plan's decode."""
+    return batch is not None and not batch.chunks and not isinstance(launch.work, DecodeSteps)
 
 
 def _refuse(state: State, request_id: str, message: str) -> None:
@@ -233,6 +243,8 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     ready = _ready(state, _joined(launch.lane))
     reserved = _reserve(state, [request for request in ready if request.owed < MOST_OWED], 1)
     chunks = batch.chunks
+    if not chunks:
+        return False
     late = (*_late(reserved.rows), *_late_chunks(chunks))
     work = HybridWork(
         decode=_decode_rows(reserved.rows),
@@ -406,8 +418,9 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
 
     Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
     where they do not suffice for one step, the parked prefill gives up its pages, then the
-    lowest and youngest decoding requests do, then prompts between two chunks. Their pages return
-    when the launches that name them have ended; rows that must wait for that sit out this launch.
+    lowest and youngest decoding requests do, then prompts between two chunks, then prompts of the
+    open batch. Their pages return when the launches that name them have ended; rows that must wait
+    for that sit out this launch.
     """
     clipped, note = k, ""
     # Nobody needs more than a page for every page of steps: all have pages for their contexts.
@@ -438,7 +451,6 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
     if state.parked is not None:
         for chunk in state.parked.chunks:
             state.send_back(chunk.request)
-        state.drop_empty_batches()
     # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
     # Those that sit out this launch hold pages, too.
     victims = [request for request in state.decoding if request.to_generate > 0][1:]
@@ -450,9 +462,18 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
         elif state.started:
             victim = state.started[-1]
             state.unwait(victim)
+        elif (prompt := _last_open(state)) is not None and prompt.rank > min(r.rank for r in left):
+            victim = prompt
         else:
-            return
+            break
         state.send_back(victim)
+    state.drop_empty_batches()
+
+
+def _last_open(state: State) -> Request | None:
+    """The last in rank of the prompts in the open batch."""
+    chunks = state.open.chunks if state.open else ()
+    return max((chunk.request for chunk in chunks), key=lambda r: r.rank, default=None)
 
 
 def _available(state: State) -> int:
