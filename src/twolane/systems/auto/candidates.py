@@ -8,7 +8,7 @@ prefill.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -150,8 +150,8 @@ class Candidates:
             pace = min(alone, (layers + way.layers) * part) / (layers * part + beside)
             gap = layers * ahead + beside
             score = self._score(pace, gap)
-            way = replace(way, mode="staggered", gap=gap, pace=pace, score=score)
-            found.append(replace(way, beside=beside, ahead=ahead))
+            taken = way.level, way.layers, way.layer, 0, gap, pace, score
+            found.append(Candidate("staggered", *taken, beside, ahead))
         return found
 
     def _temporal(self, alone: float) -> Candidate:

@@ -11,7 +11,7 @@ from twolane.systems.auto.queues import due, prefill_free_at, queue, step_bounda
 from twolane.systems.auto.target import TbtTarget
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import shared_levels
-from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice, Work
+from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
 
 MOST_STEPS = 8
@@ -161,7 +161,7 @@ class Situation:
             return 0
         return min(MOST_STEPS, math.ceil(launching / step))
 
-    def _on_device(self, work: Work, reason: str) -> Plan:
+    def _on_device(self, work: DecodeSteps | Hybrid, reason: str) -> Plan:
         return Plan(launches=(Launch("device", self.view.units, work),), reason=reason)
 
     # --- side by side -------------------------------------------------------------------------
@@ -195,8 +195,8 @@ class Situation:
             return Plan(), self.turn
         last = min(prompts.first + layers, view.layers)
         spent = self.turn.spent + (last - prompts.first) * choice.ahead
-        plan = self._on_device(PrefillSlice(prompts.first, last), self._reason(choice))
-        plan = Plan(admit=prompts.chunks, launches=plan.launches, reason=plan.reason)
+        launch = Launch("device", view.units, PrefillSlice(prompts.first, last))
+        plan = Plan(admit=prompts.chunks, launches=(launch,), reason=self._reason(choice))
         return plan, replace(self.turn, spent=spent)
 
     def _step_ended(self) -> float:
