@@ -12,7 +12,7 @@ from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import Lookup
-from twolane.engine.messages import GRAMMAR, Refused, Submit, Vocabulary
+from twolane.engine.messages import Refused, Submit, Vocabulary
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.lanes.work import Sampling
@@ -103,7 +103,7 @@ class Intake:
                 try:
                     request.constraint, request.mask = found.result()
                 except GrammarError as error:
-                    state.fail(request, f"{GRAMMAR} cannot be followed: {error}", field=GRAMMAR)
+                    state.fail_grammar(request, error)
                 else:
                     state.release_held(_compiler_of(id))
         return bool(compiled)

@@ -15,6 +15,7 @@ from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.messages import (
+    GRAMMAR,
     FinishReason,
     Launched,
     Output,
@@ -283,6 +284,10 @@ class State:
         self.refused.append(Refused(request.id, code, message, field))
         reason = "refused" if code == "refused" else "abort"
         self.trace.request_end(request.id, self.now(), reason, request.generated)
+
+    def fail_grammar(self, request: Request, why: Exception) -> None:
+        """The same of a request whose grammar turns out to be none that can be followed."""
+        self.fail(request, f"{GRAMMAR} cannot be followed: {why}", field=GRAMMAR)
 
     def _leave(self, request: Request) -> None:
         if request.phase is Phase.WAITING:

@@ -5,7 +5,6 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Masks
-from twolane.engine.messages import GRAMMAR
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State, masks_of
 from twolane.lanes.work import TokenMask
@@ -63,8 +62,7 @@ class LateMasks:
         if request.phase is Phase.FINISHED:
             return
         if isinstance(mask, GrammarError):
-            said = f"{GRAMMAR} cannot be followed: {mask}"
-            self._state.fail(request, said, field=GRAMMAR)
+            self._state.fail_grammar(request, mask)
             self._state.drop_empty_batches()
         else:
             request.mask = mask
