@@ -57,11 +57,11 @@ def expert_names(spec: ModelSpec) -> ExpertNames:
 
 
 def linears_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    """The linear modules of a layer, without its router."""
-    return _attention_linears(spec) | _mlp_linears(spec, layer)
+    """The linear modules of a layer, those of its experts and their router among them."""
+    return _attention_linears(spec) | _mlp_linears(spec, layer) | _router(spec, layer)
 
 
-def router_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
+def _router(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
     """The router of a layer, by its name, if it has experts; few checkpoints quantise it."""
     if not spec.has_experts(layer) or spec.moe is None:
         return {}
@@ -137,7 +137,7 @@ def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
                 shape = size if spec.qk_norm_whole else spec.head_dim
                 stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
-        for name, module in (linears_of(spec, i) | router_of(spec, i)).items():
+        for name, module in linears_of(spec, i).items():
             linear(f"{prefix}.{name}", module)
     return stored
 

@@ -17,7 +17,6 @@ from twolane.model.load.checkpoint import (
     is_router,
     linears_of,
     module_tensors,
-    router_of,
 )
 from twolane.model.load.configs import JOINED
 from twolane.model.load.joined import place_of
@@ -73,7 +72,7 @@ def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
         yield HEAD.removesuffix(".weight"), LinearModule(spec.vocab_size, spec.hidden_size, False)
     for i in range(spec.layers):
         joined = set()
-        for name, linear in (linears_of(spec, i) | router_of(spec, i)).items():
+        for name, linear in linears_of(spec, i).items():
             whole = f"model.layers.{i}.{name}"
             place = place_of(whole, spec) if spec.family in JOINED else None
             if place is None:

@@ -25,7 +25,6 @@ from twolane.model.load.checkpoint import (
     linears_of,
     norm_names,
     refuse_tensors,
-    router_of,
     stored_form,
 )
 from twolane.model.load.configs import JOINED, quantization_from_directory
@@ -424,7 +423,7 @@ class _Loader:
         if name == "lm_head":
             return spec.vocab_size, spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = (linears_of(spec, int(layer)) | router_of(spec, int(layer)))[rest]
+        linear = linears_of(spec, int(layer))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
