@@ -261,12 +261,11 @@ def python_arguments(tool: Tool, marks: _Marks) -> str:
     if "properties" not in whole:
         one = f"/[A-Za-z_][A-Za-z0-9_]*=/ {marks.json({})}"
         return f'({one} (", " {one})*)?'
-    defined, begins, behind, optional = _definitions(whole), list[str](), "", True
+    begins, behind, optional = list[str](), "", True
     for name, schema, needed in reversed(_parameters(whole)):
         if ARGUMENT_NAME.fullmatch(name) is None:
             raise ValueError(f"the parameter {name!r} of {tool.name} has no name as in Python")
-        given = defined if schema is True else {**schema, **defined}
-        one = marks.rule(f"{json.dumps(name + '=')} {marks.json(given)}")
+        one = marks.rule(f"{json.dumps(name + '=')} {marks.json(_alone(schema, whole))}")
         begins = [f"{one} {behind}", *([] if needed else begins)]
         behind = marks.rule(f'(", " {one}){"" if needed else "?"} {behind}')
         optional &= not needed
@@ -287,9 +286,10 @@ def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     return [(name, schema, name in required) for name, schema in known if schema is not False]
 
 
-def _definitions(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """What the parts of a schema refer to."""
-    return {name: whole[name] for name in DEFINITIONS & whole.keys()}
+def _alone(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a parameter, with what it refers to in the schema of all."""
+    defined = {name: whole[name] for name in DEFINITIONS & whole.keys()}
+    return defined if schema is True else {**schema, **defined}
 
 
 def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
@@ -297,9 +297,7 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
     the value may be text, it is written as it is, and the parser reads it so."""
     known = resolved(schema, whole)
     if "string" not in KindFinder().kinds_of(known, whole):
-        defined = _definitions(whole)
-        given = defined if schema is True else {**schema, **defined}
-        return f"{marks.json(given)} {json.dumps(END_PARAMETER)}"
+        return f"{marks.json(_alone(schema, whole))} {json.dumps(END_PARAMETER)}"
     values = values_of(known)
     if values is None:
         return marks.text_until(END_PARAMETER)
