@@ -128,6 +128,16 @@ def everything(client):
         pass
 
 
+def everything_after(full):
+    """Return what reads whatever comes once this is set."""
+
+    def reads(client):
+        assert full.wait(PATIENCE)
+        everything(client)
+
+    return reads
+
+
 def read(client):
     """Return how many bytes of an answer's body come."""
     client.settimeout(PATIENCE)
@@ -314,12 +324,8 @@ def test_parts_are_for_clients_that_read():
         connection.transport.close()
         took.append(connection.takes_parts)
 
-    def reads(client):
-        assert full.wait(PATIENCE)
-        everything(client)
-
     full = threading.Event()
-    answering(answer, reads, UnsentOutput())
+    answering(answer, everything_after(full), UnsentOutput())
     assert took == [True, False, False]
 
 
@@ -397,12 +403,8 @@ def test_who_has_read_all_is_not_behind():
             connection.hold(Backlog())
         connection.transport.close()
 
-    def reads(client):
-        assert full.wait(PATIENCE)
-        everything(client)
-
     full = threading.Event()
-    answering(answer, reads, UnsentOutput())
+    answering(answer, everything_after(full), UnsentOutput())
     assert behind == [0, True, 0, True, 0]
 
 
@@ -450,12 +452,8 @@ def test_who_reads_again_between_two_looks_is_not_stalled():
             await until(lambda: connection.takes_parts or connection.transport.is_closing())
         connection.transport.close()
 
-    def reads(client):
-        assert full.wait(PATIENCE)
-        everything(client)
-
     full = threading.Event()
-    answering(answer, reads, UnsentOutput())
+    answering(answer, everything_after(full), UnsentOutput())
     assert dropped == [False, False]
 
 
