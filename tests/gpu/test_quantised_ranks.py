@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.serving import LEVELS, PAGE
-from tests.model.checkpoints import load_decoder
+from tests.model.checkpoints import VOCAB, load_decoder
 from tests.model.quantised_checkpoints import write
 from tests.parity.ranks import Ranks
 from tests.parity.serving import Served, serve
@@ -35,6 +35,8 @@ CASES = {
 SYSTEMS = ("static-split", "chunked")
 FORCED = 77
 """The token that all say, so that every rank count goes on with the same tokens."""
+BIAS = {token: 100.0 if token == FORCED else -100.0 for token in range(VOCAB)}
+"""Logits of these models differ by about 100, so a bias of one token would not always decide."""
 
 if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -47,7 +49,7 @@ def asked() -> list[Submit]:
         temperature=0.0,
         max_tokens=TOKENS,
         ignore_eos=True,
-        logit_bias={FORCED: 100.0},
+        logit_bias=BIAS,
         logprobs=0,
         prompt_logprobs=0,
     )
