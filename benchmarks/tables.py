@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -234,18 +234,26 @@ def ladders() -> Iterator[list[str]]:
             steps[place, bound][system] += [(step, _made(path, found)) for step in asked]
     for (place, bound), systems in steps.items():
         known = {
-            name: Bracket.of({"goodput": [], "runs": [step for step, _ in asked]})
+            name: Bracket.of({"goodput": [], "runs": agreed([step for step, _ in asked])})
             for name, asked in systems.items()
         }
         for name, asked in sorted(systems.items(), key=lambda pair: -known[pair[0]].low):
             last, made = max(asked, key=lambda pair: pair[0]["rate"])
-            rates = ", ".join(f"{rate:g}" for rate in sorted(step["rate"] for step, _ in asked))
+            rates = ", ".join(f"{rate:g}" for rate in sorted({step["rate"] for step, _ in asked}))
             late = f"{1 - last['first_tokens_in_time']:.0%}; {last['gap_p99_ms']:.1f}"
             others = "auto" in known and name != "auto"
             ratio = known["auto"].over(known[name]) if others else ""
             held = f"{known[name].low:g}" if known[name].low else "none"
             held += " or more" if known[name].high == inf else ""
             yield [place, bound, f"`{name}`", rates, held, ratio or "-", late, made]
+
+
+def agreed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rates that were asked, by one step each; one that failed in any run does not hold."""
+    held = {step["rate"]: True for step in steps}
+    for step in steps:
+        held[step["rate"]] &= step["holds"]
+    return [{"rate": rate, "holds": holds} for rate, holds in held.items()]
 
 
 def lengths() -> Iterator[list[str]]:
@@ -419,6 +427,27 @@ def saturated(shown: int | None) -> Iterator[list[str]]:
                    _made(RESULTS / SATURATED, found)]  # fmt: skip
 
 
+def two_gpus_measured() -> Iterator[list[str]]:
+    """Rows of what two GPUs hold in each way, and one of them by itself, beside predictions."""
+    for path, found in _files("two-gpus/steps-*.json"):
+        about, [steps] = found["provenance"]["workload"], found["found"].values()
+        [expected] = read(f"two-gpus/simulated-{path.name}")["found"].values()
+        held, predicted = (
+            max((step["rate"] for step in ladder if step["holds"]), default=0.0)
+            for ladder in (steps, expected)
+        )
+        late = ", ".join(f"{1 - step['first_tokens_in_time']:.0%}" for step in steps)
+        yield [
+            f"{about['tbt_ms']:g}",
+            path.stem.removeprefix("steps-").rpartition("-")[0].replace("-", " "),
+            ", ".join(f"{step['rate']:g}" for step in steps),
+            f"{held:g}" if held else "none",
+            f"{predicted:g}",
+            late,
+            _made(path, found),
+        ]
+
+
 def two_gpus() -> Iterator[list[str]]:
     """Rows of what two simulated GPUs hold in each way, of all files."""
     ways: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
@@ -567,6 +596,11 @@ TABLES = {
     "two-gpus": (
         "TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date",
         two_gpus,
+    ),
+    "two-gpus-measured": (
+        "TBT bound, ms|GPUs as|asked, requests/s|holds|simulated|first tokens late|"
+        "file, commit, date",
+        two_gpus_measured,
     ),
     "sharing": (
         "device|system|SMs held|lanes idle|device idle with work|file, commit, date",

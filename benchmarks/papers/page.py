@@ -26,8 +26,8 @@ RUNS = "experiment|file|runs|requests a run|patterns|commit|date"
 WHY = {
     "muxwise": "with reused prompts chunked prefill holds no rate here, with others it does better"
     " than on their testbed, where passes of 256 tokens take 2.5 times as long as simulated",
-    "duetserve": "its own engine has costs a pass that the simulated one has not; the measured run"
-    " had the sweep of serving launches, with which prefill waits for decode",
+    "duetserve": "its own engine has costs a pass that the simulated one has not; the third of the"
+    " measured ratios had the sweep of serving launches, with which prefill waits for decode",
     "bullet": "their chunked prefill does not keep up at rates that both keep up with here",
     "drift": "as with MuxWise: chunked prefill holds a low rate there, and none here; measured are"
     " prompts without reuse, where one tuned for the bound keeps up",
