@@ -10,6 +10,7 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
+from twolane.common.surrogates import with_whole_characters
 from twolane.frontend.fenced import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
@@ -17,7 +18,6 @@ from twolane.frontend.text.tokenizer import ModelTokenizer
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Clients set these variables for all models; false asks for nothing where there is none."""
@@ -414,14 +414,6 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
     [encoding] = guarded(lambda: encode_all([text], add_special_tokens=add_special_tokens))
     ids: list[int] = encoding.ids
     return ids
-
-
-def with_whole_characters(text: str) -> str:
-    """Return a text with replacement characters for halves of surrogate pairs, which the JSON of a
-    call's arguments may have in escapes that a model did not end."""
-    if not HALF_PAIR.search(text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """JSON by the letter: what a request's body may be."""
 
 import json
-import re
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterable
@@ -9,14 +8,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from twolane.common.surrogates import HALF_PAIR
 from twolane.frontend.body import Location, field_name, shortened
 from twolane.server.http.errors import ApiError
 
 MOST_VALUES = 1 << 18
 """A body holds at most this many values, counted by the commas and brackets in it: what is parsed
 at once holds up all other clients for about 0.3 µs a value."""
-HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, as is left where an emoji is cut in two; no encoding can write it."""
 MOST_NAMED = 8
 """An error names a place in a body by this many fields and numbers at most."""
 COUNTED_AT_ONCE = 1 << 18
