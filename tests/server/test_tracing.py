@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import twolane
+from twolane.common.errors import FieldError
+from twolane.server.options import ServerOptions
 from twolane.server.run import span_provider
 
 from .serving import PATIENCE, serving, wait_for
@@ -208,8 +210,8 @@ def test_a_collector_that_takes_nothing_is_a_line_and_another_when_it_does_again
     ["localhost:4318", "grpc://x", "", "http://", "http://[", "http://a b", "http://a:b"],
 )
 def test_an_endpoint_that_is_no_url_is_refused(endpoint):
-    with pytest.raises(ValueError, match="--otlp-endpoint must be an http:// or https:// URL"):
-        span_provider(endpoint)
+    with pytest.raises(FieldError, match="otlp_endpoint must be an http:// or https:// URL"):
+        ServerOptions(otlp_endpoint=endpoint)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):

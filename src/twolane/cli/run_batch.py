@@ -46,10 +46,10 @@ def run_batch(
     """Answer a file of requests in OpenAI's batch format, without a server."""
     from twolane.server import batch
 
-    # Priorities are between the lines of one file: nobody else waits.
-    options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE, allow_priority=True)
-    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
     with one_line_errors():
+        # Priorities are between the lines of one file: nobody else waits.
+        options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE, allow_priority=True)
+        logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
         answering = batch.run_batch(config, options, source, target, concurrency)
         done = run_until_terminated(answering)
     typer.echo(f"{done.completed} completed, {done.failed} failed: {target}", err=True)

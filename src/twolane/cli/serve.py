@@ -18,7 +18,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import MODEL_HELP, takes, takes_engine_settings
 from twolane.engine.config import EngineConfig
-from twolane.server.options import ServerOptions, is_http_url
+from twolane.server.options import ServerOptions
 
 EPILOG = """**Examples**
 
@@ -63,10 +63,10 @@ def serve(
     """Serve a model over HTTP with OpenAI's API."""
     from twolane.server import run
 
-    options = ServerOptions(**server)
-    check(options)
-    warn_of_unknown_variables()
     with one_line_errors():
+        options = ServerOptions(**server)
+        check_keys(options.api_keys)
+        warn_of_unknown_variables()
         code = run.serve(config, options)
     # Everything is closed. Taking the interpreter down in order would take seconds: supervisors
     # wait for the exit code to start the next server.
@@ -74,22 +74,6 @@ def serve(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def check(options: ServerOptions) -> None:
-    """Refuse what can be seen to be wrong before a model is loaded."""
-    if not options.host.strip():
-        raise fail("--host must not be empty", USAGE_ERROR)
-    check_keys(options.api_keys)
-    if options.max_queued_per_key is not None and not options.api_keys:
-        raise fail("--max-queued-per-key needs --api-key", USAGE_ERROR)
-    endpoint = options.otlp_endpoint
-    if endpoint is not None and not is_http_url(endpoint):
-        problem = f"must be an http:// or https:// URL, not {endpoint!r}"
-        raise fail(f"--otlp-endpoint {problem}", USAGE_ERROR)
-    if not (options.served_model_name or "x").isprintable():
-        problem = f"must be one line of printable characters, not {options.served_model_name!r}"
-        raise fail(f"--served-model-name {problem}", USAGE_ERROR)
 
 
 def check_keys(keys: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.frontend.liveness import HANG_SECONDS
 
@@ -96,6 +97,24 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     http://localhost:4318. Needs twolane[otel]."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(PANEL)] = "info"
     """Least level of messages that the log has; debug is a line for every request."""
+
+    def __post_init__(self) -> None:
+        """Refuse what can be seen to be wrong before a model is loaded.
+
+        Raises:
+            FieldError: a setting is, by itself or beside another.
+        """
+        if not self.host.strip():
+            raise FieldError("host", "must not be empty")
+        if self.max_queued_per_key is not None and not self.api_keys:
+            raise FieldError("max_queued_per_key", "needs --api-key")
+        endpoint, name = self.otlp_endpoint, self.served_model_name
+        if endpoint is not None and not is_http_url(endpoint):
+            problem = f"must be an http:// or https:// URL, not {endpoint!r}"
+            raise FieldError("otlp_endpoint", problem)
+        if not (name or "x").isprintable():
+            problem = f"must be one line of printable characters, not {name!r}"
+            raise FieldError("served_model_name", problem)
 
 
 def is_http_url(text: str) -> bool:

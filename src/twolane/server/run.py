@@ -242,7 +242,7 @@ def span_provider(endpoint: str) -> "TracerProvider":
     """Return what sends spans to a collector.
 
     Raises:
-        ValueError: the extra that does it is not installed, or the endpoint is no URL.
+        ValueError: the extra that does it is not installed.
     """
     try:
         from twolane.server.ops.tracing import make_provider
