@@ -13,6 +13,7 @@ from twolane.cli import doctor
 from twolane.cli.bench.common import slos
 from twolane.cli.bench.main import BenchCommands
 from twolane.cli.main import Commands, app, main
+from twolane.cli.serve import NO_OPTIONS
 from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
 from twolane.frontend.foreign import UNSERVED
@@ -175,6 +176,14 @@ def test_a_key_that_a_template_did_not_fill_in_opens_no_server(command):
 def test_mistyped_variables_are_named():
     result = run("serve", "nope", variables={"TWOLANE_PROT": "1"})
     assert "TWOLANE_PROT is not one of mine; did you mean TWOLANE_PORT?" in result.stderr
+
+
+def test_variables_that_are_read_without_an_option_are_known():
+    root, named = Path(__file__).parents[2], set()
+    for folder, some in (("src", ""), ("benchmarks", ""), ("tests", "TEST_")):
+        for file in root.glob(f"{folder}/**/*.py"):
+            named |= set(re.findall(rf'"(TWOLANE_{some}[A-Z_]+)"', file.read_text()))
+    assert named - {param.envvar for param in Commands.load("serve").params} == NO_OPTIONS
 
 
 def test_completion_knows_commands_options_and_models():

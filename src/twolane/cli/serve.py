@@ -36,6 +36,13 @@ EPILOG = """**Examples**
 
 KEYS = "TWOLANE_API_KEY"
 """The environment variable that has API keys."""
+NO_OPTIONS = frozenset(
+    {
+        *("TWOLANE_CACHE", "TWOLANE_COMMIT", "TWOLANE_TRACES"),
+        *("TWOLANE_TEST_SERVE", "TWOLANE_TEST_SOAK_SECONDS"),
+    }
+)
+"""Variables that other parts of this software read, its benchmarks and tests among them."""
 
 app = command_app()
 
@@ -84,10 +91,9 @@ def check_keys(keys: Sequence[str]) -> None:
 
 def warn_of_unknown_variables() -> None:
     """Say which TWOLANE_* variables no option reads: mistyped ones should not go unseen."""
-    known = [param.envvar for param in get_command(app).params if param.envvar]
-    known.append("TWOLANE_CACHE")
+    known = NO_OPTIONS | {str(param.envvar) for param in get_command(app).params}
     for name in sorted(os.environ):
         if name.startswith("TWOLANE_") and name not in known:
-            near = get_close_matches(name, map(str, known), 1)
+            near = get_close_matches(name, sorted(known), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             typer.echo(f"twolane: the variable {name} is not one of mine{hint}", err=True)
