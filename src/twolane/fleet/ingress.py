@@ -36,7 +36,7 @@ from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
-from twolane.router.state import Ask
+from twolane.router.state import Ask, total_load
 from twolane.router.table import Sent
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
@@ -121,18 +121,7 @@ class Ingress:
     def load(self) -> dict[str, int]:
         """Return what /load says: the sums of what all serving replicas last said."""
         states = [member.state for member in self._pool.serving]
-        running = sum(state.running for state in states)
-        waiting = sum(state.waiting for state in states)
-        prefilling = sum(state.prefilling for state in states)
-        return {
-            "server_load": running + waiting,
-            "running": running,
-            "prefilling": prefilling,
-            "waiting": waiting - prefilling,
-            "kv_pages": sum(state.pages for state in states),
-            "kv_pages_free": sum(state.pages_free for state in states),
-            "replicas": len(states),
-        }
+        return {**total_load(states), "replicas": len(states)}
 
     async def _probe(self, path: str, send: Send) -> None:
         live = path in ("/livez", "/health/live")

@@ -1,5 +1,6 @@
 """What a replica publishes of itself, and what a router knows of a request."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -72,6 +73,21 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
             slo=ready.slo,
             digest=None if known == prefixes.version else prefixes.digest(),
         )
+
+
+def total_load(states: Sequence[ReplicaState]) -> dict[str, int]:
+    """Return what /load says of these replicas together; `server_load` counts open requests."""
+    running = sum(state.running for state in states)
+    waiting = sum(state.waiting for state in states)
+    prefilling = sum(state.prefilling for state in states)
+    return {
+        "server_load": running + waiting,
+        "running": running,
+        "prefilling": prefilling,
+        "waiting": waiting - prefilling,
+        "kv_pages": sum(state.pages for state in states),
+        "kv_pages_free": sum(state.pages_free for state in states),
+    }
 
 
 @dataclass(frozen=True, slots=True)

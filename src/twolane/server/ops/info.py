@@ -8,6 +8,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import twolane
+from twolane.router.state import ReplicaState, total_load
 from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.protocol import DetokenizeRequest, TokenizeRequest
@@ -99,18 +100,11 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/load", response_class=Response, responses={200: {"model": ServerLoad}, **NO_KEY})
     async def load() -> Response:
         """Say how busy the server is: `server_load` is the number of open requests."""
-        stats = service.engine.stats
-        return json_response(
-            {
-                "server_load": stats.running + stats.prefilling + stats.waiting,
-                "running": stats.running,
-                "prefilling": stats.prefilling,
-                "waiting": stats.waiting,
-                "kv_pages": stats.kv_pages,
-                "kv_pages_free": stats.kv_pages_free + stats.kv_pages_cached,
-                "kv_cache_dtype": service.engine.ready.kv_cache_dtype,
-            }
+        engine = service.engine
+        state = ReplicaState.of(
+            engine.ready, engine.stats, engine.prefixes, engine.prefixes.version
         )
+        return json_response({**total_load([state]), "kv_cache_dtype": engine.ready.kv_cache_dtype})
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
