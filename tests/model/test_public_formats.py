@@ -168,6 +168,12 @@ def _no_order(weight: Tensor) -> tuple[Module, Tensor]:
     return module | {"g_idx": torch.zeros_like(module["g_idx"])}, meant
 
 
+def _usual_order(weight: Tensor) -> tuple[Module, Tensor]:
+    """`pack-quantized` that tells the usual order of columns."""
+    module, meant = packed(weight)
+    return module | {"weight_g_idx": (torch.arange(weight.shape[1]) // 32).int()}, meant
+
+
 def _numbers(**given: Any) -> dict[str, Any]:
     """Weights or activations of compressed-tensors as its writers have them, with every field."""
     base = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": None}
@@ -262,6 +268,10 @@ TAKEN = {
     "quantized.w4a16": Published(_compressed("pack-quantized", _W4), _G128),
     "w4a16, actorder weight": Published(
         _compressed("pack-quantized", _group(_numbers(**_INT, actorder="weight"))), _G128
+    ),
+    "w4a16, the usual order told all the same": Published(
+        _compressed("pack-quantized", _group(_numbers(**{**_INT, "group_size": 32}))),
+        _usual_order,
     ),
     "w4a16, actorder group": Published(
         _compressed(

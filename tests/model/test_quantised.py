@@ -208,10 +208,10 @@ def test_a_tied_head_stays_in_floats(tmp_path):
 
 
 def edited(path: Path, name: str, tensor: Any) -> None:
-    """Replace a tensor of the checkpoint; None removes it."""
+    """Replace a tensor of the checkpoint, or add one; None removes it."""
     file = path / "model.safetensors"
     tensors = load_file(file)
-    old = tensors.pop(name)
+    old = tensors.pop(name, None)
     if tensor is not None:
         tensors[name] = tensor(old)
     save_file(tensors, file, {"format": "pt"})
@@ -253,6 +253,10 @@ REFUSED = {
         "o_proj.weight has values that are not numbers",
     ),
     "act-order": ("gptq", "g_idx", lambda t: t.flip(0).contiguous(), "but desc_act is false"),
+    "act-order of compressed-tensors": (
+        "pack-quantized", "weight_g_idx", lambda _: torch.arange(6).int().repeat(32),
+        "o_proj.weight_g_idx orders columns by activations, but actorder is not group",
+    ),
     "a group from nowhere": (
         "gptq-act-order", "g_idx", lambda t: t + 1, r"o_proj.g_idx names others than the 6 groups"
     ),

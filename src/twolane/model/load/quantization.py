@@ -87,11 +87,11 @@ class Format:
             "weight_packed": StoredTensor(((rows, columns // 8),), wholes),
             "weight_scale": StoredTensor(((rows, groups),)),
             "weight_shape": StoredTensor(((2,),), ("I64", "I32")),
+            # Left out where columns are in their usual order, whatever the config says.
+            "weight_g_idx": StoredTensor(((columns,),), wholes, optional=True),
         }
         if not self.symmetric:
             tensors["weight_zero_point"] = StoredTensor(((words, groups),), wholes)
-        if self.ordered:  # left out where columns are in their usual order
-            tensors["weight_g_idx"] = StoredTensor(((columns,),), wholes, optional=True)
         return tensors
 
     def _groups(self, rows: int, columns: int) -> int:

@@ -118,6 +118,10 @@ def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     return _ordered(format, numbers, tensors["weight_scale"], zeros, tensors, "weight_g_idx")
 
 
+_UNORDERED = {"g_idx": "desc_act is false", "weight_g_idx": "actorder is not group"}
+"""What a config says of columns in their usual order, by the tensor that would order them."""
+
+
 def _ordered(
     format: Format,
     numbers: Tensor,
@@ -136,7 +140,7 @@ def _ordered(
     if torch.equal(index, usual) or not bool(index.any()):  # zeros: the writer knows no others
         return _int4(format, numbers, scales, zeros)
     if not format.ordered:
-        raise ValueError(f"{name} orders columns by activations, but desc_act is false")
+        raise ValueError(f"{name} orders columns by activations, but {_UNORDERED[name]}")
     if not bool(((index >= 0) & (index < scales.shape[1])).all()):
         raise ValueError(f"{name} names others than the {scales.shape[1]} groups")
     middle = torch.full_like(scales, int4.MIDDLE) if zeros is None else zeros.float()
