@@ -1,4 +1,4 @@
-"""Several ranks that serve one engine after the other."""
+"""Ranks, one or several, that serve one engine after the other."""
 
 import random
 import shutil
@@ -26,7 +26,7 @@ from twolane.systems.registry import make_system
 
 
 class Ranks:
-    """A machine of several ranks, whose lanes are kept from one engine to the next."""
+    """A machine of one rank or several, whose lanes are kept from one engine to the next."""
 
     def __init__(self, machine: Any, pages: int, page: int, running: int) -> None:
         self.machine, self._pool = machine, (pages, page, running)
@@ -37,7 +37,9 @@ class Ranks:
 
     @property
     def processes(self) -> list[Any]:
-        return self.machine.followers.processes
+        """Those of ranks 1 and up."""
+        followers = getattr(self.machine, "followers", None)
+        return [] if followers is None else followers.processes
 
     def _news(self) -> None:
         self.wake()
