@@ -112,6 +112,32 @@ def test_a_target_may_name_the_server_and_have_slashes_around_it(tiny, target, s
     assert sent(tiny, head).startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.parametrize(
+    ("head", "status", "reason"),
+    [
+        (b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n", 505, "HTTP/2.0 is not served, but HTTP/1.1"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2.0 is not served"),
+        (b"GET /health HTTP/0.9\r\n\r\n", 505, "HTTP/0.9 is not served"),
+        (JSON + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Only Transfer-Encoding: chunked"),
+        (b"GET /health HTTP/1.1\r\nA: " + b"b" * 70_000, 431, "Receive buffer too long"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host: header"),
+        (b"GET /" + b" " * 999 + b"HTTP/1.1\r\n\r\n", 400, "illegal request line"),
+    ],
+)
+def test_what_is_no_http_is_told_why(tiny, head, status, reason):
+    head, _, body = sent(tiny, head).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert (int(head.split()[1]), error["code"]) == (status, "invalid_http")
+    assert error["message"].startswith(f"invalid HTTP: {reason}")
+    assert len(body) < 500
+
+
+def test_a_higher_minor_version_is_read_as_the_one_that_is_served(tiny):
+    """RFC 9110, section 2.5."""
+    head = b"GET /health HTTP/1.9\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert sent(tiny, head).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_plain_head_is_taken_however_it_is_cut(tiny):
     head = JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED
     for cut in range(1, len(head), 7):

@@ -15,6 +15,7 @@ from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from twolane.frontend.body import shortened
 from twolane.server.http.calls import set_refusal
 from twolane.server.http.errors import error_body
 from twolane.server.http.unsent import LOG_SECONDS, Fault, HeldOutput, UnsentOutput
@@ -31,11 +32,14 @@ SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 """A body may come in this many chunks, and in one more for each of this many bytes. A chunk takes
 the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
 
-
 REQUEST_LINE = re.compile(
     rb"(?P<method>[^ ]+) (?P<server>(?i:https?)://[^/?#@ ]+)?"
     rb"(?P<path>[^ ?]*)(?P<rest>.* HTTP/1\.[01])"
 )
+
+
+OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
+"""A request line of another major version, which is read as HTTP/1.1 if nobody looks."""
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -111,7 +115,7 @@ def plain_line(line: bytes) -> bytes:
 
 
 def check_head(head: bytes) -> None:
-    """Refuse a head that can be read in two ways.
+    """Refuse a head that can be read in two ways, or only by another version of HTTP.
 
     Raises:
         h11.RemoteProtocolError: it can.
@@ -119,6 +123,9 @@ def check_head(head: bytes) -> None:
     *lines, rest = head.split(b"\r\n")
     if rest or any(b"\n" in line for line in lines):
         raise h11.RemoteProtocolError("a line of the head does not end with CRLF")
+    if other := OTHER_VERSION.fullmatch(lines[0]):
+        message = f"{other['version'].decode()} is not served, but HTTP/1.1 and HTTP/1.0 are"
+        raise h11.RemoteProtocolError(message, error_status_hint=505)
     names = {line.partition(b":")[0].lower() for line in lines[1:]}
     if any(name[:1] in (b" ", b"\t") for name in names):
         raise h11.RemoteProtocolError("a header is folded over two lines")
@@ -215,8 +222,12 @@ class Connection(H11Protocol):
         self.scope = self.cycle = None  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
-        self._refuse(400, msg, "invalid_http")
+        """Refuse what is no HTTP, with status and reason of the error that uvicorn has caught where
+        it calls this."""
+        status, error = 400, sys.exception()
+        if isinstance(error, h11.RemoteProtocolError):
+            status, msg = error.error_status_hint, f"invalid HTTP: {shortened(str(error))}"
+        self._refuse(status, msg, "invalid_http")
 
     @property
     def is_stalled(self) -> bool:
