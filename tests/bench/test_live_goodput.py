@@ -65,7 +65,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
         servers = children(p.pid)
         p.send_signal(signal.SIGTERM)
         assert p.wait(PATIENCE) == 130
-        assert "the same command goes on" in p.stderr.read()
+        assert "the same command continues" in p.stderr.read()
     assert not any(map(alive, first))
     wait_for(lambda: not any(map(alive, servers)))  # one that it was just starting is told
     kept = {file: file.stat().st_mtime_ns for file in out.glob("*-rate*.json")}

@@ -57,20 +57,21 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds on TBT in seconds, each searched in a folder of its own; with several, `slos` has
     none."""
     attainment: Annotated[float, Option(MEASURE)] = 0.99
-    """Share that must keep each SLO, 0.9 for P90: of requests, for tbt of gaps."""
+    """Share of requests (for tbt: of gaps) that must be within each SLO; 0.9 asks for P90."""
     seeds: Annotated[int, Option(MEASURE)] = 1
-    """Number of searches, each with arrivals of its own."""
+    """Number of searches, each with different arrivals."""
     seed: Annotated[int, Option(MEASURE, most=LARGEST_SEED)] = 0
     """Seed of the first search."""
     start_rate: Annotated[float, Option(MEASURE)] = 1.0
     """Requests per second of the first run."""
     first_step: Annotated[float, Option(MEASURE)] = 2.0
-    """Factor from the first rate to the second, up or down; 1.2 saves runs where the first is a
-    good guess."""
+    """Factor between the first rate and the second, up or down; 1.2 saves runs if the first rate is
+    a good guess."""
     least_rate: Annotated[float, Option(MEASURE)] = LOWEST_RATE
-    """Requests per second below which a system counts as 0."""
+    """Requests per second below which a goodput counts as 0."""
     tolerance: Annotated[float, Option(MEASURE)] = 0.02
-    """Share by which the rate that fails may be above the one that holds when the search ends."""
+    """Relative distance between the rate that holds and the rate that fails at which a search
+    ends."""
 
     @property
     def octave(self) -> int:

@@ -21,33 +21,33 @@ OWN_FLAGS = (
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `twolane bench goodput` that say who serves."""
+    """Options of `twolane bench goodput` that name the server or the simulation."""
 
     simulate: Annotated[str | None, Option(WHERE, "GPU")] = None
     """GPU to simulate (a100-80gb, h20, h100, h200) instead of asking a server."""
     serve: Annotated[str | None, Option(WHERE, "ARGUMENTS")] = None
-    """Model and options of `twolane serve`, as "smollm2-135m-instruct --cores 2": a server is
+    """Model and options of `twolane serve`, such as "smollm2-135m-instruct --cores 2": a server is
     started for each system in turn."""
     serve_command: Annotated[str | None, Option(WHERE, "COMMAND")] = None
-    """Command of any server with OpenAI's API, as "vllm serve Qwen/Qwen3-8B": it gets a free
-    --port, or {port} is replaced by one."""
+    """Command that starts any server with OpenAI's API, such as "vllm serve Qwen/Qwen3-8B"; a free
+    port is passed as --port, or replaces {port} in the command."""
     sweep: Annotated[tuple[str, ...], Option(WHERE, "FLAG=VALUES")] = ()
-    """Flag of the command with the values to try, as max-num-batched-tokens=128,256; may be
-    repeated. The values with the highest goodput win."""
+    """Flag of the command and the values to try, such as max-num-batched-tokens=128,256; may be
+    repeated. The summary names the values with the highest goodput."""
     model: Annotated[str | None, Option(WHERE)] = None
     """Model to simulate, or to name in requests; by default the server's first."""
     systems: Annotated[tuple[str, ...], Option(WHERE, "NAME[:KEY=VALUE,…]", name="system")] = ()
-    """System to serve or simulate, with its settings; may be repeated: each is searched in turn. By
-    default the one that `serve` or `simulate` takes."""
+    """System to serve or simulate, with its settings; may be repeated, and each is searched in
+    turn. By default the default system of `serve` or `simulate`."""
     tp: Annotated[int, Option(WHERE, name="tensor_parallel_size", alias="tp")] = 1
     """Number of simulated GPUs that share each layer."""
     estimator: Annotated[EstimatorName | None, Option(WHERE)] = None
-    """Model by which simulated systems predict; by default each as it was published."""
+    """Estimator of simulated systems; by default the one that each was published with."""
     base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
     """Address at which the server listens."""
 
     def words(self) -> dict[str, object]:
-        """Return what the answer of a search depends on, as it is saved beside the runs.
+        """Return what the result of a search depends on, as it is saved beside the runs.
 
         Raises:
             FieldError: a simulation lacks its model, or options contradict each other.

@@ -1,4 +1,4 @@
-"""`twolane doctor`: what this machine offers for serving, or what a model's files say."""
+"""`twolane doctor`: what this machine can do, or what a model's files say."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
 from twolane.systems.registry import SYSTEMS, defaults, describe
 
-MODEL = "A model as `twolane serve` takes it, to say what is read of its files."
+MODEL = "A model as for `twolane serve`, to show what is read of its files."
 
 app = command_app()
 
@@ -40,12 +40,14 @@ def doctor(
         str | None, typer.Option(help="Print the settings of this system.", autocompletion=systems)
     ] = None,
 ) -> None:
-    """Say what this machine offers, and whether serving is possible (exit code 0).
+    """Show what this machine can do, or what a model's files say.
 
-    With --system, say what its settings mean.
+    Without MODEL, the exit code is 0 if serving is possible here, else 1.
 
-    With MODEL, say what is read of its files: the tokenizer, BOS, each EOS and the chat template,
-    and where each comes from.
+    With --system, show the settings of that system.
+
+    With MODEL, show what is read of its files (the tokenizer, BOS, each EOS and the chat template),
+    and the file that each comes from.
     """
     if system is not None:
         if system not in SYSTEMS:
@@ -64,7 +66,7 @@ def doctor(
 
 
 def report() -> bool:
-    """Print what there is; return whether serving is possible here."""
+    """Print what this machine can do; return whether serving is possible here."""
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, text in findings():

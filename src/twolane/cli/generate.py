@@ -45,13 +45,13 @@ def generate(
         bool | None,
         typer.Option(
             "--chat/--raw",
-            help="Ask through the model's chat template, or continue the text as it is. "
-            "Default: --chat if the model has a template.",
+            help="Put the prompt into the model's chat template, or continue the text as it is; by "
+            "default --chat if the model has a template.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Answer one prompt here in the terminal, without a server."""
+    """Answer one prompt in the terminal, without a server."""
     text = sys.stdin.read() if prompt == "-" else prompt
     try:
         params = SamplingParams(**sampling)

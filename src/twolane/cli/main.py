@@ -20,10 +20,10 @@ PLAIN = (
     ("Input should be a valid number, unable to parse string as a number", "must be a number"),
     ("Input should be", "must be"),
 )
-"""Words of the parser's library for what is wrong with a value, and plain ones."""
+"""Phrases of the parser's error messages, each with a plain replacement."""
 
 LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
-"""Where a variable of ours comes from that has the address of a service."""
+"""Explanation for a `TWOLANE_…` variable whose value is the address of a service."""
 
 
 class Commands(LazyCommands):
@@ -34,14 +34,13 @@ class Commands(LazyCommands):
     lines: ClassVar[dict[str, str]] = {
         "serve": "Serve a model over HTTP with OpenAI's API.",
         "fleet": "Serve a model with several servers behind one address.",
-        "generate": "Answer one prompt here in the terminal, without a server.",
+        "generate": "Answer one prompt in the terminal, without a server.",
         "run-batch": "Answer a file of requests in OpenAI's batch format, without a server.",
-        "pull": "Fetch a model into the cache, so that it can be served without a network.",
+        "pull": "Download a model into the cache, to serve it without a network.",
         "simulate": "Serve a workload with the real engine on simulated GPUs, on a virtual clock.",
-        "doctor": "Say what this machine offers, and whether serving is possible (exit code 0).",
-        "profile": "Measure this machine with a model, so that systems can predict what launches "
-        "take.",
-        "bench": "Measure an LLM server from outside.",
+        "doctor": "Show what this machine can do, or what a model's files say.",
+        "profile": "Measure how long launches of a model take here, for predictions.",
+        "bench": "Measure LLM servers, and compare what they reach.",
     }
 
 
@@ -71,7 +70,7 @@ def top(
         typer.Option("--version", callback=show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Take what belongs to no command."""
+    """Handle the options that belong to no command."""
 
 
 def open_standard_files() -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 EPILOG = """**Examples**
 
-- `twolane profile qwen3-8b --load-format dummy` — 8 minutes, into the cache
+- `twolane profile qwen3-8b --load-format dummy` — eight minutes, into the cache
 
-- `twolane profile qwen3-8b --load-format dummy --seconds 720` — go on where the last run ended
+- `twolane profile qwen3-8b --load-format dummy --seconds 720` — continue where the last run ended
 
 - `twolane bench estimators PROFILE.json` — how well it predicts
 """
@@ -46,11 +46,11 @@ def profile(
         typer.Option(
             min=0.0,
             callback=finite,
-            help="Seconds to measure after the start; the next run goes on from there.",
+            help="Seconds to measure, without loading; the next run continues from there.",
         ),
     ] = 480.0,
 ) -> None:
-    """Measure this machine with a model, so that systems can predict what launches take."""
+    """Measure how long launches of a model take here, for predictions."""
     with one_line_errors():
         run(config, out=out, seconds=seconds)
 
@@ -74,7 +74,7 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
         f"({outcome.measured} of them now), {profile.seconds:.0f} s of measuring"
     )
     if outcome.left:
-        console.print(f"{outcome.left} points of the plan are left: the same command goes on")
+        console.print(f"{outcome.left} points of the plan are left: the same command continues")
     console.print(str(outcome.path), soft_wrap=True)
 
 

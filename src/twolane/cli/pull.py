@@ -25,7 +25,7 @@ def pull(
         ),
     ] = DEFAULT_MODEL,
 ) -> None:
-    """Fetch a model into the cache, so that it can be served without a network."""
+    """Download a model into the cache, to serve it without a network."""
     from twolane.model.load import hub
 
     if model not in hub.ALIASES and "/" in model:

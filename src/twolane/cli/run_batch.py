@@ -35,12 +35,12 @@ app = command_app()
 @takes(ServerOptions, "server", only=OFFERED)
 def run_batch(
     model: ModelArgument,
-    source: Annotated[Path, typer.Argument(metavar="INPUT", help="File of requests, a line each.")],
-    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File that gets the answers.")],
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="File with one request a line.")],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File to write the answers to.")],
     config: EngineConfig,
     server: dict[str, Any],
     concurrency: Annotated[
-        int, typer.Option(min=1, max=MANY_OPEN, help="Number of requests that are open at a time.")
+        int, typer.Option(min=1, max=MANY_OPEN, help="Largest number of requests open at a time.")
     ] = 256,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, without a server."""

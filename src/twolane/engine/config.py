@@ -45,12 +45,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     it has a wildcard (tcp://*:5557) or is a path (ipc:///run/kv), else connected to. By default
     nothing is published."""
     replay_endpoint: Annotated[str | None, Option(EVENTS, "ADDRESS")] = None
-    """ZeroMQ address, which is bound, at which a subscriber gets again what it has missed; by
-    default there is none."""
+    """ZeroMQ address, bound by the engine, at which a subscriber asks for batches that it has
+    missed; by default there is none."""
     topic: Annotated[str, Option(EVENTS)] = ""
-    """Topic with which each message begins, such as kv@HOST:PORT@MODEL for llm-d."""
+    """Topic at the start of each message, such as kv@HOST:PORT@MODEL for llm-d."""
     buffer_steps: Annotated[int, Option(EVENTS, least=1)] = 10_000
-    """Number of batches of changes that are kept to be sent again, if 64 MiB hold them."""
+    """Number of batches of changes that are kept for replays, at most 64 MiB of them."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,21 +68,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     each row, fp8_block128 one for each 128 x 128, int4 (dummy weights alone) one for 128 columns;
     by default a checkpoint is served as it is stored."""
     max_positions: Annotated[int | None, Option(MODEL, "TOKENS", least=1)] = None
-    """Number of positions that replaces the one the model is built for."""
+    """Number of positions, instead of the number in the model's config."""
     max_model_len: Annotated[int | None, Option(MODEL, "TOKENS", least=2)] = None
-    """Largest number of tokens of one request, prompt and answer; by default the model's positions,
-    if the KV pool holds them."""
+    """Largest number of tokens of one request, prompt and answer together; by default the model's
+    positions, if the KV pool holds them."""
     seed: Annotated[int, Option(MODEL, most=LARGEST_SEED)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
     router_skew: Annotated[float, Option(MODEL, least=0.0)] = 0.0
-    """Exponent of Zipf's law by which the routers of dummy weights like some experts better; 0
-    makes all experts alike."""
+    """Exponent of Zipf's law by which routers of dummy weights prefer some experts; 0 makes all
+    experts equally likely."""
     lora: Annotated[dict[str, str], Option(MODEL, "NAME=PATH", named=True)] = {}
-    """LoRA adapter to load, which requests ask for as the model NAME; PATH is the directory of a
-    PEFT checkpoint; may be repeated."""
+    """LoRA adapter to load from PATH, the directory of a PEFT checkpoint; requests select it by the
+    model name NAME. May be repeated."""
     lora_endpoints: Annotated[bool, Option(MODEL)] = False
-    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, which read any
-    directory that a client names."""
+    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served; they let clients
+    load any directory that the server can read."""
     max_loras: Annotated[int, Option(MODEL, least=1)] = 8
     """Largest number of adapters that are loaded at a time."""
     max_lora_rank: Annotated[int, Option(MODEL, least=1, most=64)] = 16
@@ -93,7 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     options: Annotated[dict[str, str], Option(SCHEDULING, "KEY=VALUE", name="option")] = {}
     """Setting of the system; may be repeated. `twolane doctor --system NAME` lists them."""
     slo: Annotated[Slo, Nested("slo_")] = Slo()
-    """Latency bounds of requests that bring none of their own."""
+    """Latency bounds of requests that have none of their own."""
     tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
     """Longest time in seconds for which a token of a request with a TBT bound is held back, so that
     gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once."""
@@ -103,14 +103,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_size: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
     """Number of tokens in a KV page; by default 16 on a CPU and 32 on a GPU (16, 32 or 64)."""
     kv_tokens: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
-    """Number of tokens in the KV pool; by default as many as a share of the free memory holds."""
+    """Number of tokens in the KV pool; by default as many as fit into a share of the free
+    memory."""
     max_running: Annotated[int, Option(SCHEDULING, least=1, most=1 << 16)] = 256
     """Largest number of requests in prefill and decode together."""
     kv_cache_dtype: Annotated[KVCacheDType, Option(MEMORY)] = "auto"
     """Number format of the KV cache: fp8 is e4m3 with a scale for each token and head, and holds
     about twice as many tokens; `auto` is that of --dtype."""
     prefix_cache: Annotated[bool, Option(MEMORY)] = True
-    """Whether the KV of prompts that begin alike is computed once and reused."""
+    """Whether prompts with the same prefix share its keys and values, which are computed once."""
     kv_events: Annotated[KVEventsConfig, Nested("kv_events_")] = KVEventsConfig()
     """Where changes of the prefix cache are published."""
     device: Annotated[Device, Option(DEVICE)] = "auto"
@@ -120,26 +121,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of ranks that share each layer of the model: a GPU for each, or processes on the same
     cores."""
     all_reduce: Annotated[AllReduce, Option(DEVICE)] = "auto"
-    """How several GPUs sum what each has computed in a decode step: by `nccl`; `two-shot`, over
-    memory that all of them map; `joined`, which does that in one launch with the norm behind it; or
-    `auto`, the fastest of these at the start, for each number of rows."""
+    """All-reduce of decode steps on several GPUs: `nccl`; `two-shot`, over memory that all GPUs
+    map; `joined`, the same in one launch with the norm that follows; `auto` times these at the
+    start and takes the fastest for each number of rows."""
     disaggregated: Annotated[bool, Option(DEVICE)] = False
-    """Whether prefill and decode have devices of their own (1P1D): a GPU each, or halves of the
-    CPU's cores with a process each. Keys and values are pushed layer by layer; the system is
-    two-stream."""
+    """Whether prefill and decode have a device each (1P1D): a GPU, or a process with half of the
+    CPU cores. Keys and values are pushed layer by layer; the system is two-stream."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None
-    """Numbers of SMs that decode may have beside prefill on a GPU, such as 32,48,64; by default
-    every 16."""
+    """Numbers of SMs that decode may have beside prefill on a GPU, such as 32,48,64; by default all
+    multiples of 16."""
     gpu_memory_utilization: Annotated[float, Option(MEMORY, "SHARE")] = 0.9
     """Share of a GPU's memory for weights, workspaces and the KV pool, above 0 and at most 1."""
     profile: Annotated[str | None, Option(SCHEDULING, "FILE")] = None
-    """Measurements of `twolane profile` to predict with; by default the cache's profile of this
-    device and model, if there is one."""
+    """Measurements of `twolane profile` to predict with; by default the profile of this
+    device and model in the cache, if there is one."""
     estimator: Annotated[EstimatorName | None, Option(SCHEDULING)] = None
-    """Model that predicts from the profile; by default the one that the system was published with.
-    `twolane bench estimators` compares them."""
+    """Estimator of the times that systems plan with, fitted on the profile; by default the one that
+    the system was published with. `twolane bench estimators` compares them."""
     trace: Annotated[str | None, Option(DEVICE, "FILE")] = None
     """File for a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev)."""
 
@@ -156,4 +156,4 @@ class EngineStart(msgspec.Struct, frozen=True):
     from_engine: str
     """ZeroMQ address to push `messages.FromEngine` to; the API process binds it."""
     log_level: str = "warning"
-    """The least that the engine writes to standard error."""
+    """Lowest level of log messages that the engine writes to standard error."""

@@ -18,48 +18,49 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a fleet needs to know beside the options of `twolane serve`."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all."""
+    """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
     replicas: Annotated[int, Option(PANEL, least=1, most=MOST_REPLICAS)] = 2
     """Number of servers at the start."""
     min_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
-    """Number of servers that are kept at least; by default --replicas."""
+    """Smallest number of servers; by default --replicas."""
     max_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
-    """Number of servers that there may be under load; by default --replicas."""
+    """Largest number of servers, under load; by default --replicas."""
     router: Annotated[RouterName, Option(PANEL)] = "predicted"
-    """Way to choose a server: by the predicted time to the first token, or as others do."""
+    """Rule by which a server is chosen: predicted takes the shortest predicted time to the first
+    token; the others are for comparison."""
     hosts: Annotated[Literal["ray", "local"], Option(PANEL)] = "ray"
-    """Where servers run: as Ray's actors (needs twolane[ray]), or as processes of this one."""
+    """Where servers run: in Ray actors (needs twolane[ray]), or as local child processes."""
     ray_address: Annotated[str | None, Option(PANEL)] = None
     """Ray cluster to use, such as auto or ray://head:10001; by default one is started here."""
     replica_cpus: Annotated[float, Option(PANEL, least=0.0)] = 1.0
-    """Number of Ray's CPUs that each server takes."""
+    """Number of Ray CPUs that each server takes."""
     replica_gpus: Annotated[float, Option(PANEL, least=0.0)] = 0.0
-    """Number of Ray's GPUs that each server takes, all on one machine: as many as its ranks."""
+    """Number of Ray GPUs that each server takes, all on one machine; set it to the number of
+    ranks."""
     direct: Annotated[bool, Option(PANEL)] = False
-    """Whether requests are redirected (307) to the server that was chosen, so that its tokens take
-    no detour; clients must reach the servers and follow redirects."""
+    """Whether requests are redirected (307) to the chosen server, so that tokens come straight from
+    it; clients must reach the servers and follow redirects."""
     probe_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.01)] = 0.25
-    """Seconds between two questions to each server for its state."""
+    """Seconds between two polls of a server's state."""
     probe_timeout: Annotated[float, Option(PANEL, "SECONDS", least=0.01)] = 2.0
-    """Seconds within which a server must say its state; one that does not is sent nothing until it
-    does."""
+    """Seconds within which a server must report its state; a server that does not gets no requests
+    until it does."""
     silent_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 10.0
-    """Seconds after which the open answers of a server that does not say its state end with an
-    error."""
+    """Seconds without a report after which a server's open answers end with an error."""
     replace_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0
-    """Seconds without its state after which a server is killed and replaced."""
+    """Seconds without a report after which a server is killed and replaced."""
     drain_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 60.0
-    """Seconds that open answers may take before a server is stopped."""
+    """Seconds that open answers have to end before a server is stopped."""
     scale_up_queue: Annotated[float, Option(PANEL, "SECONDS", least=0.001)] = 0.5
     """Seconds of queued prompts for each server above which one is added."""
     scale_up_open: Annotated[float, Option(PANEL, least=0.1)] = 16.0
     """Number of open requests for each server above which one is added."""
     scale_up_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 2.0
-    """Seconds that the load must be high before a server is added."""
+    """Seconds for which the load must be high before a server is added."""
     scale_down_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 60.0
-    """Seconds that one server less must suffice before one is stopped."""
+    """Seconds for which one server fewer must suffice before one is stopped."""
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -33,7 +33,7 @@ _OWN_FIELDS = frozenset(
 
 
 class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of `twolane bench serve`. Fields are named as its options."""
+    """One run of `twolane bench serve`. Fields have the names of its options."""
 
     base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
     """Address at which the server listens."""
@@ -51,16 +51,16 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrency: Annotated[int | None, Option(WHEN)] = None
     """Largest number of requests in flight; later ones wait in the client."""
     num_warmups: Annotated[int, Option(MEASURE)] = 0
-    """Number of requests that are sent before, and not measured; `bench goodput --serve` sends them
-    before a server's first run alone."""
+    """Number of unmeasured requests that are sent first; `bench goodput --serve` sends them only
+    before a server's first run."""
     ignore_eos: Annotated[bool, Option(WHAT)] = True
-    """Whether replies have exactly the length of the workload, or at most that."""
+    """Whether replies have exactly the workload's length instead of at most that."""
     extra_body: Annotated[dict[str, object], Option(WHAT, "JSON")] = {}
-    """Fields for each request, as '{"temperature": 0}'."""
+    """Fields to add to each request, such as '{"temperature": 0}'."""
     api_key: Annotated[str | None, Option(WHERE, variable="OPENAI_API_KEY")] = None
     """Key that is sent as a bearer token."""
     headers: Annotated[dict[str, str], Option(WHERE, "KEY=VALUE", name="header")] = {}
-    """Header for each request; may be repeated."""
+    """Header to add to each request; may be repeated."""
     prompt_seed: int | None = None
     """Seed of the prompts' content; None is the workload's. Another one keeps lengths and arrivals
     and finds nothing in a prefix cache."""
@@ -93,7 +93,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str:
-        """Where requests go."""
+        """URL to which requests are sent."""
         return self.base_url.rstrip("/") + self.endpoint
 
     @property

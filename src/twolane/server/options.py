@@ -31,31 +31,32 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a server needs to know beside the engine's settings."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is all of IPv4, and :: all."""
+    """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
     served_model_name: Annotated[str | None, Option(PANEL, "NAME")] = None
     """Name that clients call the model by; by default the MODEL of the command line."""
     max_queue: Annotated[int, Option(PANEL, least=1)] = 1024
-    """Number of requests that may wait for their first token; more get a 429."""
+    """Number of requests that may wait for their first token; further ones get a 429."""
     max_queued_per_key: Annotated[int | None, Option(PANEL, least=1)] = None
-    """Number of requests of one API key that may wait for their first token; more get a 429. By
-    default a key may fill the queue."""
+    """Number of requests of one API key that may wait for their first token; further ones get a
+    429. By default one key may fill the queue."""
     allow_priority: Annotated[bool, Option(PANEL)] = False
-    """Whether requests may have a priority. One request in eight is the one that waits longest,
-    whatever its priority."""
+    """Whether requests may have a priority. One admission in eight goes to the request that has
+    waited longest, whatever its priority."""
     sampling_defaults: Annotated[Literal["model", "openai"], Option(PANEL)] = "model"
-    """Where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty, it
-    gets the values of the model's generation_config.json (an alias: model card), or OpenAI's."""
+    """Defaults of temperature, top_p, top_k, min_p and repetition_penalty: model takes them from
+    the model's generation_config.json (an alias: from its model card), openai from OpenAI's API."""
     drain_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 10.0
-    """Seconds that requests may go on after Ctrl-C or SIGTERM; a second signal stops at once."""
+    """Seconds that open requests have to end after Ctrl-C or SIGTERM; a second signal stops at
+    once."""
     arrival_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0
     """Seconds that a request may take to arrive; slower ones get a 408."""
     stall_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0
-    """Seconds that a client may take nothing of its answer before it is disconnected."""
+    """Seconds without reading any of its answer after which a client is disconnected."""
     max_connections: Annotated[int | None, Option(PANEL, least=1)] = None
-    """Number of connections that may be open; beyond, idle ones are closed and requests get a 503.
-    By default as many as the limit on open files allows, up to 8,192."""
+    """Number of connections that may be open; beyond it, idle ones are closed and requests get a
+    503. By default as many as the limit on open files allows, up to 8,192."""
     hang_seconds: Annotated[float, Option(PANEL, "SECONDS", least=1.0)] = HANG_SECONDS
     """Seconds without a turn of the engine's loop, or without a finished launch while there is work
     (5 times the launch's prediction if that is longer), after which the engine counts as hung:
@@ -64,39 +65,39 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a hung engine is killed, which ends the server with exit status 1 and the reason in
     the log; by default only with several ranks."""
     api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
-    """A key that requests must bring; may be repeated. The environment variable (keys separated by
-    spaces) or the file keeps keys out of the process list."""
+    """A key, one of which every request must send; may be repeated. The environment variable (keys
+    separated by spaces) or the file keeps keys out of the process list."""
     cors_origins: Annotated[tuple[str, ...], Option(PANEL, "ORIGIN")] = ()
-    """Origin whose pages may ask from a browser; may be repeated, and * is every page. By default
-    no page of another origin may."""
+    """Origin whose web pages may send requests from a browser; may be repeated, and * allows every
+    origin. By default no page of another origin may."""
     max_body_bytes: Annotated[int, Option(PANEL, "BYTES", least=1)] = 32 << 20
-    """Number of bytes that a request body may have; larger ones get a 413."""
+    """Largest size of a request body in bytes; larger ones get a 413."""
     stored_response_bytes: Annotated[int, Option(PANEL, "BYTES", least=0)] = 64 << 20
-    """Number of bytes that the latest answers of /v1/responses may take in memory, for requests
-    with previous_response_id; 0 stores none."""
+    """Bytes of memory for the latest responses of /v1/responses, which previous_response_id
+    continues; 0 stores none."""
     unknown_fields: Annotated[Literal["refuse", "warn"], Option(PANEL)] = "refuse"
-    """refuse: a request with a field that is not known gets a 400; warn: such a field has no
-    effect, and the log names it once."""
+    """What happens to a request with an unknown field: refuse answers 400; warn ignores the field,
+    and the log names it once."""
     admin_endpoints: Annotated[bool, Option(PANEL)] = False
-    """Whether POST /reset_prefix_cache is served, which changes what other clients get."""
+    """Whether POST /reset_prefix_cache is served, which slows other clients down."""
     metrics_prefix: Annotated[MetricsPrefix, Option(PANEL)] = "twolane"
-    """Names in /metrics: vllm has vLLM's names where the meaning is the same, for dashboards and
-    scaling rules written for it; both has each of these metrics twice."""
+    """Prefix of metrics that vLLM has too: vllm serves dashboards and scaling rules written for
+    vLLM; both shows each of these metrics under both names."""
     tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
-    """Way in which the model writes tool calls; by default it is found from the chat template."""
+    """Format in which the model writes tool calls; by default detected from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"
-    """auto: the thinking of a model whose chat template has marks for it, <think> or [THINK], comes
-    apart from its answer; none: it is part of the answer."""
+    """Where the thinking goes: auto separates it from the answer if the chat template has marks for
+    it, <think> or [THINK]; none leaves it in the answer."""
     reasoning_field: Annotated[Literal["reasoning_content", "reasoning"], Option(PANEL)] = (
         "reasoning_content"
     )
-    """Field of chat answers that has the thinking: SGLang's and llama.cpp's name, or vLLM's since
-    0.16."""
+    """Field of chat answers for the thinking: reasoning_content as in SGLang and llama.cpp, or
+    reasoning as in vLLM since 0.16."""
     otlp_endpoint: Annotated[str | None, Option(PANEL, "URL")] = None
     """OpenTelemetry collector that gets a trace of every request over HTTP, such as
     http://localhost:4318. Needs twolane[otel]."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(PANEL)] = "info"
-    """Least level of messages that the log has; debug is a line for every request."""
+    """Lowest level of log messages; debug logs a line for every request."""
 
     def __post_init__(self) -> None:
         """Refuse what can be seen to be wrong before a model is loaded.

@@ -1,4 +1,4 @@
-"""What a simulation is asked."""
+"""The settings of a simulation."""
 
 from typing import Annotated
 
@@ -10,6 +10,16 @@ from twolane.engine.config import DEVICE, EngineConfig
 from twolane.engine.settings import check_settings
 from twolane.results.result import BenchConfig
 from twolane.sim.gpus import GPUS, Gpu
+
+LINK = Option(
+    DEVICE,
+    "GB/S",
+    name="link_gb_s",
+    factor=1e-9,
+    least=1e6,
+    help="GB/s that collectives reach between GPUs in each direction; by default those of NVLink "
+    "on this GPU.",
+)
 
 
 class Unevenness(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +48,9 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """GPU to simulate: a100-80gb, h20, h100 or h200."""
     tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
     """Number of GPUs that share each layer (tensor parallelism)."""
-    link_bandwidth: Annotated[
-        float | None, Option(DEVICE, "GB/S", name="link_gb_s", factor=1e-9, least=1e6)
-    ] = None
-    """Bytes per second, in each direction, that collectives reach between GPUs; by default those of
-    the GPU's NVLink."""
+    link_bandwidth: Annotated[float | None, LINK] = None
+    """Bytes per second that collectives reach between GPUs in each direction; by default those of
+    NVLink on this GPU."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
     uneven: Unevenness | None = None
@@ -56,11 +64,10 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(gpu, link_bandwidth=self.link_bandwidth)
 
     def check(self) -> None:
-        """Refuse what is wrong, or has no meaning in a simulation.
+        """Refuse settings that are wrong or have no meaning in a simulation.
 
         Raises:
-            FieldError: naming the engine's setting, or `gpu`.
-            FieldError: naming the option of the workload.
+            FieldError: it names the first wrong setting.
         """
         check_settings(self.engine)
         if self.gpu not in GPUS:

@@ -1,6 +1,6 @@
-"""From options to a workload: which requests, how long, and when.
+"""Makes a workload from options: which requests are sent, their lengths and their arrival times.
 
-Used alike by whatever sends them over HTTP and by whatever simulates them.
+The HTTP client and the simulator both use it.
 """
 
 import math
@@ -33,7 +33,8 @@ DEFAULT_OUTPUT = 128
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload in words. Fields are named as the options of `twolane bench serve`."""
+    """A workload as options describe it. Fields have the names of options of `twolane bench
+    serve`."""
 
     dataset: Annotated[str, Option(WHAT)] = RANDOM
     """Workload: random (fixed lengths); azure-code, azure-conv, sharegpt, sharegpt-1k, loogle,
@@ -59,7 +60,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     scale_rate: Annotated[float | None, Option(WHEN)] = None
     """Factor on the speed at which the trace's own times are replayed."""
     scale_lengths: Annotated[float | None, Option(WHAT)] = None
-    """Factor on all lengths; shared prefixes scale along."""
+    """Factor on all lengths, shared prefixes included."""
     max_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
     """Number of tokens to which longer prompts are cut."""
     max_output_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None

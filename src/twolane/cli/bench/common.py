@@ -1,4 +1,4 @@
-"""What several commands of `twolane bench`, and `twolane simulate`, share."""
+"""Options and checks that `twolane simulate` and the commands of `twolane bench` share."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ Goodput = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME:MS",
-        help="SLOs in milliseconds: ttft, tbt (every gap), tpot, e2el. Several as "
+        help="SLOs in milliseconds: ttft, tbt (every gap), tpot, e2el, such as "
         "--goodput ttft:500 tbt:50. ttft-per-1k is added to ttft for each 1,024 new prompt tokens.",
         rich_help_panel=MEASURE,
     ),
 ]
 MoreSlos = Annotated[list[str] | None, typer.Argument(metavar="NAME:MS", hidden=True)]
-"""What follows the first SLO on the command line."""
+"""The SLOs behind the first one on the command line."""
 
 
 def need_httptools() -> None:
@@ -53,7 +53,8 @@ def workload_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Turn the errors that a user can mend into one line each: 2 wrong usage, 1 no run."""
+    """Print errors that a user can mend in one line; exit with 2 for wrong usage, 1 for a failed
+    run."""
     from twolane.bench.preflight import BenchError
 
     try:

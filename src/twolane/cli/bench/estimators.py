@@ -1,4 +1,4 @@
-"""`twolane bench estimators`: how well each estimator predicts what it was not fitted on."""
+"""`twolane bench estimators`: each estimator's errors on held-out samples."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,10 +21,10 @@ app = command_app()
 @app.command(cls=Command)
 def estimators(
     profiles: Annotated[
-        list[Path], typer.Argument(metavar="PROFILE", help="Files of `twolane profile`.")
+        list[Path], typer.Argument(metavar="PROFILE", help="Files that `twolane profile` wrote.")
     ],
 ) -> None:
-    """Print the errors on the samples that were held out, for each estimator and kind of launch."""
+    """Print each estimator's errors on held-out samples of a profile, by kind of launch."""
     from rich.console import Console
 
     from twolane.estimate.errors import prediction_seconds, table

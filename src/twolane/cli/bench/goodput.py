@@ -19,8 +19,8 @@ from twolane.workload.spec import WorkloadSpec
 
 EPILOG = """**Examples**
 
-- `twolane bench goodput --goodput ttft:1000 tbt:50 --dataset azure-conv --out found` — of the
-  server that runs here
+- `twolane bench goodput --goodput ttft:1000 tbt:50 --dataset azure-conv --out found` — the server
+  that already runs on this machine
 
 - `twolane bench goodput --serve smollm2-135m-instruct --system chunked --system static-split
   --goodput ttft:2000 tbt:100 --attainment 0.9 --dataset azure-conv --num-prompts 60
@@ -58,7 +58,7 @@ def goodput(
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for one JSON a run and summary.json. Runs that it has are not repeated.",
+            help="Folder for a JSON file of each run and summary.json; runs that are there are kept.",
             rich_help_panel=MEASURE,
             show_default=False,
         ),
@@ -69,22 +69,22 @@ def goodput(
         bool,
         typer.Option(
             "--trace",
-            help="Whether each server that --serve starts writes its trace into the folder.",
+            help="Write the trace of each server that --serve starts into the folder.",
             rich_help_panel=MEASURE,
         ),
     ] = False,
     guess: Annotated[
         list[float] | None,
         typer.Option(
-            help="Requests per second near which a search begins, such as a simulation's answer; "
-            "once for each seed. The error of the first guess corrects the others.",
+            help="Requests per second at which a search begins instead of --start-rate, such as a "
+            "simulation's goodput; once for each seed. The error of one guess corrects the next.",
             rich_help_panel=MEASURE,
         ),
     ] = None,
 ) -> None:
     """Find the highest request rate at which the SLOs hold, on servers or in simulation.
 
-    Ctrl-C or SIGTERM ends the search and its servers; the same command goes on from there.
+    Ctrl-C or SIGTERM ends the search and its servers; the same command continues it.
     """
     common.need_httptools()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -111,5 +111,5 @@ def _find(
     except ValueError as error:  # what the simulated engine refuses
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. {out} has the runs so far; the same command goes on.", err=True)
+        typer.echo(f"Stopped. {out} has the runs so far; the same command continues.", err=True)
         raise typer.Exit(INTERRUPTED) from None

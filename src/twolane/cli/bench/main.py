@@ -1,4 +1,4 @@
-"""`twolane bench`: measurements of a server from outside."""
+"""`twolane bench`: measures servers over HTTP, and compares and draws the results."""
 
 from typing import ClassVar
 
@@ -12,19 +12,20 @@ class BenchCommands(LazyCommands):
 
     package = "twolane.cli.bench"
     lines: ClassVar[dict[str, str]] = {
-        "estimators": "Print the errors on the samples that were held out, for each estimator and "
-        "kind of launch.",
-        "workloads": "Draw every workload, and print its lengths beside the published ones.",
         "serve": "Send a workload to an OpenAI-compatible server and measure latency and goodput.",
         "goodput": "Find the highest request rate at which the SLOs hold, on servers or in "
         "simulation.",
-        "report": "Draw what came out: one page, its figures as PNG, and a table for a README.",
+        "report": "Draw the results of runs: one page, its figures as PNGs, and tables for a "
+        "README.",
+        "workloads": "Draw every workload, and print its lengths beside the published ones.",
+        "estimators": "Print each estimator's errors on held-out samples of a profile, by kind of "
+        "launch.",
     }
 
 
 app = typer.Typer(
     cls=BenchCommands,
-    help="Measure an LLM server from outside.",
+    help="Measure LLM servers, and compare what they reach.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -32,4 +33,4 @@ app = typer.Typer(
 
 @app.callback()
 def bench() -> None:
-    """Measure an LLM server from outside."""
+    """Measure LLM servers, and compare what they reach."""

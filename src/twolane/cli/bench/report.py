@@ -1,4 +1,4 @@
-"""`twolane bench report`: figures of what came out."""
+"""`twolane bench report`: figures and tables of runs."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ from twolane.cli.options import finite
 
 EPILOG = """**Examples**
 
-- `twolane bench report found` — what `twolane bench goodput --out found` found
+- `twolane bench report found` — a search by `twolane bench goodput --out found`
 
 - `twolane bench report chunked=a.json ours=b.json --trace-file ours=trace.json --out report` — two
   runs side by side, and the lanes of one
@@ -29,7 +29,7 @@ def report(
         typer.Argument(
             metavar="RUN",
             help="Result files of `bench serve` and `simulate`, folders of `bench goodput`. "
-            "NAME=FILE names what served; files of one name are one line of a figure.",
+            "NAME=FILE names the system; files of one name form one line of a figure.",
             show_default=False,
         ),
     ] = None,
@@ -38,15 +38,13 @@ def report(
     ] = Path("report"),
     trace_file: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Trace that serve or simulate wrote, as FILE or NAME=FILE; may be repeated."
-        ),
+        typer.Option(help="Trace of `serve` or `simulate`, as FILE or NAME=FILE; may be repeated."),
     ] = None,
     trace_from: Annotated[
         float | None,
         typer.Option(
             callback=finite,
-            help="Seconds into the trace where the timeline begins; by default where most happens.",
+            help="Seconds into the trace where the timeline begins; by default the busiest part.",
         ),
     ] = None,
     trace_seconds: Annotated[
@@ -54,11 +52,11 @@ def report(
         typer.Option(
             min=0.001,
             callback=finite,
-            help="Seconds that the timeline shows; by default as many as its launches fill well.",
+            help="Length of the timeline in seconds; by default chosen by the number of launches.",
         ),
     ] = None,
 ) -> None:
-    """Draw what came out: one page, its figures as PNG, and a table for a README."""
+    """Draw the results of runs: one page, its figures as PNGs, and tables for a README."""
     if importlib.util.find_spec("matplotlib") is None:
         typer.echo("twolane bench report needs matplotlib: pip install 'twolane[bench]'", err=True)
         raise typer.Exit(1)

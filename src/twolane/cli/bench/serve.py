@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 HELP = """\
 Send a workload to an OpenAI-compatible server and measure latency and goodput.
 
-Requests leave when they are due, whether or not earlier ones were answered, and every request \
-sent counts: one that was refused or broke off attains no SLO. Results carry the keys of \
+Requests are sent when they are due, whether or not earlier ones were answered, and every request \
+sent counts: one that was refused or failed meets no SLO. Results have the keys of \
 `vllm bench serve`. Ctrl-C or SIGTERM ends the run and reports what was measured until then.
 """
 EPILOG = """**Examples**
@@ -33,7 +33,7 @@ EPILOG = """**Examples**
   requests a second, against a local server
 
 - `twolane bench serve --dataset azure-conv --request-rate 2 --goodput ttft:1000 tbt:50` — lengths
-  like those of Azure's chat service, with promises to keep (ms)
+  like those of Azure's chat service, with SLOs in milliseconds
 
 - `twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600` — ten minutes of a
   recorded trace, at its own times, prefixes shared as recorded
@@ -44,7 +44,7 @@ EPILOG = """**Examples**
 app = command_app()
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run in order: its results until then are reported."""
+"""Signals that end a run and report its results until then."""
 
 
 @app.command(cls=Command, help=HELP, epilog=EPILOG)

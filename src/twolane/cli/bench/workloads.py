@@ -1,4 +1,4 @@
-"""`twolane bench workloads`: what the workloads that come with Twolane are like."""
+"""`twolane bench workloads`: the lengths of the built-in workloads beside the published ones."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +23,8 @@ def workloads(
 ) -> None:
     """Draw every workload, and print its lengths beside the published ones.
 
-    Ends with 1 where a published mean, median or P90 is missed by more than 3 %, or where a length
-    leaves the published minimum and maximum.
+    The exit code is 1 if a mean, median or P90 is more than 3 % off the published one, or if a
+    length is outside the published minimum and maximum.
     """
     from rich.console import Console
     from rich.table import Table
