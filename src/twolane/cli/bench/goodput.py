@@ -58,7 +58,7 @@ def goodput(
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for a JSON file of each run and summary.json; runs that are there are kept.",
+            help="Folder for summary.json and a JSON file of each run; runs that it has are kept.",
             rich_help_panel=MEASURE,
             show_default=False,
         ),
