@@ -29,7 +29,8 @@ from twolane.systems.registry import make_system
 
 ENDS_WITHIN = 30.0
 """Seconds until an engine whose rank is lost must have said so; of one that is stopped it takes 8
-by itself, and a launch without a prediction may take 60."""
+by itself, and a launch without a prediction may take 60. Nothing is computed meanwhile: a busy
+machine adds no more than the delay of a few threads that wake up."""
 SHORT_STOP = 2.0
 """Seconds for which a rank may be stopped in most rounds."""
 HANGS = 4.0
