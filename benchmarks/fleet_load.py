@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import numpy as np
+from measured import cpu_seconds
 
 from twolane.results.provenance import provenance, save
 
@@ -64,14 +65,6 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
         "prompt": asked,
         "cached": cached,
     }
-
-
-def cpu_seconds(pid: int | None) -> float | None:
-    """CPU time of a process so far; None without one."""
-    if pid is None:
-        return None
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def bodies(count: int, groups: int, shared: int, own: int, output: int, seed: int) -> list[dict]:
@@ -193,7 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     about = provenance({k: v for k, v in vars(options).items() if k not in ("out", "fleet_pid")})
-    before = cpu_seconds(options.fleet_pid)
+    before = options.fleet_pid and cpu_seconds(options.fleet_pid)
     results, happened = asyncio.run(drive(options))
     found = figures(results) | happened
     if before is not None:

@@ -12,13 +12,14 @@ profile. Every step is printed when its system is through, and `--out` is writte
 
 import argparse
 import threading
-import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from measured import StartProgress
 
 from twolane.bench.contenders import parse_system
 from twolane.common import garbage
@@ -195,7 +196,7 @@ def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder:
     The lanes stay: whoever has the machine ends them.
     """
     news: threading.Event = given.news
-    built = assemble(config, machine, news.set, lambda stage, share: tell(given, stage, share))
+    built = assemble(config, machine, news.set, given.progress)
     lanes = built.lanes
     begin = lanes.clock() + BEFORE
     requests = asked_of(given, ladder, begin)
@@ -225,7 +226,7 @@ def steps_of(
         gaps = [
             after - before
             for record in records
-            for before, after in zip(record.token_times, record.token_times[1:], strict=False)
+            for before, after in pairwise(record.token_times)
             if first <= after < last
         ]
         own = [record for record in records if first <= record.scheduled < last]
@@ -261,13 +262,6 @@ def late(given: argparse.Namespace, record: Record, end: float) -> bool | None:
     return True if end - record.scheduled > bound else None
 
 
-def tell(given: argparse.Namespace, stage: str, share: float) -> None:
-    """Print a step of the start, a few a stage."""
-    if (stage, int(share * 4)) not in given.told:
-        given.told.add((stage, int(share * 4)))
-        print(f"{time.monotonic() - given.begun:.1f} s: {stage} {share:.2f}", flush=True)
-
-
 def settings(given: argparse.Namespace) -> EngineConfig:
     """What all systems are served with."""
     return EngineConfig(
@@ -297,7 +291,7 @@ def machine_of(given: argparse.Namespace, config: EngineConfig) -> tuple[Any, En
         machine = SimulatedMachine(gpu, spec, config, tp=shared_by(given), seed=given.seed)
         profile = given.profile or simulated_profile(gpu, spec, shared_by(given), config)
         return machine, msgspec.structs.replace(config, profile=str(profile))
-    machine = Kept(load(DeviceSettings.of(config), lambda *told: tell(given, *told)))
+    machine = Kept(load(DeviceSettings.of(config), given.progress))
     if given.profile is None:
         return machine, config
     profile = Profile.read(given.profile)
@@ -339,13 +333,13 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Serve every system in turn, and save."""
     given = options()
-    given.begun, given.told, given.news = time.monotonic(), set(), threading.Event()
+    given.progress, given.news = StartProgress(), threading.Event()
     names = "model", "ranks", "dataset", "tbt_ms", "seconds", "seed", "levels", "simulate"
     about = provenance({name: getattr(given, name) for name in (*names, "disaggregated")})
     machine, config = machine_of(given, settings(given))
     found: dict[str, list[dict[str, Any]]] = {}
     for ladder in given.ladders:
-        if given.within is not None and time.monotonic() - given.begun > given.within:
+        if given.within is not None and given.progress.seconds > given.within:
             print(f"no time for {ladder}", flush=True)
             continue
         name, words = parse_system(ladder.system)
@@ -354,8 +348,8 @@ def main() -> None:
         begin, records = serve(given, machine, own, ladder)
         steps = found[str(ladder)] = steps_of(given, ladder, begin, records)
         held = [step["rate"] for step in steps if step["holds"]]
-        at = time.monotonic() - given.begun
-        print(f"{at:.1f} s: {ladder} holds {max(held, default=0):g} requests/s", flush=True)
+        most, at = max(held, default=0), given.progress.seconds
+        print(f"{at:.1f} s: {ladder} holds {most:g} requests/s", flush=True)
         for step in steps:
             print("  " + ", ".join(f"{key} {value}" for key, value in step.items()), flush=True)
         save(given.out, about, {"simulated": bool(given.simulate), "found": found})

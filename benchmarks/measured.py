@@ -1,6 +1,7 @@
-"""What benchmarks share: figures that are held to a bar, and the CPU time of a process."""
+"""What benchmarks share: figures held to a bar, steps of a start, CPU time of a process."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,24 @@ def show(figures: Sequence[Figure]) -> None:
     for one in figures:
         mark = "ok  " if one.holds else "MISS"
         print(f"{mark} {one.name}: {one.value:.4g} {one.unit} ({one.bar})", flush=True)
+
+
+class StartProgress:
+    """Prints the steps of a start, four lines a stage, with the seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._told: set[tuple[str, int]] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._begun
+
+    def __call__(self, stage: str, share: float) -> None:
+        if (stage, int(share * 4)) not in self._told:
+            self._told.add((stage, int(share * 4)))
+            print(f"{self.seconds:.1f} s: {stage} {share:.2f}", flush=True)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -23,8 +23,8 @@ from typing import get_args
 
 import numpy as np
 import torch
-from engine import Rig, both_lanes, decode_seconds, finished, repeat
-from measured import cpu_seconds
+from engine import Rig, both_lanes, decode_seconds, finished, repeat, timed
+from measured import StartProgress, cpu_seconds
 from torch import distributed as dist
 
 from twolane.common import garbage
@@ -78,7 +78,6 @@ class RankedRig(Rig):
         alone: bool = False,
         quantization: str | None = None,
     ) -> None:
-        begun = time.monotonic()
         self.name, self.slots, self.pages = name, SLOTS, POOL_TOKENS // PAGE
         settings = DeviceSettings(
             model=name,
@@ -89,26 +88,20 @@ class RankedRig(Rig):
             all_reduce=all_reduce,
             quantization=quantization,
         )
-        told: set[tuple[str, int]] = set()
-
-        def progress(stage: str, done: float) -> None:
-            if (stage, int(done * 4)) not in told:
-                told.add((stage, int(done * 4)))
-                print(f"{time.monotonic() - begun:.1f} s: {stage} {done:.2f}", flush=True)
-
+        progress = StartProgress()
         if alone or ranks == 1:
             self.machine = CudaMachine(*load_rank(settings, 0, progress))
             if ranks > 1:
                 self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
         else:
             self.machine = RankedMachine(settings, progress)
-        self.load_seconds = time.monotonic() - begun
+        self.load_seconds = progress.seconds
         print(f"room for {self.machine.kv_bytes(40_960) / 2**30:.1f} GiB of KV", flush=True)
         sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)
         self.lanes = self.machine.start(sizes, lambda: None, progress)
         self.lanes.fill_kv()
         self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
-        self.start_seconds = time.monotonic() - begun
+        self.start_seconds = progress.seconds
         garbage.leave_out()  # as the engine does
 
 
@@ -159,15 +152,7 @@ def all_reduces(ranks: int, hidden: int) -> dict[str, float]:
 def read_rate() -> float:
     """Bytes a second that a kernel reads which only reads, on all SMs."""
     x = torch.randn(1 << 31, device="cuda", dtype=torch.bfloat16).view(-1, 1 << 14)
-    times = []
-    for _ in range(7):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        x.view(torch.int32).amax()
-        b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) * 1e-3)
-    return x.nbytes / statistics.median(times[2:])
+    return x.nbytes / timed(lambda: x.view(torch.int32).amax(), 5)
 
 
 class Notes:

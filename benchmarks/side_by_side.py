@@ -19,6 +19,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -178,7 +179,7 @@ def step(records: list[Record]) -> float | None:
     gaps = [
         after - before
         for one in records
-        for before, after in zip(one.token_times, one.token_times[1:], strict=False)
+        for before, after in pairwise(one.token_times)
         if begin <= before and after <= end
     ]
     return statistics.fmean(gaps) if gaps else None

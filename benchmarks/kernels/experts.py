@@ -5,12 +5,11 @@ that does nothing else. Several layers' random weights take turns, so that the L
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import partition
+from common import partition, seconds
 from torch import Tensor
 
 from twolane.kernels.activations import Activations
@@ -100,32 +99,11 @@ class Layers:
         return int((counts > 0).sum()) * each
 
 
-def seconds(calls: list[Callable[[], None]], stream: torch.cuda.Stream) -> float:
-    """Median seconds of one call, in a graph of all."""
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        times = []
-        for _ in range(REPEATS + 1):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return statistics.median(times[1:]) / len(calls) * 1e-3
-
-
 def reading(stream: torch.cuda.Stream) -> float:
     """Bytes per second of a kernel that reads."""
     data = torch.empty(2**29, dtype=torch.float32, device="cuda").normal_()
     total = torch.empty((), device="cuda")
-    took = seconds([lambda: torch.sum(data, dim=0, out=total)], stream)
+    took = seconds([lambda: torch.sum(data, dim=0, out=total)], stream, REPEATS)
     return data.nbytes / took
 
 
@@ -152,11 +130,11 @@ def main() -> None:
                     continue
                 experts.way = lambda *_, way=way: way
                 try:
-                    found[f"{way.kernel}-{way.rows}"] = seconds(calls, streams[units])
+                    found[f"{way.kernel}-{way.rows}"] = seconds(calls, streams[units], REPEATS)
                 except Exception as error:
                     print(f"{way}: {error!r}"[:200])
             experts.way = chosen
-            found["chosen"] = seconds(calls, streams[units])
+            found["chosen"] = seconds(calls, streams[units], REPEATS)
             floor = layers.active_bytes() / rates[units]
             results.append({"rows": rows, "units": units, "floor": floor, "seconds": found})
             times = "  ".join(f"{name} {took * 1e6:.0f}" for name, took in found.items())
