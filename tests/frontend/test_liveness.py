@@ -42,7 +42,13 @@ def test_a_process_that_stood_still_itself_blames_nobody(clock: Clock) -> None:
     alive.asked()
     clock.now += 60.0
     alive.asked()
+    alive.heard([LaneWait("decode", 60.0, 0.1)])  # it may have stood still, too
     assert alive.problem is None
+    for waited, late in ((69.0, False), (71.0, True)):
+        pass_seconds(alive, clock, waited - (clock.now - 100.0))
+        alive.heard([LaneWait("decode", waited, 0.1)])
+        assert (alive.problem is not None) == late
+    alive.heard([])
     pass_seconds(alive, clock, 12)
     assert alive.problem is not None
 

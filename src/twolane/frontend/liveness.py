@@ -1,5 +1,6 @@
 """Whether an engine goes on: judged from its answers to pings."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,8 @@ class Liveness:
         self._bound = bound
         self._clock = clock
         self._asked_at = clock()
+        self._awake_since = -math.inf
+        """When this process last went on after it had stood still."""
         self._unanswered_since: float | None = None
         """When the first ping was sent since the engine last spoke; None: it has spoken since."""
         self._waits: Sequence[LaneWait] = ()
@@ -40,11 +43,13 @@ class Liveness:
     def asked(self) -> None:
         """Note that a ping is sent, which should be every `PING_SECONDS`.
 
-        If this process stood still meanwhile, the engine's answers may be unread: silence counts
-        from now on.
+        If this process stood still meanwhile, the engine's answers may be unread, and the engine
+        may have stood still, too (Ctrl-Z, a paused container): all counts from now on.
         """
         now = self._clock()
-        if self._unanswered_since is None or now - self._asked_at > 2 * PING_SECONDS:
+        if now - self._asked_at > 2 * PING_SECONDS:
+            self._awake_since = self._unanswered_since = now
+        elif self._unanswered_since is None:
             self._unanswered_since = now
         self._asked_at = now
 
@@ -76,7 +81,8 @@ class Liveness:
         """Why the engine counts as hung; None if it does not."""
         if self.silence > self._bound:
             return f"the engine has made no turn for {self.silence:.0f} s"
-        late = [wait for wait in self._waits if wait.seconds > self._longest(wait)]
+        awake = self._clock() - self._awake_since
+        late = [w for w in self._waits if min(w.seconds, awake) > self._longest(w)]
         if not late:
             return None
         first = late[0]
