@@ -1,7 +1,5 @@
 """`twolane fleet`: several servers behind one address."""
 
-import os
-import sys
 from difflib import get_close_matches
 from typing import Any
 
@@ -69,8 +67,7 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
             **{name: server[name] for name in AT_THE_ADDRESS},
         )
         code = run.serve_fleet(arguments, FleetOptions(**options), shared)
-    sys.stdout.flush()
-    os._exit(code)  # as `serve` does
+    single.leave(code)
 
 
 def checked(arguments: list[str], own: list[str]) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """`twolane serve`: a model over HTTP."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.main import get_command
@@ -75,11 +76,18 @@ def serve(
         check_keys(options.api_keys)
         warn_of_unknown_variables()
         code = run.serve(config, options)
-    # Everything is closed. Taking the interpreter down in order would take seconds: supervisors
-    # wait for the exit code to start the next server.
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process: everything is closed.
+
+    Taking the interpreter down in order would take seconds, and supervisors wait for the exit code
+    to start the next server.
+    """
     with contextlib.suppress(OSError):  # a full disk, which the start has told of
         sys.stdout.flush()
-        sys.stderr.flush()
+        logging.shutdown()
     os._exit(code)
 
 

@@ -1,5 +1,6 @@
 """`python -m twolane.engine`: the engine process."""
 
+import logging
 import os
 import sys
 
@@ -12,5 +13,5 @@ from twolane.engine.process import main  # noqa: E402
 
 code = main()
 sys.stdout.flush()
-sys.stderr.flush()
+logging.shutdown()
 os._exit(code)  # a lane may be in the middle of a long launch that nobody waits for

@@ -5,7 +5,6 @@ long as that pipe is open.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ import zmq
 
 from twolane.common import garbage
 from twolane.common.errors import FieldError
+from twolane.common.log_lines import log_to
 from twolane.common.resources import die_with_parent
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
@@ -133,9 +133,7 @@ class ZmqPort:
 def main() -> int:
     """Serve until told to stop; the exit code."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
-    logging.basicConfig(
-        level=start.log_level.upper(), format="engine: %(message)s", stream=sys.stderr
-    )
+    log_to(sys.stderr.fileno(), start.log_level, "engine: %(message)s")
     # For the API process, which drains first: a terminal's Ctrl-C, and what a supervisor such as
     # systemd sends to all processes of a server.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Iterator
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 
 from twolane.common import garbage
 from twolane.common.errors import FieldError
+from twolane.common.log_lines import log_to, write_taken
 from twolane.common.resources import open_files, raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
@@ -113,7 +115,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 def set_up_log(level: str) -> None:
     """Have the log's lines of this level written to standard error, with those of libraries that a
     person can use."""
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    log_to(sys.stderr.fileno(), level, "%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "asyncio", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Its warnings are about what clients send; who sends nonsense is answered, and fills no log.
@@ -320,7 +322,8 @@ class LoopErrors:
 def announce(text: str) -> None:
     """Print what is served; a standard output that takes nothing is no reason not to serve."""
     try:
-        print(text, flush=True)
+        if write_taken(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace")):
+            raise BlockingIOError("nobody reads it")
     except OSError as error:
         log.warning("%s (standard output: %s)", text, error)
 
