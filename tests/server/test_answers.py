@@ -30,7 +30,8 @@ def test_thinking_has_the_name_that_the_server_is_told(name):
     assert (message.pop(name), message["content"]) == ("Well.", "So")
     assert not message.keys() & {"reasoning", "reasoning_content"}
     chunks = Answer("chat", "m", [[1]], writer, options).chunks(delta)
-    assert chunks[-1]["choices"][0]["delta"] == {name: "Well.", "content": "So"}
+    said = [chunk["choices"][0]["delta"] for chunk in chunks[1:]]
+    assert said == [{name: "Well."}, {"content": "So"}, {"content": ""}]
 
 
 def test_of_alternatives_with_one_name_the_likeliest_is_shown():
@@ -124,30 +125,68 @@ def test_chunks_have_usage_as_it_was_asked_for(kind):
 
 def test_a_chat_stream_has_no_empty_chunks_but_what_was_asked_for():
     """A parser holds a mark back that may begin the thinking's end."""
-    for asked, shown in (({}, 3), ({"return_token_ids": True}, 4)):
+    for asked, shown in (({}, 4), ({"return_token_ids": True}, 5)):
         answer = texts("chat", [(1,)], parsed=thinking, **asked)
         opening, *rest = streamed(answer, 0, [("a", None), ("</th", None), ("ink>b", "stop")])
         assert opening["delta"] == {"role": "assistant", "content": ""}
         assert len([opening, *rest]) == shown
         said = [choice["delta"] for choice in rest]
         assert said[0] == {"reasoning_content": "a"}
-        assert said[-1] == {"content": "b"}
-        assert said[1:-1] == [{"content": ""}] * (shown - 3)
+        assert said[-2:] == [{"content": "b"}, {"content": ""}]
+        assert said[1:-2] == [{"content": ""}] * (shown - 4)
         assert [choice["finish_reason"] for choice in rest] == [None] * (shown - 2) + ["stop"]
         assert answer.usage()["completion_tokens_details"] == {"reasoning_tokens": 2}
         ids = [choice.get("token_ids") for choice in rest]
-        assert ids == ([[0], [1], [2]] if asked else [None, None])
+        assert ids == ([[0], [1], [2], []] if asked else [None] * 3)
         first = texts("chat", [(1,)], **asked).chunks(Delta(0, "a", [7], [0]))[0]
         assert first.get("prompt_token_ids") == ([1] if asked else None)
 
 
 def test_arguments_of_one_call_are_one_entry_of_a_delta():
-    calls = []
+    said = [{"content": "So"}]
     for call, text in ((0, "a"), (0, "b"), (1, "c"), (1, "d"), (2, "e"), (2, "f")):
-        add_arguments(calls, call, text)
+        add_arguments(said, call, text)
+    calls = [call for each in said[1:] for call in each["tool_calls"]]
     assert [(each["index"], each["function"]["arguments"]) for each in calls] == [
         *((0, "ab"), (1, "cd"), (2, "ef"))
     ]
+    assert len(said) == 4
+
+
+def test_a_chunk_has_one_thing_and_the_last_one_nothing_but_the_end():
+    """Clients drop the text beside thinking or the reason to finish, and all calls but the first,
+    where one delivery of the engine's has them all."""
+
+    class TwoCalls(Calls):
+        def feed(self, text):
+            text, *words = text.split()
+            return [Content(text), *chain(*(Calls.feed(self, word) for word in words))]
+
+    def parsed():
+        return AnswerReader(ReasoningParser(ThinkingMarks(opened=True)), TwoCalls("{}"))
+
+    class Codec(TextCodec):
+        def token_bytes(self, token):
+            return b"t"
+
+    options = AnswerOptions(parsed=parsed, logprobs=True, return_token_ids=True)
+    answer = Answer("chat", "m", [[1]], LogprobWriter(Codec(None), 0, as_ids=True), options)
+    entries = [TokenLogprobs(7, -0.5, 1, ())] * 2
+    news = Delta(0, "Hm.</think>So F G", [7, 8], [0, 1], "stop", logprobs=entries)
+    _, *chunks = [chunk["choices"][0] for chunk in answer.chunks(news)]
+    calls = answer.whole()["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["f", "g"]
+    assert [choice["delta"] for choice in chunks] == [
+        {"reasoning_content": "Hm."},
+        {"content": "So"},
+        *({"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)),
+        {"content": ""},
+    ]
+    assert [choice["finish_reason"] for choice in chunks] == [*[None] * 4, "tool_calls"]
+    assert [choice["token_ids"] for choice in chunks] == [[7, 8], [], [], [], []]
+    first, *others = [choice["logprobs"] for choice in chunks]
+    assert len(json.loads(bytes(first["content"]))) == 2
+    assert others == [None] * 4
 
 
 @pytest.mark.parametrize(

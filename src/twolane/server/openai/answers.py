@@ -17,6 +17,8 @@ from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, 
 Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
 DONE = b"data: [DONE]\n\n"
+EMPTY: Json = {"content": ""}
+"""What a chunk adds to a message that adds nothing to it."""
 
 
 def event(body: Json) -> bytes:
@@ -59,13 +61,22 @@ def shown_call(call: ParsedCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def add_arguments(calls: list[Json], call: int, text: str) -> None:
-    """Add arguments of a call to a delta. Clients want each call of a delta in one entry: the
-    first list of a stream is kept by some as it is."""
-    if calls and calls[-1]["index"] == call:
-        calls[-1]["function"]["arguments"] += text
+def add_text(said: list[Json], field: str, text: str) -> None:
+    """Add text of a field to the deltas of a message."""
+    if said and field in said[-1]:
+        said[-1][field] += text
     else:
-        calls.append({"index": call, "function": {"arguments": text}})
+        said.append({field: text})
+
+
+def add_arguments(said: list[Json], call: int, text: str) -> None:
+    """Add arguments of a call to the deltas of a message. Clients want each call of a delta in one
+    entry: the first list of a stream is kept by some as it is."""
+    [last] = said[-1].get("tool_calls", [{}]) if said else [{}]
+    if last.get("index") == call:
+        last["function"]["arguments"] += text
+    else:
+        said.append({"tool_calls": [{"index": call, "function": {"arguments": text}}]})
 
 
 class Answer:
@@ -120,7 +131,7 @@ class Answer:
         if self._kind == "completion":
             return [self._completion_chunk(delta, first)]
         opening = [self._chat_opening(delta.index)] if first else []
-        return [*opening, *self._chat_chunk(delta)]
+        return [*opening, *self._chat_chunks(delta)]
 
     def events(self, delta: Delta) -> bytes:
         """See `Answering.events`."""
@@ -242,33 +253,46 @@ class Answer:
             body["prompt_token_ids"] = self.choices[index].prompt
         return body
 
-    def _chat_chunk(self, delta: Delta) -> list[Json]:
-        """The chunk that a delta makes; none while a parser holds its text back."""
+    def _chat_chunks(self, delta: Delta) -> list[Json]:
+        """The chunks that a delta makes; none while a parser holds its text back.
+
+        Many clients read one thing from a chunk and drop the rest: each has thinking, text or one
+        call, and that with the reason to finish has nothing else.
+        """
         said = self._said(delta.index, self._read(delta))
+        if delta.finish is not None:
+            said = [each for each in said if each != EMPTY]
         shown = delta.finish, delta.logprobs, self._options.return_token_ids or None
         if not said and all(each is None for each in shown):
             return []
-        choice = self._choice_head(delta.index, delta.finish, delta.stop_reason)
-        choice["delta"] = said or {"content": ""}
-        choice["logprobs"] = self._chat_logprobs(delta.logprobs)
-        if self._options.return_token_ids:
-            choice["token_ids"] = delta.tokens
-        return [self._chunk(choice)]
+        if delta.finish is not None or not said:
+            said.append(EMPTY)
+        last, logprobs, tokens = len(said) - 1, delta.logprobs, delta.tokens
+        chunks: list[Json] = []
+        for place, part in enumerate(said):
+            ends = (delta.finish, delta.stop_reason) if place == last else (None, None)
+            choice = self._choice_head(delta.index, *ends)
+            choice["delta"] = part
+            choice["logprobs"] = self._chat_logprobs(logprobs)
+            if self._options.return_token_ids:
+                choice["token_ids"] = tokens
+            chunks.append(self._chunk(choice))
+            logprobs, tokens = None, []
+        return chunks
 
-    def _said(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """What pieces of an answer add to its message."""
-        said: Json = {}
-        thought = self._options.reasoning_field
+    def _said(self, index: int, pieces: Sequence[Piece]) -> list[Json]:
+        """What pieces of an answer add to its message, one thing after the other."""
+        said: list[Json] = []
         for piece in pieces:
             match piece:
                 case Reasoning(text):
-                    said[thought] = said.get(thought, "") + text
+                    add_text(said, self._options.reasoning_field, text)
                 case Content(text):
-                    said["content"] = said.get("content", "") + text
+                    add_text(said, "content", text)
                 case CallStart():
-                    said.setdefault("tool_calls", []).append(self._call_delta(index, piece))
+                    said.append({"tool_calls": [self._call_delta(index, piece)]})
                 case CallArguments(call, text):
-                    add_arguments(said.setdefault("tool_calls", []), call, text)
+                    add_arguments(said, call, text)
         return said
 
     def _call_delta(self, index: int, piece: CallStart) -> Json:
