@@ -7,6 +7,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from twolane.server.anthropic.answers import SIGNATURE
 from twolane.server.anthropic.request import MessagesRequest
 
 from .parrot import TEMPLATE, Learnt, write_parrot
@@ -85,6 +86,7 @@ def test_thinking_and_text_are_blocks(client, ask):
     message = ask(client, FRANCE, system="Be brief.")
     thinking, text = message.content
     assert (thinking.type, thinking.thinking, text.text) == ("thinking", "Easy.", "Paris.")
+    assert thinking.signature == SIGNATURE != ""
     assert message.stop_reason == "end_turn"
     assert message.usage.output_tokens == 4
     [text] = ask(client, FRANCE, thinking={"type": "adaptive", "display": "omitted"}).content

@@ -23,6 +23,9 @@ from twolane.server.http.events import named_event
 
 Json = dict[str, Any]
 PING: Json = {"type": "ping"}
+SIGNATURE = "dHdvbGFuZQ=="
+"""The signature of all thinking. It proves nothing, and none is checked: clients drop thinking
+without one, or refuse it."""
 
 
 class MessageAnswer:
@@ -155,9 +158,13 @@ class MessageAnswer:
         if not self._open:
             return
         self._open = False
-        if self._blocks[-1]["type"] == "tool_use":
-            self._blocks[-1]["input"] = arguments_object("".join(self._arguments))
-            self._arguments = []
+        match self._blocks[-1]["type"]:
+            case "tool_use":
+                self._blocks[-1]["input"] = arguments_object("".join(self._arguments))
+                self._arguments = []
+            case "thinking":
+                self._blocks[-1]["signature"] = SIGNATURE
+                self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._events.append({"type": "content_block_stop", "index": len(self._blocks) - 1})
 
     def _emitted(self) -> bytes:
@@ -166,4 +173,4 @@ class MessageAnswer:
 
 
 SIGNED: dict[str, Json] = {"thinking": {"signature": ""}}
-"""What blocks of a kind have besides: clients want a signature of thinking, and none is checked."""
+"""What blocks of a kind begin with besides."""
