@@ -69,3 +69,24 @@ def test_nothing_is_shown_that_may_begin_a_stop_string_and_all_else_is(stops, pi
 )
 def test_examples(stops, pieces, shown, stop):
     assert run(stops, pieces) == (shown, stop)
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4, unique=True),
+    pieces=st.lists(st.tuples(st.text("abc", max_size=4), st.booleans()), max_size=12),
+    include=st.booleans(),
+)
+def test_what_is_hidden_counts_and_is_not_shown(stops, pieces, include):
+    finder, shown, stop = StopStrings(stops, include=include), [], None
+    for piece, hidden in pieces:
+        found = finder.feed(piece, hidden=hidden)
+        shown.append(found.text)
+        if (stop := found.stop) is not None:
+            break
+    else:
+        shown.append(finder.flush())
+    characters = [(char, "" if hidden else char) for piece, hidden in pieces for char in piece]
+    kept, expected = reference(stops, "".join(char for char, _ in characters), include=False)
+    ending = stop if include and stop else ""
+    assert stop == expected
+    assert "".join(shown) == "".join(each for _, each in characters[: len(kept)]) + ending

@@ -165,6 +165,41 @@ def test_stop_strings_do_not_count_while_the_model_thinks(sentencepiece):
         assert read.read(news).text == shown
 
 
+@pytest.mark.parametrize(
+    ("stop", "said", "text", "stops"),
+    [
+        ("<|im_start|>", "a<|im_start|>b", "a", True),
+        ("\n<|im_start|>user", "a\n<|im_start|>userb", "a", True),
+        ("\n<|im_start|>user", "a\n<|im_start|>b", "a\nb", False),
+        ("<|im_end|><|im_start|>", "<|im_end|><|im_end|><|im_start|>a", "", True),
+        ("x", "a<|im_start|>x", "a", True),
+        ("<|im_start|>", "<think><|im_start|>a</think>b<|im_start|>c", "<think>a</think>b", True),
+        ("<|im_start|>", "<th<|im_start|>a", "<th", True),
+    ],
+)
+def test_special_tokens_are_part_of_stop_strings_and_not_of_the_text(
+    codec, tokenizer, stop, said, text, stops
+):
+    """Frontends stop at the marks of a chat, which a base model may write, too."""
+    for include in (False, True):
+        how = ThinkingMarks() if "<th" in said else None
+        options = TextOptions(stop=(stop,), include_stop=include, thinking=how)
+        read = OutputReader(0, codec, [], ANY, options, (), codec.hidden_in([stop]))
+        deltas = []
+        for token in tokenizer.backend.encode(said).ids:
+            deltas.append(read.read(Output("id", [token])))
+            if read.stopped:
+                break
+        else:
+            deltas.append(read.read(Output("id", [], "length")))
+        shown = text + stop if include and stops else text
+        assert "".join(delta.text for delta in deltas) == shown
+        assert deltas[-1].stop_reason == (stop if stops else None)
+    early = SamplingParams(min_tokens=9)
+    read = OutputReader(0, codec, [], early, options, (), codec.hidden_in([stop]))
+    assert read.read(Output("id", tokenizer.backend.encode(said).ids[:8])).finish is None
+
+
 def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
     first, second, third = (byte + 1 for byte in "日".encode())
     for prompt, rest in ([first], [second, third]), ([257, first, second], [third]):

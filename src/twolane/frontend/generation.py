@@ -128,6 +128,8 @@ class Generation:
         self._awaited = False
         """Somebody iterates, and has had all that was in the queue."""
         self._readers: list[OutputReader] = []
+        skips = options.text.skip_special_tokens
+        self._hidden = codec.hidden_in(options.text.stop) if skips else {}
         base = uuid.uuid4().hex
         self._open = {index: f"{base}-{index}" for index in range(len(prompts) * options.n)}
         try:
@@ -191,7 +193,8 @@ class Generation:
         eos = ready.eos_token_ids
         # Those that only the tokenizer's files declare; the engine does not read them.
         more = [token for token in codec.ends if token not in eos and token < ready.vocab_size]
-        reader = OutputReader(index, codec, tokens, params, options.text, [*eos, *more])
+        ends = [*eos, *more]
+        reader = OutputReader(index, codec, tokens, params, options.text, ends, self._hidden)
         self._readers.append(reader)
         submit = Submit(
             self._open[index],

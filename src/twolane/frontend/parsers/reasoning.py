@@ -110,6 +110,11 @@ class AnswerGate:
         self._held = 0
         """Number of characters at its end that may turn out to be of the answer."""
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model thinks now."""
+        return self._state == "thinking"
+
     def feed(self, text: str) -> tuple[str, str]:
         """Take some more text; return what is thinking, and what is of the answer."""
         if self._state == "answer":

@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from jinja2 import TemplateSyntaxError
@@ -19,7 +20,7 @@ from twolane.frontend.text.tokenizer import ModelTokenizer
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-SWITCHES = frozenset({"enable_thinking", "thinking"})
+SWITCHES = ("enable_thinking", "thinking")
 """Clients set these variables for all models; false asks for nothing where there is none."""
 COMPILING_SECONDS = 5.0
 """Compiling a chat template may take this many seconds."""
@@ -359,8 +360,31 @@ class TextCodec:
 
     def hides(self, text: str) -> bool:
         """Return whether a text is a special token, which `skip_special_tokens` leaves out."""
-        token = None if self._backend is None else self._backend.token_to_id(text)
-        return token is not None and token in special_tokens(self._tokenizer)
+        return text in self._hidden
+
+    def hidden_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens that some texts contain, and how they are spelt there."""
+        found: dict[int, str] = {}
+        begins, lengths = self._spellings if texts else ("", ())
+        for text in texts:
+            for place, character in enumerate(text):
+                if character in begins:
+                    names = (text[place : place + length] for length in lengths)
+                    found |= {self._hidden[name]: name for name in names if name in self._hidden}
+        return found
+
+    @cached_property
+    def _hidden(self) -> Mapping[str, int]:
+        """The special tokens by their texts."""
+        tokens = () if self._backend is None else special_tokens(self._backend)
+        names = {self._tokenizer.id_to_token(token): token for token in tokens}
+        return {name: token for name, token in names.items() if name}
+
+    @cached_property
+    def _spellings(self) -> tuple[str, Sequence[int]]:
+        """The first characters and the lengths of the special tokens' texts."""
+        names = self._hidden
+        return "".join({name[0] for name in names}), sorted({len(name) for name in names})
 
     def check_stop(self, stop: Sequence[str]) -> None:
         """Refuse stop strings where there is no text to find them in.

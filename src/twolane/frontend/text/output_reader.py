@@ -1,7 +1,8 @@
 """Turns the tokens of one answer into text, and finds where the answer ends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
@@ -10,6 +11,8 @@ from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.stops import StopStrings
 from twolane.sampling import SamplingParams
+
+NONE_HIDDEN: Mapping[int, str] = MappingProxyType({})
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +105,7 @@ class OutputReader:
         params: of the answer.
         options: of its text.
         eos_token_ids: which end an answer without being its reason to stop.
+        hidden: the texts of tokens that show nothing and yet are part of stop strings.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class OutputReader:
         params: SamplingParams,
         options: TextOptions,
         eos_token_ids: Sequence[int],
+        hidden: Mapping[int, str] = NONE_HIDDEN,
     ) -> None:
         self.count = 0
         """Tokens of the answer so far."""
@@ -120,6 +125,7 @@ class OutputReader:
         self._index = index
         self._params = params
         self._include_stop = options.include_stop
+        self._hidden = hidden
         self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
         self._detokenizer = codec.detokenizer(
             prompt, skip_special_tokens=options.skip_special_tokens
@@ -144,6 +150,9 @@ class OutputReader:
                 break
             text, stop_string = self._show(self._detokenizer.step(token))
             texts.append(text)
+            if stop_string is None and token in self._hidden:
+                text, stop_string = self._hide(self._hidden[token])
+                texts.append(text)
             if stop_string is not None:
                 self.stopped, stop = True, stop_string
                 break
@@ -176,3 +185,18 @@ class OutputReader:
             return thought + piece, None
         found = self._stops.feed(piece)
         return thought + found.text, found.stop
+
+    def _hide(self, name: str) -> tuple[str, str | None]:
+        """See `_show`: of a token that shows nothing, but has this name in stop strings."""
+        if self.count < self._params.min_tokens:
+            return "", None
+        before = ""
+        if self._gate is not None:
+            if self._gate.thinks:
+                return "", None
+            before = self._gate.release()
+        found = self._stops.feed(before)
+        if found.stop is not None:
+            return found.text, found.stop
+        ended = self._stops.feed(name, hidden=True)
+        return found.text + ended.text, ended.stop

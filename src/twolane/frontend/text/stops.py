@@ -34,27 +34,33 @@ class StopStrings:
         # Longest first: the first to match a character is the one that began first.
         self._matchers = [Matcher(string) for string in sorted(strings, key=len, reverse=True)]
         self._include = include
-        self._held = ""
+        self._held: list[str] = []
+        """What is shown of each character that is held back: hidden ones show nothing."""
 
-    def feed(self, piece: str) -> StopResult:
-        """Take the next piece of text."""
+    def feed(self, piece: str, *, hidden: bool = False) -> StopResult:
+        """Take the next piece of text.
+
+        Args:
+            piece: the text.
+            hidden: whether it is not shown; it may be part of a stop string nevertheless.
+        """
         if not self._matchers:
-            return StopResult(piece)
-        for place, character in enumerate(piece):
+            return StopResult("" if hidden else piece)
+        for character in piece:
+            self._held.append("" if hidden else character)
             hits = [m for m in self._matchers if m.feed(character)]
             if hits:
                 stop = hits[0].string
-                text = self._held + piece[: place + 1]
-                self._held = ""
-                return StopResult(text if self._include else text[: -len(stop)], stop)
-        text = self._held + piece
-        shown = len(text) - max(matcher.matched for matcher in self._matchers)
-        self._held = text[shown:]
-        return StopResult(text[:shown])
+                before = "".join(self._held[: -len(stop)])
+                self._held = []
+                return StopResult(before + stop if self._include else before, stop)
+        certain = len(self._held) - max(matcher.matched for matcher in self._matchers)
+        text, self._held = "".join(self._held[:certain]), self._held[certain:]
+        return StopResult(text)
 
     def flush(self) -> str:
         """Return what is held back. Call it once, when the text has ended."""
-        return self._held
+        return "".join(self._held)
 
 
 class Matcher:
