@@ -49,6 +49,16 @@ FORMATS = frozenset(
     }
 )
 """The formats that JSON Schema defines; by it, another one is an annotation and never an error."""
+DATE = (
+    r"(?:(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
+    r"-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+    r"|(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+MOMENTS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}
+"""Formats of which llguidance takes what there is not, such as February 29 of every year. Leap
+seconds and the year 0 are left out: most programs read neither."""
 DIALECT = re.compile(
     r"https?://json-schema\.org/(?:draft-(0[3467])|draft/(2019-09|2020-12))/(?:hyper-)?schema#?"
 )
@@ -114,8 +124,19 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
     plain = {name: value for name, value in plain.items() if not _says_nothing(name, value)}
     if "contains" not in plain:
         plain = {name: value for name, value in plain.items() if name not in OF_CONTAINS}
+    if isinstance(form := plain.get("format"), str) and form in MOMENTS:
+        plain = _also_matching(plain, MOMENTS[form])
     names = plain.pop("propertyNames", None)
     return plain if names is None else _with_names(plain, names, root)
+
+
+def _also_matching(schema: Json, pattern: str) -> Json:
+    """A schema whose texts match a pattern, too, in place of a format."""
+    others = {name: value for name, value in schema.items() if name != "format"}
+    if "pattern" not in others:
+        return {**others, "pattern": pattern}
+    more = others.get("allOf", [])
+    return {**others, "allOf": [*more, {"pattern": pattern}]} if isinstance(more, list) else schema
 
 
 def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
