@@ -18,6 +18,7 @@ from twolane.server.openai.protocol import (
     TokenizeRequest,
 )
 from twolane.server.openai.response_request import ResponsesRequest
+from twolane.server.prompts import effort_variables
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -478,3 +479,39 @@ def test_a_text_is_not_rendered(name, value):
     assert (error.param, error.message) == (name, f"{name} needs messages")
     TokenizeRequest.model_validate({"prompt": "x", name: None})
     TokenizeRequest.model_validate({"messages": MESSAGES, name: value})
+
+
+@pytest.mark.parametrize(
+    ("effort", "known", "told"),
+    [
+        ("high", {"reasoning_effort"}, {"reasoning_effort": "high"}),
+        ("high", {"enable_thinking"}, {"enable_thinking": True}),
+        ("none", {"thinking", "tools"}, {"thinking": False}),
+        (
+            "none",
+            {"reasoning_effort", "enable_thinking"},
+            {"reasoning_effort": "none", "enable_thinking": False},
+        ),
+        ("none", set(), {}),
+    ],
+)
+def test_a_reasoning_effort_reaches_a_template_by_the_variables_that_it_has(effort, known, told):
+    assert effort_variables(effort, known.__contains__) == told
+
+
+def test_thinking_and_effort_of_messages_reach_a_template_by_the_variables_that_it_has():
+    """How much effort is no wish to think, nor not to."""
+
+    def variables(known, **fields):
+        given = {"model": "m", "max_tokens": 5, "messages": MESSAGES, **fields}
+        chat = MessagesRequest.model_validate(given).as_chat(known.__contains__)
+        assert chat.reasoning_effort is None
+        return chat.chat_template_kwargs
+
+    all_known = {"reasoning_effort", "enable_thinking", "thinking"}
+    low = {"output_config": {"effort": "low"}}
+    assert variables(all_known, **low) == {"reasoning_effort": "low"}
+    assert variables({"enable_thinking"}, **low) is None
+    wanted, unwanted = ({"thinking": {"type": kind}} for kind in ("adaptive", "disabled"))
+    assert variables({"thinking"}, **wanted) == {"thinking": True}
+    assert variables(all_known, **unwanted) == {"enable_thinking": False, "thinking": False}

@@ -1,13 +1,13 @@
 """Prompts: what a request says as text, tokens or a conversation, as tokens of the model."""
 
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.fence import Crowded
 from twolane.frontend.fields import kept_tokens
 from twolane.frontend.messages import turns_of
-from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.codec import SWITCHES, TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
 from twolane.server.admission import Admission
@@ -25,6 +25,19 @@ from twolane.server.openai.protocol import (
 T = TypeVar("T")
 LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
 """This many characters are always tokenised, and this many for each token of the context."""
+
+
+def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[str, object]:
+    """Return the variables of a chat template by which it is told of a reasoning effort.
+
+    Many templates know no efforts, but whether to think, and some think only when they are told.
+
+    Args:
+        effort: "none" for no thinking.
+        has_variable: says whether the template has a variable.
+    """
+    asked = {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
+    return {name: value for name, value in asked.items() if has_variable(name)}
 
 
 class Prompt(NamedTuple):
@@ -115,11 +128,9 @@ class PromptReader:
         """What the chat template gets beside the messages and how to render them."""
         more: dict[str, Any] = {"tools": body.shown_tools}
         given = body.chat_template_kwargs or {}
-        effort = body.reasoning_effort
-        if effort is not None and self._texts.has_variable("reasoning_effort"):
-            more["variables"] = {"reasoning_effort": effort, **given}
-        elif effort == "none":
-            more["variables"] = {"enable_thinking": False, **given}
+        if body.reasoning_effort is not None:
+            asked = effort_variables(body.reasoning_effort, self._texts.has_variable)
+            more["variables"] = {**asked, **given}
         return more
 
     async def tokenize(self, body: TokenizeRequest) -> Listed:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from twolane.frontend.body import Body
 from twolane.frontend.fields import INT32_MAX, Priority, StopString, TopP, Whole
+from twolane.frontend.text.codec import SWITCHES
 from twolane.frontend.text.stops import MOST_STRINGS
 from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
 from twolane.server.http.errors import ApiError, ContextExceeded, from_validation
@@ -19,7 +20,6 @@ SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
 RENAMED: Mapping[str, str] = {
     "messages": "messages",
     "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
     "stop": "stop_sequences",
 }
 """Fields of /v1/chat/completions by which they are set here."""
@@ -192,16 +192,19 @@ class CountTokensRequest(Body):
             "tools": [tool.for_chat() for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.for_chat(),
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-            "reasoning_effort": config.effort,
         }
         form = config.format or self.output_format
         if form is not None:
             schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        variables: dict[str, Any] = {}
+        if config.effort is not None and has_variable("reasoning_effort"):
+            variables["reasoning_effort"] = config.effort
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
-            if not thinks or has_variable("enable_thinking"):
-                fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+            variables |= {name: thinks for name in SWITCHES if not thinks or has_variable(name)}
+        if variables:
+            fields["chat_template_kwargs"] = variables
         return fields
 
 
