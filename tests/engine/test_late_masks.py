@@ -224,7 +224,7 @@ def test_no_mask_is_told_for_a_slot_that_its_request_has_left(masks: list[Any]) 
     engine.take([])
     assert b.allocation is not None
     assert lanes.told == [(1, (TokenMask(b.allocation.slot, b"of b"),))]
-    assert (a.owed, b.owed) == (0, 0)
+    assert (a.awaiting_masks, b.awaiting_masks) == (0, 0)
 
 
 def test_a_launch_tells_only_the_pages_that_lanes_do_not_know() -> None:

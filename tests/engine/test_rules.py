@@ -16,7 +16,7 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
-from twolane.engine.state import ELDER_SHARE, State
+from twolane.engine.state import OLDEST_EVERY, State
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, SimLanes
@@ -125,7 +125,7 @@ def test_a_flood_of_high_priority_starves_nobody() -> None:
     arrivals = [*flood[:8], (0.0, submit("patient", 16, 1, priority=5)), *flood[8:]]
     sim = simulate(Script(one_by_one), arrivals, pages=64)
     order = sorted(sim.times, key=lambda name: sim.times[name][0])
-    assert order.index("patient") <= 2 * ELDER_SHARE
+    assert order.index("patient") <= 2 * OLDEST_EVERY
     assert order[:8] == [f"urgent {i}" for i in range(8)]  # it is no short cut either
 
 

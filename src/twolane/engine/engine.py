@@ -1,4 +1,4 @@
-"""The engine: what the loop calls, turn by turn."""
+"""The engine: the steps of one turn of the loop."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -36,22 +36,22 @@ from twolane.systems.registry import System
 from twolane.systems.view import View
 
 NOBODY: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
-"""Who joins when no batch is launched to the end."""
+"""The joining requests of each lane while no batch is launched to the last layer."""
 
 
 class Engine:
     """Requests in, plans carried out, tokens out. Single-threaded; never blocks.
 
     Args:
-        system: decides.
-        state: what it decides about: lanes, pages, estimator, and no request yet.
-        model: what is served.
-        pass_sizes: tokens that the device pads passes to; empty: to none.
-        seed: of requests without a seed of their own.
-        kv_events: publishes what enters and leaves the prefix tree.
-        notify: wakes the loop; called from another thread when a grammar has been compiled, and
-            when masks are there.
-        adapters: those that requests may ask for; None: there are none.
+        system: makes the plans.
+        state: the lanes, pages and estimator, without any request yet.
+        model: the served model.
+        pass_sizes: numbers of tokens that the device pads passes to; empty if it pads none.
+        seed: seed of requests without a seed of their own.
+        kv_events: publishes the pages that enter and leave the prefix tree.
+        notify: wakes the loop; other threads call it when a grammar is compiled or masks are
+            computed.
+        adapters: the LoRA adapters that requests may name; None serves none.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Engine:
         state.gives_up = system.gives_up
         kv = state.kv
         self.max_model_len = min(model.max_model_len, kv.total_pages * kv.page_size)
-        """The most tokens, prompt and output together, that one request can have."""
+        """Largest number of tokens, prompt and output together, of one request."""
         self._landmarks = LandmarkWatcher(kv.page_size)
         kv.tree.watchers.append(self._landmarks)
         self._system = system
@@ -78,18 +78,18 @@ class Engine:
         self._pass_sizes = pass_sizes
         self._kv_events = kv_events
         self.adapters = adapters or AdapterRegistry(state.lanes, 0)
-        """Those that are loaded."""
+        """The loaded LoRA adapters."""
         fitting = replace(model, max_model_len=self.max_model_len)
         self._intake = Intake(state, fitting, self.adapters, seed, notify)
         self._masks = LateMasks(state, Masks(notify))
         self._told = self.stats()
         self._moved = False
-        """Since the API process was last told."""
+        """Whether anything has changed since the last `Outputs` message."""
         self._pinged = False
         """Whether the API process waits for an answer to a `Ping`."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
-        """New requests, aborts, stops and watchers; whether there were any."""
+        """Handle the messages of the API process; return whether anything changed."""
         news = False
         for message in messages:
             news = self._moved = True
@@ -117,34 +117,34 @@ class Engine:
         return moved or news
 
     def reap(self) -> bool:
-        """Deliver finished work; whether there was any."""
+        """Deliver finished work; return whether there was any."""
         moved = reap(self.state)
         self._masks.start()
         self._moved |= self.adapters.settle(self.state.adapters_named) | moved
         return moved
 
     def publish(self) -> None:
-        """Publish what entered and left the prefix tree since the last call."""
+        """Publish the changes of the prefix tree since the last call."""
         if self._kv_events is not None:
             self._kv_events.publish()
 
     def plan(self) -> Plan:
-        """Ask the system, when the estimator has learnt from all that was reaped."""
+        """Let the estimator learn from the reaped launches; return the system's plan."""
         learn(self.state)
         if isinstance(self.state.estimator, AdapterEstimator):
             self.state.estimator.running = len(self.state.adapters_named() - {-1})
-        self.state.advance_elder()
+        self.state.promote_oldest()
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 
     def carry_out(self, plan: Plan) -> bool:
-        """Do what the plan says; whether it said anything."""
+        """Carry a plan out; return whether it did anything."""
         moved = carry_out(self.state, plan)
         self._moved |= moved
         return moved
 
     def news(self) -> Outputs | None:
-        """What the API process should hear since the last call, gauges too; None: nothing."""
+        """Return the message of this turn to the API process; None if nothing has changed."""
         if not self._moved:
             return None
         self._moved = False
@@ -176,7 +176,7 @@ class Engine:
         return news
 
     def stats(self) -> Stats:
-        """Gauges and counters now."""
+        """Return the current gauges and counters."""
         state, kv = self.state, self.state.kv
         queued = state.count_queued()
         waiting = len(state.queue) + len(state.started) + sum(map(len, state.held.values()))
@@ -199,7 +199,7 @@ class Engine:
         )
 
     def view(self) -> View:
-        """What the system may know now."""
+        """Return the view that the system plans with."""
         state = self.state
         now = state.now()
         return View(

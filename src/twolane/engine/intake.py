@@ -90,7 +90,7 @@ class Intake:
         elif message.leader is not None and self._worth_holding(request, message.leader):
             state.hold(request, message.leader)
         else:
-            state.wait(request)
+            state.enqueue(request)
         state.requests[request.id] = request
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
 

@@ -1,4 +1,4 @@
-"""From plan to work: admissions, slices, decode steps, and the memory they need."""
+"""Carries plans out: admits requests, reserves KV pages, and launches work in the lanes."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.overlap import corunner_now
 from twolane.engine.request import (
-    MOST_OWED,
+    MOST_AWAITING_MASKS,
     BatchChunk,
     Flight,
     LateRow,
@@ -38,10 +38,10 @@ from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PlanE
 
 
 def carry_out(state: State, plan: Plan) -> bool:
-    """Do what the plan says, in the order of its fields; whether to plan again at once.
+    """Carry a plan out in the order of its fields; return whether to plan again at once.
 
-    That is when something changed, or when a launch found no pages and nothing is in flight that
-    could bring some: the system is to think of something else.
+    The loop plans again if something changed, or if a launch found no pages and no launch in flight
+    could free some, so that the system must find another plan.
 
     Raises:
         PlanError: the plan is illegal; the state may be half changed.
@@ -58,16 +58,16 @@ def carry_out(state: State, plan: Plan) -> bool:
     flights = [
         _launch(state, launch, plan.reason)
         for launch in plan.launches
-        if not _is_of_nobody(batch, launch)
+        if not _has_no_prompts(batch, launch)
     ]
     changed = bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
     return changed or bool(plan.launches and not state.flights)
 
 
 def joining(state: State, *lanes: LaneName) -> list[Request]:
-    """Requests whose prompt was launched to its end in these lanes and is not done.
+    """Return the requests whose prompt is launched to its end in these lanes and not done.
 
-    What is launched in the same lane next runs after their first token is sampled.
+    The next launch in the same lane runs after their first token is sampled.
     """
     return [
         chunk.request
@@ -79,12 +79,12 @@ def joining(state: State, *lanes: LaneName) -> list[Request]:
 
 
 def decodes(request: Request) -> bool:
-    """Whether a decode launch would serve a request whose prompt is done."""
+    """Return whether decode launches serve this request when its prompt is done."""
     return request.to_generate > 0 and not request.sits_out
 
 
-def _is_of_nobody(batch: PrefillBatch | None, launch: Launch) -> bool:
-    """Whether a launch is of a batch whose prompts gave up their pages to the plan's decode."""
+def _has_no_prompts(batch: PrefillBatch | None, launch: Launch) -> bool:
+    """Return whether a launch is of a batch whose prompts have all lost their pages to decode."""
     return batch is not None and not batch.chunks and not isinstance(launch.work, DecodeSteps)
 
 
@@ -121,7 +121,7 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
         raise PlanError(f"admits {chunk.request}, which is not waiting")
     if not 1 <= chunk.n <= request.new:
         raise PlanError(f"admits {chunk.n} tokens of {chunk.request}, which has {request.new}")
-    state.unwait(request)
+    state.dequeue(request)
     allocation = request.allocation or _allocate(state, request)
     request.phase = Phase.PREFILL
     start, end = request.context, request.context + chunk.n
@@ -152,7 +152,7 @@ def _allocate(state: State, request: Request) -> Allocation:
 
 
 def _launch(state: State, launch: Launch, reason: str) -> bool:
-    """Whether there was anything to launch."""
+    """Launch one part of the plan; return whether it had any rows."""
     if launch.lane not in LANES or launch.units not in state.offered:
         levels = state.lanes.levels
         raise PlanError(f"launches on {launch.units} units of {launch.lane!r}; on offer: {levels}")
@@ -187,7 +187,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     corunner = corunner_now(state, launch.lane)
     predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _take_off(state, work, Flight(launch, rows, shape, predicted, reason, batch, late=late))
+    _submit(state, work, Flight(launch, rows, shape, predicted, reason, batch, late=late))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -208,14 +208,14 @@ def _advance(
         if chunk.final:
             request.to_generate -= 1
         else:
-            state.wait(request)
+            state.enqueue(request)
 
 
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
     ready = _ready(state, _joined(launch.lane, steps.waits))
-    if any(request.owed == MOST_OWED for request in ready):
+    if any(request.awaiting_masks == MOST_AWAITING_MASKS for request in ready):
         return False
     constrained = any(request.constraint is not None for request in (*ready, *state.decoding))
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
@@ -231,7 +231,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     predicted = step * reserved.k if step is not None else None
     named = [(request, allocation) for request, allocation, _ in rows]
     flight = Flight(launch, named, shape, predicted, reason + reserved.note, late=late)
-    _take_off(state, work, flight)
+    _submit(state, work, flight)
     _advance_decode(reserved.rows)
     return True
 
@@ -241,7 +241,9 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     ready = _ready(state, _joined(launch.lane))
-    reserved = _reserve(state, [request for request in ready if request.owed < MOST_OWED], 1)
+    reserved = _reserve(
+        state, [request for request in ready if request.awaiting_masks < MOST_AWAITING_MASKS], 1
+    )
     chunks = batch.chunks
     if not chunks:
         return False
@@ -260,18 +262,18 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.predict(shape, launch.units)
     flight = Flight(launch, rows, shape, predicted, reason + reserved.note, batch, late=late)
-    _take_off(state, work, flight)
+    _submit(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
     return True
 
 
 def _joined(lane: LaneName, waits: bool = False) -> Sequence[LaneName]:
-    """The lanes whose joiners decode in a launch: those that it comes after."""
+    """Return the lanes whose joining requests a decode launch in this lane serves."""
     return LANES if waits or lane == "device" else (lane,)
 
 
-def _take_off(state: State, work: Work, flight: Flight) -> None:
+def _submit(state: State, work: Work, flight: Flight) -> None:
     launch = flight.launch
     allocations = [allocation for _, allocation in flight.rows]
     flight.after = _tickets_elsewhere(launch.lane, allocations)
@@ -282,28 +284,29 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
     if flight.late:
-        state.owed.append(flight)
+        state.awaiting_masks.append(flight)
         for row in flight.late:
-            row.request.owed += 1
+            row.request.awaiting_masks += 1
 
 
 def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> list[Ticket]:
-    """What must end before these allocations may be touched in this lane.
+    """Return the tickets of other lanes that must end before a launch may use these allocations.
 
-    A lane runs in order, so only launches in other lanes count; the last one that names an
-    allocation began after all the earlier ones had ended.
+    A lane runs in order, so only launches in other lanes count. The last launch that names an
+    allocation begins after all earlier ones have ended.
     """
     last = dict.fromkeys([allocation.last_ticket for allocation in allocations])
     return [t for t in last if t is not None and t.lane != lane and not t.done]
 
 
 def _inputs(chunks: Sequence[BatchChunk]) -> tuple[PromptChunk, ...]:
-    """The tokens of a batch that is opened."""
+    """Return the tokens of a batch that this launch opens."""
     return tuple([_input(chunk.request, chunk.start, chunk.start + chunk.n) for chunk in chunks])
 
 
 def _input(request: Request, start: int, end: int) -> PromptChunk:
-    """These tokens, and those that follow each of them if they are to be scored."""
+    """Return a chunk's tokens, with the targets to score if the prompt's log-probabilities are
+    wanted."""
     top, targets = request.sampling.params.prompt_logprobs, request.tokens[start + 1 : end + 1]
     scored = request.scores_prompt and top is not None and targets
     scoring = Scoring(pack(targets), top or 0) if scored else None
@@ -311,7 +314,7 @@ def _input(request: Request, start: int, end: int) -> PromptChunk:
 
 
 def _chunk_updates(chunks: Sequence[BatchChunk]) -> tuple[SlotUpdate, ...]:
-    """What the lanes must be told of the slots of a batch that is opened."""
+    """Return the slot updates of a batch that this launch opens."""
     return tuple(
         [
             _update(chunk.allocation, _sampling(chunk.request) if chunk.final else None)
@@ -322,13 +325,14 @@ def _chunk_updates(chunks: Sequence[BatchChunk]) -> tuple[SlotUpdate, ...]:
 
 
 def _sampling(request: Request) -> Sampling:
-    """How a request whose prompt ends is sampled."""
+    """Return the sampling of a request whose prompt ends, with its tokens if penalties need
+    them."""
     sampling = request.sampling
     return replace(sampling, known=pack(request.tokens)) if sampling.params.penalises else sampling
 
 
 def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
-    """The pages of decode rows that the lanes were not told of."""
+    """Return the slot updates of decode rows whose latest pages the lanes do not know."""
     return tuple([_update(held) for _, held, _ in rows if held.told < len(held.pages)])
 
 
@@ -338,13 +342,13 @@ def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
 
 
 def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
-    """The tokens that the constrained ones of these decode rows may choose."""
+    """Return the known token masks of these decode rows."""
     known = [(held.slot, request.next_mask) for request, held, _ in rows]
     return tuple([TokenMask(slot, mask) for slot, mask in known if mask is not None])
 
 
 def _late(rows: "Rows") -> Sequence[LateRow]:
-    """The constrained ones of these decode rows whose masks are not known."""
+    """Return the constrained decode rows whose masks are still being computed."""
     return [
         LateRow(request, held, request.context + 1)
         for request, held, _ in rows
@@ -353,7 +357,10 @@ def _late(rows: "Rows") -> Sequence[LateRow]:
 
 
 def _late_chunks(chunks: Sequence[BatchChunk]) -> Sequence[LateRow]:
-    """The same of prompts that end in a batch: their requests were sent back a moment ago."""
+    """Return the constrained prompts that end here and whose masks are still being computed.
+
+    Only requests that have just been preempted have such prompts.
+    """
     return [
         LateRow(chunk.request, chunk.allocation, len(chunk.request.tokens))
         for chunk in chunks
@@ -366,7 +373,7 @@ def _slots_of(late: Sequence[LateRow]) -> tuple[int, ...]:
 
 
 def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:
-    """The same for the first tokens of prompts that end in a batch."""
+    """Return the known token masks for the first tokens of prompts that end here."""
     return tuple(
         [
             TokenMask(chunk.allocation.slot, chunk.request.mask)
@@ -377,13 +384,13 @@ def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:
 
 
 def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
-    """Load of a prefill batch, behind decode rows if there are any."""
+    """Return the load of a prefill batch and of the decode rows with these contexts."""
     new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
     return Load(new, [*contexts, *(chunk.start for chunk in chunks)])
 
 
 def _adapters(chunks: Sequence[BatchChunk], rows: "Rows" = ()) -> int:
-    """Number of adapters in a launch."""
+    """Return the number of different adapters in a launch."""
     slots = {chunk.allocation.adapter for chunk in chunks} | {held.adapter for _, held, _ in rows}
     return len(slots - {-1})
 
@@ -414,16 +421,16 @@ class _Reserved(NamedTuple):
 
 
 def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
-    """Decode rows of these requests with pages for up to k steps each.
+    """Reserve pages for up to k decode steps of each of these requests.
 
-    Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
-    where they do not suffice for one step, the parked prefill gives up its pages, then the
-    lowest and youngest decoding requests do, then prompts between two chunks, then prompts of the
-    open batch. Their pages return when the launches that name them have ended; rows that must wait
-    for that sit out this launch.
+    The pages for all steps are reserved before the launch. If there are too few, k is reduced. If
+    there are too few for one step, requests lose theirs in this order: the parked prefill, decoding
+    requests from the lowest priority and the youngest on, prompts between two chunks, prompts of
+    the open batch. Their pages return when the launches that name them have ended; rows without a
+    page are left out of this launch.
     """
     clipped, note = k, ""
-    # Nobody needs more than a page for every page of steps: all have pages for their contexts.
+    # Every row has pages for its context, so it needs at most the pages of its k steps.
     if len(rows) * state.kv.pages_for(k) > _available(state):
         while clipped > 1 and _missing(state, rows, clipped) > _available(state):
             clipped -= 1
@@ -441,13 +448,14 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
 
 
 def _ready(state: State, lanes: Sequence[LaneName]) -> list[Request]:
-    """Requests that decode, with those who join from these lanes."""
+    """Return the decoding requests and those that join from these lanes."""
     ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
     return [request for request in ready if decodes(request)]
 
 
 def _make_room(state: State, rows: Sequence[Request]) -> None:
-    """Give up pages until one step of the remaining rows fits, now or when pages have returned."""
+    """Preempt requests until one step of the remaining rows fits, now or when pages have
+    returned."""
     if state.parked is not None:
         for chunk in state.parked.chunks:
             state.send_back(chunk.request)
@@ -461,7 +469,7 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
             left = [request for request in left if request is not victim]
         elif state.started:
             victim = state.started[-1]
-            state.unwait(victim)
+            state.dequeue(victim)
         elif (prompt := _last_open(state)) is not None and prompt.rank > min(r.rank for r in left):
             victim = prompt
         else:
@@ -471,7 +479,7 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
 
 
 def _last_open(state: State) -> Request | None:
-    """The last in rank of the prompts in the open batch."""
+    """Return the open batch's prompt that is last in rank."""
     chunks = state.open.chunks if state.open else ()
     return max((chunk.request for chunk in chunks), key=lambda r: r.rank, default=None)
 
@@ -481,7 +489,7 @@ def _available(state: State) -> int:
 
 
 def _missing(state: State, rows: Sequence[Request], k: int) -> int:
-    """Pages that k steps of these rows need beyond those they have."""
+    """Return the number of pages that k steps of these rows need beyond those that they have."""
     kv = state.kv
     return sum(
         max(0, kv.pages_for(r.context + min(k, r.to_generate)) - len(_held(r).pages)) for r in rows

@@ -9,28 +9,27 @@ from twolane.systems.plan import Plan
 
 
 class Port(Protocol):
-    """Where the engine's requests come from and its tokens go to, and how it sleeps."""
+    """The engine's connection to the API process, and its way to sleep."""
 
     def receive(self) -> Sequence[ToEngine] | None:
-        """What has arrived since the last call, without blocking; None: stop."""
+        """Return the messages since the last call without blocking; None ends the loop."""
 
     def send(self, news: Outputs) -> None:
-        """Hand news to the API process."""
+        """Send a message to the API process."""
 
     def wait(self, wake_at: float | None) -> None:
-        """Sleep until a message or a lane has news, or until `wake_at` on the lanes' clock.
+        """Sleep until a message arrives, a lane has news, or the lanes' clock reaches `wake_at`.
 
-        News that came since the last `receive` counts: nothing is slept through.
+        Messages and news since the last `receive` end the wait at once.
         """
 
 
 def run(engine: Engine, port: Port) -> None:
-    """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
+    """Serve until the port ends. The loop never blocks, and sleeps while there is nothing to do.
 
-    Tokens are sent before the estimator learns and what comes next is planned and launched, which
-    takes milliseconds, and between one plan and the next. A plan that did something is followed by
-    another one; a plan that did nothing has seen all that there was to see. What came meanwhile
-    ends the wait at once.
+    Tokens are sent before the estimator learns and the next launches are planned, which takes
+    milliseconds. Another turn follows a plan that did something; after a plan that did nothing, the
+    loop sleeps.
     """
     while (messages := port.receive()) is not None:
         idle = turn(engine, messages, port.send)

@@ -1,4 +1,4 @@
-"""From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
+"""Collects finished launches: polls tickets, delivers their tokens, and frees what they used."""
 
 from math import isfinite
 
@@ -14,19 +14,19 @@ from twolane.systems.plan import DecodeSteps, PrefillSlice
 BROKEN = (
     "the model's logits are NaN or infinite: its weights or number format do not serve this prompt"
 )
-"""What a client is told whose request the model has no distribution for."""
+"""The error message for a request whose logits are NaN or infinite."""
 
 
 def reap(state: State) -> bool:
-    """Deliver finished steps and settle finished launches; whether there is any news.
+    """Deliver finished steps and settle finished launches; return whether there were any.
 
     Raises:
-        BaseException: what a lane ran into.
+        BaseException: the error of a lane.
     """
     state.lanes.check()
-    # The lanes run on while they are polled. A launch that another one waits for was launched
-    # before it; polled after it, it is seen to have ended whenever the other is seen to have
-    # begun. So: poll the latest launch first, deliver the earliest first.
+    # The lanes run on while they are polled, and launches wait only for earlier ones. Polling the
+    # latest first shows the end of each launch that another one, seen to have begun, waited for.
+    # Delivery goes in launch order.
     polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)]
     news = False
     for flight, done, steps in reversed(polled):
@@ -41,7 +41,8 @@ def reap(state: State) -> bool:
 
 
 def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
-    """Whether the launch has ended, and the steps it has finished since the last time, and when."""
+    """Return whether a launch has ended, and its newly finished steps with their times in
+    seconds."""
     ticket = flight.ticket
     done = ticket.done  # read first: the last step comes before the end
     if done:
@@ -55,7 +56,7 @@ def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
 
 
 def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
-    """Tokens are delivered per step, not per launch; they are as old as the device made them."""
+    """Deliver the results of one step, which the device finished at `at` seconds."""
     for row, logprobs in step.prompt_logprobs:
         request, allocation = flight.rows[row]
         if not _expected(request, allocation):
@@ -76,17 +77,17 @@ def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
 
 
 def _break(state: State, request: Request) -> None:
-    """End a request for which the model has no distribution; the others of its batch go on."""
+    """End a request whose logits are NaN or infinite; the others of its batch go on."""
     state.fail(request, BROKEN, "broken")
     state.counters.broken += 1
     state.drop_empty_batches()
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
-    """Whether results for that allocation still concern the request.
+    """Return whether the request still has the allocation that it was launched with.
 
-    A request that was stopped, aborted or preempted after the launch has another allocation, or
-    none; what arrives for the old one is dropped.
+    A request that was stopped, aborted or preempted after the launch has another allocation or
+    none; results for the old one are dropped.
     """
     return request.allocation is allocation
 
@@ -99,7 +100,7 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
     if request.constraint is not None:
         request.constraint.take(sampled.token)
         request.mask = None
-        state.unmasked.append(request)
+        state.masks_to_compute.append(request)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
@@ -117,11 +118,11 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
 
 def _send(state: State, request: Request, sampled: Sampled, at: float) -> None:
     state.pacer.schedule(request, at)
-    state.say(request, sampled)
+    state.add_output(request, sampled)
 
 
 def _deliver_held(state: State) -> bool:
-    """Send the first tokens that need not be held any longer; whether there were any."""
+    """Send the first tokens whose hold is over; return whether there were any."""
     ready = list(state.pacer.release_ready(state.now(), state.flights))
     for request, sampled in ready:
         _send(state, request, sampled, state.now())
@@ -129,7 +130,10 @@ def _deliver_held(state: State) -> bool:
 
 
 def _share_full_pages(state: State, request: Request) -> None:
-    """All but the last token, which is the next step's input, are in the KV cache."""
+    """Share a request's full pages through the prefix tree.
+
+    The KV cache has all of its tokens but the last one, which is the next step's input.
+    """
     allocation = request.allocation
     assert allocation is not None
     written = len(request.tokens) - 1
@@ -138,7 +142,7 @@ def _share_full_pages(state: State, request: Request) -> None:
 
 
 def _settle(state: State, flight: Flight) -> None:
-    """The launch has ended: its pages may go, its batch moves on."""
+    """Settle a launch that has ended: free its pages, advance its batch, and count its seconds."""
     state.flights.remove(flight)
     ticket, lane = flight.ticket, flight.launch.lane
     if flight.batch is not None:
@@ -148,7 +152,7 @@ def _settle(state: State, flight: Flight) -> None:
     state.launching.note(flight.launch.work, ticket.launching, state.now())
     if lane in OTHER:
         state.landed[lane].append(flight)
-    state.unlearnt.append(flight)
+    state.unobserved.append(flight)
     if not state.trace.silent:
         _trace(state, flight)
     if state.now() < state.watched_until:
@@ -157,7 +161,8 @@ def _settle(state: State, flight: Flight) -> None:
 
 
 def _move_on(state: State, flight: Flight, batch: PrefillBatch) -> None:
-    """A batch has passed the layers of a launch; chunks that have passed all are shared."""
+    """Advance a batch past the layers of a launch; share the pages of chunks that have passed
+    all."""
     work = flight.launch.work
     first, last = (work.first, work.last) if isinstance(work, PrefillSlice) else (0, state.layers)
     batch.layers_done = last
@@ -171,17 +176,18 @@ def _move_on(state: State, flight: Flight, batch: PrefillBatch) -> None:
 
 
 def learn(state: State) -> None:
-    """Have the estimator learn from what has landed. Not `reap`'s, for tokens wait for that."""
-    for flight in state.unlearnt:
+    """Let the estimator learn from the reaped launches. `reap` leaves that out: tokens come
+    first."""
+    for flight in state.unobserved:
         _observe(state, flight)
-    state.unlearnt.clear()
+    state.unobserved.clear()
 
 
 def _observe(state: State, flight: Flight) -> None:
-    """Have the estimator learn from a launch.
+    """Let the estimator learn from a launch.
 
-    Bounds are promised of what the device takes, by profiles that leave out launches that may have
-    waited for the host: to learn from these would make all predictions longer.
+    An estimator that promises bounds predicts device time: profiles leave out launches that may
+    have waited for the host, and learning from such launches would lengthen all predictions.
     """
     shape, seconds = flight.shape, flight.ticket.seconds
     if flight.ticket.waited and state.estimator.promises:

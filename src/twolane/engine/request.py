@@ -64,8 +64,8 @@ class Request:
     """What its grammar allows, once it is compiled; None: everything."""
     mask: bytes | None = None
     """The tokens that the constraint allows behind those delivered; None: it is being computed."""
-    owed: int = 0
-    """Number of its launches that wait for a mask: no more than `MOST_OWED`."""
+    awaiting_masks: int = 0
+    """Number of its launches that wait for a mask: no more than `MOST_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
     """Its last answer."""
     phase: Phase = Phase.WAITING
@@ -249,7 +249,7 @@ class PrefillBatch:
         return [each for each in self.members if each.request.allocation is each.allocation]
 
 
-MOST_OWED = 2
+MOST_AWAITING_MASKS = 2
 """This many launches of a request may wait for masks: the second one's forward pass is queued in
 the moment in which the first one is sampled."""
 

@@ -1,4 +1,4 @@
-"""The engine's state: which request is where, and what is in flight."""
+"""The engine's state: where each request is, and which launches are in flight."""
 
 import bisect
 import heapq
@@ -32,56 +32,58 @@ from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
 LANDED_KEPT = 256
-"""Number of finished launches that are remembered for each lane."""
+"""Number of finished launches of each lane that are remembered."""
 QUEUE_SECONDS = 0.02
-"""Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
+"""The queued tokens are counted again after this many seconds; a long queue takes a while to
+count."""
 MOST_YIELDING = 128
-"""Number of queued prompts that are told one by one; the others are told as a sum."""
+"""Number of queued prompts that are reported one by one; the others are reported as a sum."""
 HALF_LIFE_TOKENS = 16384.0
 """The weight of earlier launches with prompts halves within this many prompt tokens: a few short
 prompts do not outweigh a queue of long ones."""
 LEAST_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
-ELDER_SHARE = 8
-"""One admission in this many is that of the request that waits longest."""
+OLDEST_EVERY = 8
+"""One admission in this many goes to the request that has waited longest."""
 FIRST_PRIORITY = -(2**31)
 """A priority before all that requests can have."""
 
 
 class QueueCount(NamedTuple):
-    """What is queued at one moment."""
+    """The work of the queued prompts at one moment."""
 
     at: float = -math.inf
     """The moment, in seconds on the lanes' clock."""
     work: PromptWork = PromptWork()
     yielding: list[WaitingPrompt] | None = None
-    """The largest prompts that may be given up for smaller ones; None: the system gives up none."""
+    """The largest prompts that the system may give up; None if it gives up none."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine has counted since its start."""
+    """Counters since the engine's start."""
 
     prefix_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Prompt tokens that were found there."""
+    """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     """Requests that lost their pages to others and were recomputed."""
     broken: int = 0
-    """Requests that ended because the model gave NaN or infinity."""
+    """Requests that ended because their logits were NaN or infinite."""
     prompt_seconds: float = 0.0
-    """Seconds of the latest launches with prompts; earlier ones count for less."""
+    """Seconds of launches with prompts, a sum in which earlier launches have less weight."""
     prompt_tokens: float = 0.0
-    """Prompt tokens of the same, in proportion to the layers that were computed."""
+    """Prompt tokens of these launches, each counted by the share of the layers that they
+    computed."""
     paces: PromptPaces = field(default_factory=PromptPaces)
-    """What prompts take by their number, tokens and attention."""
+    """Measured seconds for each prompt, each token and each pair of tokens that attention reads."""
     seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of device work, by lane and units."""
 
     @property
     def prompt_token_seconds(self) -> float:
-        """Seconds that launches with prompts have lately taken for a prompt token; 0: not known."""
+        """Mean seconds of the latest launches for one prompt token; 0 if there were none."""
         return self.prompt_seconds / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def note_prompts(self, seconds: float, work: PromptWork) -> None:
@@ -95,7 +97,7 @@ class Counters:
 
 @dataclass(slots=True)
 class State:
-    """Everything that the loop changes; only the loop's thread touches it."""
+    """Everything that the loop changes. Only the loop's thread uses it."""
 
     kv: KVBooks
     lanes: Lanes
@@ -103,56 +105,59 @@ class State:
     estimator: Estimator
     trace: Trace = field(default_factory=Trace)
     slo: Slo = field(default_factory=Slo)
-    """The latency bounds of requests that bring none, as systems plan for them."""
+    """The latency bounds, as systems plan for them, of requests without bounds of their own."""
     pacer: Pacer = field(default_factory=Pacer)
     requests: dict[str, Request] = field(default_factory=dict)
-    """Those that are not finished, by id."""
+    """Unfinished requests by id."""
     queue: list[Request] = field(default_factory=list)
-    """Requests that wait and hold nothing, by rank."""
+    """Requests that wait for their first chunk of prefill and hold no pages, by rank."""
     held: dict[str, list[Request]] = field(default_factory=dict)
-    """Requests that are held back until the one of that id has its first token, or ends."""
+    """Requests that systems do not see until the request of the key has its first token or ends, or
+    until a mask is known (`masks_of`)."""
     started: list[Request] = field(default_factory=list)
-    """Requests that wait between two chunks of their prompts, by rank."""
+    """Requests that wait between two chunks of their prompts and keep their pages, by rank."""
     admissions: int = 0
-    """Requests admitted since the one that waited longest was last put first."""
+    """Number of admissions since the longest-waiting request was last put first."""
     batches: int = 0
-    """Number of prefill batches that were opened."""
+    """Number of prefill batches opened so far."""
     open: PrefillBatch | None = None
-    """The batch that slices and hybrid passes refer to: layers are left to launch."""
+    """The prefill batch with layers left to launch, which slices and hybrid passes refer to."""
     parked: PrefillBatch | None = None
-    """The batch that was preempted between two slices."""
+    """The prefill batch that was preempted between two slices."""
     launched: list[PrefillBatch] = field(default_factory=list)
-    """Batches that are launched to the last layer and not done, oldest first."""
+    """Prefill batches launched to the last layer and not finished, oldest first."""
     decoding: list[Request] = field(default_factory=list)
     """Requests in decode, by rank."""
     flights: list[Flight] = field(default_factory=list)
-    """Launches that were not reaped, in launch order."""
+    """Launches that have not been reaped, in launch order."""
     landed: dict[LaneName, deque[Flight]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED_KEPT))
     )
-    """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
-    unlearnt: list[Flight] = field(default_factory=list)
-    """Those that were reaped since the estimator last learnt, in the order of their launches."""
+    """The latest reaped launches by lane that an unreaped launch of the other lane may have
+    overlapped."""
+    unobserved: list[Flight] = field(default_factory=list)
+    """Reaped launches that the estimator has not learnt from, in launch order."""
     progressed: dict[LaneName, float] = field(default_factory=dict)
-    """When a step of a launch in each lane was last found finished, on the lanes' clock."""
+    """Seconds on the lanes' clock at which a finished step of each lane was last found."""
     counters: Counters = field(default_factory=Counters)
-    unmasked: list[Request] = field(default_factory=list)
-    """Constrained requests whose mask is to be computed, for a token has been delivered."""
-    owed: list[Flight] = field(default_factory=list)
-    """Launches that wait for masks (`Flight.late`), in launch order."""
+    masks_to_compute: list[Request] = field(default_factory=list)
+    """Constrained requests that got a token since their last mask was computed."""
+    awaiting_masks: list[Flight] = field(default_factory=list)
+    """Launches that wait for token masks (`Flight.late`), in launch order."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
-    """News for the API process, by request and by when its tokens are due."""
+    """Tokens for the API process, by request and by the time at which they are due."""
     refused: list[Refused] = field(default_factory=list)
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
-    """What is reaped later is no news of `launches`."""
+    """Launches reaped after this time are not added to `launches`."""
     gives_up: bool = False
-    """Whether the system gives up prompts that cannot be in time for smaller ones."""
+    """Whether the system gives up prompts that cannot meet their deadline, in favour of smaller
+    ones."""
     queued: QueueCount = field(default_factory=QueueCount)
-    """What was queued when that was last counted."""
+    """The latest count of queued prompts."""
     launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
-    """Units that a lane may be given."""
+    """Numbers of units that a launch may name."""
 
     def __post_init__(self) -> None:
         self.launching = LaunchCosts(self.layers)
@@ -163,10 +168,10 @@ class State:
         return self.lanes.clock()
 
     def count_queued(self) -> QueueCount:
-        """Return what is still to be computed for the requests without a first token.
+        """Return the work left for requests without a first token.
 
-        What the prefix cache has is left out, and so are layers that are done. The answer is kept
-        for `QUEUE_SECONDS` while anything is in prefill.
+        It excludes tokens in the prefix cache and layers that are done. The count is kept for
+        `QUEUE_SECONDS` while a request is in prefill.
         """
         now = self.now()
         if len(self.requests) == len(self.decoding):
@@ -192,30 +197,30 @@ class State:
         return self.queued
 
     def adapters_named(self) -> set[int]:
-        """The slots of adapters that requests or launches name."""
+        """Return the adapter slots that requests or launches name."""
         flown = {held.adapter for flight in self.flights for _, held in flight.rows}
         return flown | {request.adapter for request in self.requests.values()}
 
-    def wait(self, request: Request) -> None:
-        """Put a request where it waits for prefill."""
+    def enqueue(self, request: Request) -> None:
+        """Let a request wait for prefill, in its place by rank."""
         request.phase = Phase.WAITING
         line = self.started if request.started else self.queue
         bisect.insort(line, request, key=lambda r: r.rank)
 
-    def advance_elder(self) -> None:
-        """Put the request that waits longest first, once in `ELDER_SHARE` admissions: priorities
-        make nobody wait for ever."""
-        if self.admissions < ELDER_SHARE or not self.queue:
+    def promote_oldest(self) -> None:
+        """Put the longest-waiting request first, once in `OLDEST_EVERY` admissions, so that no
+        request waits forever because of its priority."""
+        if self.admissions < OLDEST_EVERY or not self.queue:
             return
         self.admissions = 0
         if self.queue[0].priority < self.queue[-1].priority:
-            eldest = min(self.queue, key=lambda r: r.order)
-            self.queue.remove(eldest)
-            eldest.priority = FIRST_PRIORITY
-            self.wait(eldest)
+            oldest = min(self.queue, key=lambda r: r.order)
+            self.queue.remove(oldest)
+            oldest.priority = FIRST_PRIORITY
+            self.enqueue(oldest)
 
-    def unwait(self, request: Request) -> None:
-        """Take a request out of the waiting line."""
+    def dequeue(self, request: Request) -> None:
+        """Remove a request from the list in which it waits."""
         if request.leader is not None:
             self.held[request.leader].remove(request)
             if not self.held[request.leader]:
@@ -224,45 +229,48 @@ class State:
             (self.started if request.started else self.queue).remove(request)
 
     def hold(self, request: Request, leader: str) -> None:
-        """Let a request wait unseen."""
+        """Let a request wait, unseen by systems, for the request `leader`."""
         request.leader = leader
         self.held.setdefault(leader, []).append(request)
 
     def release_held(self, leader: str) -> None:
-        """Let the requests that were held back for the bearer of this name wait in the queue."""
+        """Put the requests that waited for `leader` into the queue."""
         for request in self.held.pop(leader, ()):
             request.leader = None
-            self.wait(request)
+            self.enqueue(request)
 
     def start_decode(self, request: Request) -> None:
-        """Its prompt is done."""
+        """Move a request whose prompt is done to decode."""
         request.phase = Phase.DECODE
         bisect.insort(self.decoding, request, key=lambda r: r.rank)
 
     def release(self, request: Request) -> None:
-        """Give up what the request holds; it is freed when the launches that name it have ended."""
+        """Give up a request's slot and pages, which are freed when the last launch that names them
+        ends."""
         if request.phase is Phase.DECODE:
             self.decoding.remove(request)
         if request.allocation is not None:
             self.kv.give_up(request.allocation)
-        request.allocation, request.owed = None, 0
+        request.allocation, request.awaiting_masks = None, 0
         request.context, request.to_generate = 0, request.limit - len(request.tokens)
         request.looked_up = None  # by now it has more tokens to find
         request.prompt_logprobs = PackedLogprobs()
 
     def send_back(self, request: Request) -> None:
-        """The request loses its pages and will be computed anew from prompt and sent tokens."""
+        """Preempt a request: it loses its pages and is recomputed from its prompt and delivered
+        tokens."""
         self.release(request)
         request.phase = Phase.WAITING
         if request.sits_out:  # or the launch that ends its prompt would wait for the mask
             self.hold(request, masks_of(request.id))
         else:
-            self.wait(request)
+            self.enqueue(request)
         self.counters.preemptions += 1
         self.trace.request_event(request.id, "preempted", self.now())
 
     def finish(self, request: Request, reason: FinishReason, kept: int | None = None) -> None:
-        """End a request that was accepted; `kept`: of its output tokens, None: all."""
+        """End an accepted request whose answer is complete; `kept` of its output tokens count, or
+        all."""
         self._leave(request)
         key = request.id, request.due
         news = self.outputs.get(key) or Output(request.id, [], due=request.due)
@@ -278,27 +286,26 @@ class State:
         *,
         field: str | None = None,
     ) -> None:
-        """End a request that was accepted and does not go on; the client is told why, and which
-        field is at fault."""
+        """End an accepted request with an error, which names the field at fault if there is one."""
         self._leave(request)
         self.refused.append(Refused(request.id, code, message, field))
         reason = "refused" if code == "refused" else "abort"
         self.trace.request_end(request.id, self.now(), reason, request.generated)
 
     def fail_grammar(self, request: Request, why: Exception) -> None:
-        """The same of a request whose grammar turns out to be none that can be followed."""
+        """End an accepted request whose grammar cannot be followed."""
         self.fail(request, f"{GRAMMAR} cannot be followed: {why}", field=GRAMMAR)
 
     def _leave(self, request: Request) -> None:
         if request.phase is Phase.WAITING:
-            self.unwait(request)
+            self.dequeue(request)
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
         self.release_held(request.id)
 
-    def say(self, request: Request, sampled: Sampled) -> None:
-        """Add a token to the news of this turn; `request` has it already."""
+    def add_output(self, request: Request, sampled: Sampled) -> None:
+        """Add a token, which `request.tokens` already has, to the outputs of this turn."""
         key = request.id, request.due
         news = self.outputs.get(key)
         if news is None and sampled.logprobs is None and request.generated > 1:
@@ -308,7 +315,7 @@ class State:
         self.outputs[key] = news
 
     def drop_empty_batches(self) -> None:
-        """A batch whose last request has left is not launched any further."""
+        """Drop the open and the parked batch if their last request has left."""
         if self.open and not self.open.chunks:
             self._drop(self.open)
             self.open = None
@@ -321,7 +328,8 @@ class State:
             self.lanes.drop(batch.id)
 
     def lane_views(self, now: float) -> dict[LaneName, LaneView]:
-        """What is queued in each lane, and until when by prediction."""
+        """Return each lane's number of queued launches and the predicted time at which it runs
+        dry."""
         costs = self.launching.longest
         views = {lane: LaneView(launching=cost) for lane, cost in costs.items()}
         for flight in self.flights:
@@ -342,7 +350,7 @@ class State:
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
-    """The news of a request and its latest token."""
+    """Return a request's output with its latest token added."""
     first = request.generated == 1
     asked = request.sampling.params.prompt_logprobs is not None
     logprobs = news.logprobs

@@ -33,8 +33,10 @@ class LateMasks:
     def start(self) -> None:
         """Begin with the masks of requests that got a token; release launches that they left."""
         state = self._state
-        asked = [request for request in state.unmasked if request.phase is not Phase.FINISHED]
-        state.unmasked.clear()
+        asked = [
+            request for request in state.masks_to_compute if request.phase is not Phase.FINISHED
+        ]
+        state.masks_to_compute.clear()
         together: dict[Request, Constraint] = {}
         for request in asked:
             assert request.constraint is not None
@@ -71,12 +73,12 @@ class LateMasks:
     def _tell(self) -> None:
         """Tell the lanes the masks of launches of which none is missing."""
         state = self._state
-        for flight in list(state.owed):
+        for flight in list(state.awaiting_masks):
             if all(row.left or row.mask is not None for row in flight.late):
                 state.lanes.allow(flight.ticket.number, _masks(flight))
-                state.owed.remove(flight)
+                state.awaiting_masks.remove(flight)
                 for row in flight.late:
-                    row.request.owed -= not row.left  # leaving made it zero
+                    row.request.awaiting_masks -= not row.left  # leaving made it zero
 
 
 def _masks(flight: Flight) -> tuple[TokenMask, ...]:
