@@ -1,7 +1,7 @@
-"""The plan: what a system answers at a scheduling point.
+"""The plan: a system's answer at a scheduling point.
 
-A plan names requests by id and lanes by name; it carries no tensors and has no effect by itself.
-The engine checks it (`PlanError` says what was illegal) and carries it out.
+A plan names requests by id and lanes by name; it has no tensors and no effect of its own. The
+engine checks it (`PlanError` names what is illegal) and carries it out.
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from twolane.common.vocabulary import LaneName
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """`n` new tokens of one waiting request, from where its KV cache ends."""
+    """The next `n` new tokens of one waiting request."""
 
     request: str
     n: int
@@ -24,26 +24,26 @@ class PrefillSlice(msgspec.Struct, frozen=True):
 
 
 class DecodeSteps(msgspec.Struct, frozen=True):
-    """`k` tokens for every decoding request, without coming back to the CPU in between."""
+    """`k` tokens for every decoding request, launched without a return to the CPU in between."""
 
     k: int = 1
     waits: bool = False
-    """Also for requests whose prompt is launched to its end in another lane: on the device, the
-    step waits for them."""
+    """Whether the steps also serve requests whose prompt is launched to its end in another lane;
+    they then wait for it on the device."""
 
 
 class Hybrid(msgspec.Struct, frozen=True):
-    """All layers of the open prefill batch and one decode step, as one forward pass."""
+    """All layers of the open prefill batch and one decode step in one forward pass."""
 
 
 Work = PrefillSlice | DecodeSteps | Hybrid
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """Work for one lane on its own number of units.
+    """Work for one lane on a number of units.
 
-    The lanes' units need not add up to the device: an overlap is legal (Bullet §3.3.1, two
-    streams), and so is leaving units idle.
+    The units of both lanes need not add up to the device: the lanes may overlap (Bullet §3.3.1,
+    two streams), and units may stay idle.
     """
 
     lane: LaneName
@@ -52,34 +52,34 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A waiting request that is turned away, and why (shown to the client)."""
+    """A waiting request to refuse, with a message for its client."""
 
     request: str
     message: str
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Carried out in the order of the fields; the default is to do nothing.
+    """Changes and launches, carried out in the order of the fields; by default nothing.
 
-    One prefill batch at most is *open*: admitted, not parked, with layers left to launch.
+    At most one prefill batch is *open*: admitted, not parked, with layers left to launch.
     """
 
     refuse: tuple[Refusal, ...] = ()
-    """Waiting requests to turn away."""
+    """Waiting requests to refuse."""
     preempt: bool = False
-    """Park the open prefill batch: it keeps its pages and hidden states. At most one is parked."""
+    """Whether to park the open prefill batch, which keeps its pages and hidden states. At most one
+    is parked."""
     admit: tuple[Chunk, ...] = ()
-    """Open a new prefill batch of these chunks, in this order."""
+    """Chunks of a new prefill batch to open, in this order."""
     resume: bool = False
-    """Open the parked batch again."""
+    """Whether to open the parked batch again."""
     launches: tuple[Launch, ...] = ()
-    """Launches in the order in which the host makes them; decode goes first in DuetServe §4.3 and
-    MuxWise §3.2.2."""
+    """Launches in the order of the host; decode goes first in DuetServe §4.3 and MuxWise §3.2.2."""
     wake_at: float | None = None
-    """Ask again at this time (seconds, the view's clock) if nothing happens before."""
+    """Time in seconds on the view's clock at which to plan again if nothing happens before."""
     reason: str = ""
-    """Why, in a few words, for the trace."""
+    """Reason of the plan in a few words, for the trace."""
 
 
 class PlanError(Exception):
-    """The plan breaks the rules: a defect of the system that made it."""
+    """An illegal plan, which is a defect of the system that made it."""

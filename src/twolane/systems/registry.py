@@ -29,21 +29,22 @@ __all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system"]
 class System(Protocol):
     """A policy with its settings.
 
-    `memory` is its own small frozen state, handed back to it at the next scheduling point.
+    `memory` is its own small frozen state, which it gets again at the next scheduling point.
     """
 
     estimator: ClassVar[EstimatorName]
-    """What it predicts with, given a profile, unless another one is asked for."""
+    """Name of the estimator that the system uses with a profile, unless the user names another."""
     reads_slos: ClassVar[bool]
-    """Whether its plans depend on latency bounds; False lets one run answer for all of them."""
+    """Whether plans depend on latency bounds; if not, one run of a search counts for every
+    bound."""
     gives_up: ClassVar[bool]
-    """Whether a prompt that cannot be in time steps back behind smaller ones that can."""
+    """Whether prompts that cannot meet their deadline are served after smaller ones that can."""
 
     def start(self) -> Any:
-        """The memory before the first plan."""
+        """Return the memory before the first plan."""
 
     def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
-        """What to launch now. No side effects: the same view and memory give the same plan."""
+        """Return the next plan and the new memory, which depend on nothing but the arguments."""
 
 
 SYSTEMS: dict[str, type[System]] = {
@@ -61,8 +62,8 @@ SYSTEMS: dict[str, type[System]] = {
 
 
 DISAGGREGATED = "two-stream"
-"""Name of the system that serves where prefill and decode have devices of their own. All others
-decide how the lanes share one device."""
+"""Name of the system that serves if prefill and decode have a device each. All other systems decide
+how the lanes share one device."""
 
 
 def default_system(kind: MachineKind, *, disaggregated: bool = False) -> str:
@@ -77,18 +78,18 @@ def default_system(kind: MachineKind, *, disaggregated: bool = False) -> str:
 
 
 def describe(name: str) -> str:
-    """The system in a line."""
+    """Return the description of a system in one line."""
     return (SYSTEMS[name].__doc__ or "").split("\n", 1)[0]
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """The system's settings and their defaults."""
+    """Return the settings of a system with their defaults."""
     kind = cast(type[msgspec.Struct], SYSTEMS[name])
     return {field.name: field.default for field in msgspec.structs.fields(kind)}
 
 
 def make_system(name: str, options: dict[str, str] | None = None) -> System:
-    """The system of that name with its settings given as text.
+    """Return the system of that name, with settings given as text.
 
     Raises:
         FieldError: naming `system`, which is unknown, or `options`: one is unknown or out of range.

@@ -1,9 +1,8 @@
-"""The view: what a system may know at a scheduling point, read-only.
+"""The view: a system's read-only input at a scheduling point.
 
 Every request and batch has two frontiers: what is *done* (its ticket was reaped) and what is
-*launched* (queued in a lane or done). The protocols below are windows onto the engine's own
-objects, so that a view costs nothing to make; a system reads them and keeps no reference to
-them after `plan` returns.
+*launched* (queued in a lane or done). The protocols below describe the engine's own objects, so
+making a view copies nothing. A system keeps no reference to them after `plan` returns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,27 +17,27 @@ from twolane.systems.plan import Work
 
 
 class RequestView(Protocol):
-    """What a system may know of one request."""
+    """The part of a request that systems see."""
 
     @property
     def id(self) -> str:
-        """Unique over the life of the engine."""
+        """Name of the request, unique over the life of the engine."""
 
     @property
     def arrival(self) -> float:
-        """When it arrived, in seconds on the view's clock."""
+        """Time of arrival in seconds on the view's clock."""
 
     @property
     def priority(self) -> int:
-        """Its priority; requests of a lower one are served earlier."""
+        """Priority; requests with a lower value are served earlier."""
 
     @property
     def deadline(self) -> float | None:
-        """When the TTFT SLO wants the first token, in seconds; None without an SLO."""
+        """Time in seconds at which the first token is due by the TTFT SLO; None without an SLO."""
 
     @property
     def slo(self) -> Slo:
-        """Its own latency bounds, the server's where it has none."""
+        """Latency bounds of the request; the server's where it has none of its own."""
 
     @property
     def new(self) -> int:
@@ -54,7 +53,7 @@ class RequestView(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether it holds a slot and pages: some of its chunks were launched."""
+        """Whether the request holds a slot and pages, because some of its chunks were launched."""
 
     @property
     def generated(self) -> int:
@@ -62,12 +61,13 @@ class RequestView(Protocol):
 
     @property
     def first_token_at(self) -> float | None:
-        """When the device made its first output token, or when that was released if it was held,
-        in seconds; None: it was not delivered yet."""
+        """Time in seconds at which the device made the first output token, or at which the pacer
+        released it; None before it is delivered."""
 
     @property
     def last_token_at(self) -> float | None:
-        """The same of its latest output token."""
+        """Time in seconds at which the device made the latest output token, or the pacer released
+        it; None before the first one is delivered."""
 
     @property
     def slack(self) -> float:
@@ -76,11 +76,11 @@ class RequestView(Protocol):
 
     @property
     def context(self) -> int:
-        """Tokens in its KV cache at the launched frontier."""
+        """Tokens in the KV cache at the launched frontier."""
 
     @property
     def to_generate(self) -> int:
-        """Output tokens it may still be launched for, by its limits."""
+        """Output tokens that may still be launched before the request reaches its limit."""
 
 
 class ChunkView(Protocol):
@@ -88,78 +88,81 @@ class ChunkView(Protocol):
 
     @property
     def request(self) -> RequestView:
-        """The request whose prompt it is."""
+        """The request whose prompt this is a part of."""
 
     @property
     def start(self) -> int:
-        """Tokens of the request before this chunk."""
+        """Number of the request's tokens before this chunk."""
 
     @property
     def n(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
 
 
 class BatchView(Protocol):
-    """What a system may know of a prefill batch."""
+    """The part of a prefill batch that systems see."""
 
     @property
     def chunks(self) -> Sequence[ChunkView]:
-        """Its chunks, but for those of requests that have ended."""
+        """The chunks of requests that have not ended."""
 
     @property
     def layers_launched(self) -> int:
-        """Layers queued in a lane or done."""
+        """Number of layers that are queued in a lane or done."""
 
     @property
     def layers_done(self) -> int:
-        """Layers whose tickets were reaped."""
+        """Number of layers whose tickets were reaped."""
 
 
 class GapsView(Protocol):
-    """Seconds between two tokens of a request, as they are delivered if nothing delays them."""
+    """The latest gaps between two tokens of a request, in seconds, as the pacer schedules them."""
 
     @property
     def total(self) -> int:
-        """How many there were."""
+        """Number of gaps since the start."""
 
     def above(self, bound: float, count: int) -> int:
-        """How many of the latest `count`, or of those that are kept, are above a bound."""
+        """Return how many of the latest `count` remembered gaps exceed `bound` seconds."""
 
 
 class LaunchCostsView(Protocol):
-    """What launches cost the host (`engine.launch_costs`)."""
+    """The host's seconds for launches (`engine.launch_costs`)."""
 
     @property
     def layers_at_once(self) -> int:
-        """The most layers of a prefill slice that it launches before decode has to wait for it."""
+        """Largest number of layers in a prefill slice whose launch does not delay decode."""
 
     def seconds(self, work: Work) -> float:
-        """Return the decayed maximum for such a launch, in seconds; 0.0 if there was none."""
+        """Return the decayed maximum of the host's seconds for such a launch; 0.0 if there was
+        none."""
 
 
 class LaneView(msgspec.Struct, frozen=True):
-    """What one lane has to do."""
+    """The queue of one lane."""
 
     queued: int = 0
-    """Launches that are not done; the first of them is running."""
+    """Number of launches that are not done; the first of them is running."""
     units: int = 0
-    """Units of the launch queued last; 0 when idle."""
+    """Units of the launch that was queued last; 0 when idle."""
     until: float | None = None
-    """When the queue will be empty by prediction, in seconds; None: no prediction."""
+    """Predicted time in seconds at which the queue will be empty; None without a prediction."""
     launching: float = 0.0
-    """Seconds that the host lately took for the dearest launch that this lane may get."""
+    """Seconds that the host recently took for the slowest kind of launch of this lane."""
 
     def due(self, now: float, lead: float) -> bool:
-        """Whether the lane wants another launch: idle, or predicted to be within `lead` seconds of
-        the time at which the host has to begin to launch it.
+        """Return whether the lane needs another launch now.
 
-        With no prediction, a lane that has one launch waits for it to end.
+        It does when it is idle, or when the host must begin the next launch within `lead` seconds
+        so that the lane does not run dry. Without a prediction, a lane with one launch waits for
+        its end.
         """
         at = self.due_at(lead)
         return self.queued == 0 or (at is not None and at <= now)
 
     def due_at(self, lead: float) -> float | None:
-        """When a lane that has one launch will be due; None: when that launch ends."""
+        """Return the time in seconds at which a lane with one launch will be due; None if only the
+        end of a launch will tell."""
         if self.queued != 1 or self.until is None:
             return None
         return self.until - lead - self.launching
@@ -175,33 +178,34 @@ class View(msgspec.Struct, frozen=True):
     units: int
     """Units of the whole device."""
     levels: Sequence[tuple[int, int]]
-    """Partitions (prefill units, decode units) on offer, the solo ones too."""
+    """Partitions (prefill units, decode units) on offer, including the solo ones."""
     pass_sizes: Sequence[int]
-    """Tokens that the device pads passes to, ascending; empty: they are computed as they are."""
+    """Numbers of tokens that the device pads passes to, ascending; empty if it pads none."""
     waiting: Sequence[RequestView]
-    """Requests with new tokens and no open batch: started ones first, then by priority and age."""
+    """Requests with new tokens that are in no batch: started ones first, then by priority and
+    age."""
     batch: BatchView | None
-    """The open prefill batch: layers are left to launch."""
+    """The open prefill batch, which has layers left to launch."""
     launched_batches: Sequence[BatchView]
-    """Batches that are launched to the last layer and not done, oldest first."""
+    """Prefill batches launched to the last layer and not done, oldest first."""
     parked: BatchView | None
     """The preempted prefill batch."""
     decoding: Sequence[RequestView]
-    """Requests that a decode step launched now would serve, oldest first."""
+    """Requests that a decode step launched now would serve, by priority and age."""
     joining: Mapping[LaneName, Sequence[RequestView]]
-    """Requests whose prompt is launched to the end and not done, by the lane it was launched in:
-    a step launched in that same lane, or on the whole device, serves them too, for it runs after
-    their prompt."""
+    """Requests whose prompt is launched to the end and not done, by the lane of that launch. A step
+    launched in the same lane or on the whole device serves them too, because it runs after their
+    prompt."""
     lanes: Mapping[LaneName, LaneView]
     free_pages: int
-    """KV pages that hold nothing."""
+    """Number of empty KV pages."""
     reclaimable_pages: int
-    """Pages that only the prefix cache holds."""
+    """Number of KV pages that only the prefix cache holds, which can be taken at any time."""
     free_slots: int
-    """Requests that can be admitted beside those in prefill and decode."""
+    """Number of requests that can be admitted in addition to those in prefill and decode."""
     slo: Slo
-    """The server's latency bounds; each request has its own."""
+    """The server's latency bounds, which requests without bounds of their own have."""
     gaps: GapsView
-    """The gaps between tokens that were delivered lately."""
+    """The latest gaps between tokens."""
     estimator: Estimator
     launching: LaunchCostsView

@@ -1,4 +1,4 @@
-"""Who is next for prefill: what every system that takes requests in order shares."""
+"""Admission in order: the next prompts of a prefill batch, for every system that keeps an order."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,19 @@ from twolane.systems.view import RequestView, View
 def next_chunks(
     view: View, budget: int, *, split: bool, waiting: Sequence[RequestView] | None = None
 ) -> tuple[Chunk, ...]:
-    """Chunks of the waiting requests, in order, of at most `budget` new tokens together.
+    """Return the next chunks of the waiting requests, of at most `budget` new tokens together.
 
-    `waiting` gives them in another order than the view does.
+    Requests are taken in order and not overtaken, with one exception: started prompts hold their
+    pages already, so they are taken behind a request that lacks memory, which might otherwise wait
+    for them forever. One page for every decoding request is left free, so that an admission does
+    not cause a preemption at once.
 
-    With `split`, a prompt that exceeds the budget is cut; without, prompts are taken whole and
-    the first is taken even if it alone exceeds the budget. Nobody is overtaken: behind the first
-    request that does not fit, only started prompts are taken, which have their pages: they go on
-    whatever memory is left, or who waits for memory could wait for them for ever. A page for every
-    decoding request is left over, so that an admission does not lead straight to a preemption.
+    Args:
+        view: of the engine.
+        budget: tokens of the batch.
+        split: whether a prompt that exceeds the budget is cut. Otherwise prompts are taken whole,
+            and the first one even if it alone exceeds the budget.
+        waiting: the waiting requests in another order than the view's.
     """
     pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
     slots = view.free_slots

@@ -1,6 +1,6 @@
-"""What the systems that run prefill and decode side by side share: no decisions, only means.
+"""What systems with two lanes compute alike: loads, deadlines, levels, slices sized by prediction.
 
-Loads of batches, deadlines, the partitions on offer, slices sized by prediction.
+Nothing here decides what to launch.
 """
 
 import math
@@ -28,12 +28,12 @@ class PrefillJob:
     first: int
     """Layers launched: where the next slice begins."""
     deadline: float
-    """The earliest of its requests' that have no token yet, in seconds."""
+    """Earliest deadline in seconds of the requests that have no token yet."""
     ids: frozenset[str]
 
     @classmethod
     def of(cls, batch: BatchView) -> "PrefillJob":
-        """Prompts of a batch that was admitted."""
+        """Return the job of an admitted batch."""
         chunks = batch.chunks
         return cls(
             batch_load(batch),
@@ -44,7 +44,7 @@ class PrefillJob:
 
     @classmethod
     def coming(cls, view: View, chunks: Sequence[Chunk]) -> "PrefillJob | None":
-        """Prompts of the batch that these chunks will be; None without chunks."""
+        """Return the job of the batch that these chunks will form; None without chunks."""
         if not chunks:
             return None
         requests = requests_of(view, chunks)
@@ -53,9 +53,10 @@ class PrefillJob:
         return cls(load, 0, first, frozenset(r.id for r in requests))
 
     def slice(self, view: View, layers: int, units: int) -> Launch:
-        """The next this many layers, or those that are left, in the prefill lane.
+        """Return a launch of the next `layers` layers at most, in the prefill lane.
 
-        They are fewer where decode would run dry while the host launches them.
+        While requests decode, there are no more layers than the host launches without delaying
+        them.
         """
         if view.decoding:
             layers = min(layers, view.launching.layers_at_once)
@@ -64,9 +65,9 @@ class PrefillJob:
 
 
 def deadline(request: RequestView, new: int) -> float:
-    """When the first token is wanted, in seconds; infinite if it was delivered already.
+    """Return the time in seconds at which the first token is due; infinite if it was delivered.
 
-    Of a request without a TTFT SLO, with this many tokens to compute, by the rule of 1 s per 1K.
+    A request without a TTFT SLO has 1 s for each 1,024 of its `new` tokens.
     """
     if request.generated:
         return math.inf
@@ -75,37 +76,38 @@ def deadline(request: RequestView, new: int) -> float:
 
 
 def tbt_slo(requests: Iterable[RequestView]) -> float:
-    """The tightest TBT bound among them in seconds; infinite without any."""
+    """Return the tightest TBT bound of these requests in seconds; infinite without any."""
     return min((r.slo.tbt for r in requests if r.slo.tbt is not None), default=math.inf)
 
 
 def batch_load(batch: BatchView) -> Load:
-    """Load of an admitted batch."""
+    """Return the load of an admitted batch."""
     chunks = batch.chunks
     return Load([c.n for c in chunks], [c.start for c in chunks])
 
 
 def decode_load(requests: Iterable[RequestView]) -> Load:
-    """Load of a decode step that serves these requests, launched now."""
+    """Return the load of a decode step that serves these requests now."""
     return Load.decode([request.context for request in requests])
 
 
 def shared_levels(view: View) -> list[Level]:
-    """The partitions with units for both lanes, fewest for decode first.
+    """Return the levels with units for both lanes, fewest for decode first.
 
-    Where none is on offer both lanes have the whole device.
+    If there are none, both lanes have the whole device.
     """
     both = sorted((level for level in view.levels if all(level)), key=lambda level: level[1])
     return both or [(view.units, view.units)]
 
 
 def nearest_level(levels: Sequence[Level], decode_units: float) -> Level:
-    """The one with about this many units for decode; of two as near, the one with more."""
+    """Return the level whose decode units are nearest; of two as near, the one with more."""
     return min(levels, key=lambda level: (abs(level[1] - decode_units), -level[1]))
 
 
 def level_in_flight(view: View, levels: Sequence[Level]) -> Level | None:
-    """The level of the decode step that was launched last, if it is one of these and queued."""
+    """Return the level of the decode step that was launched last, if it is queued and among
+    these."""
     lane = view.lanes["decode"]
     return next((lv for lv in levels if lane.queued and lv[1] == lane.units), None)
 
@@ -113,14 +115,14 @@ def level_in_flight(view: View, levels: Sequence[Level]) -> Level | None:
 def decode_seconds(
     view: View, load: Load, levels: Sequence[Level], beside: Load | None, *, bound: bool
 ) -> Sequence[float] | None:
-    """A decode step's predicted seconds at each level; None: nothing is known yet.
+    """Return a decode step's predicted seconds at each level; None without predictions.
 
     Args:
-        view: for its estimator.
-        load: of the step.
-        levels: at which to predict.
-        beside: the prefill batch that runs meanwhile; None leaves it out of account.
-        bound: whether to ask for what the estimator promises will not be exceeded.
+        view: has the estimator.
+        load: load of the step.
+        levels: levels to predict for.
+        beside: load of the prefill batch in the other lane; None ignores the other lane.
+        bound: whether to return the estimator's bounds instead of its estimates.
     """
     p, d = np.array(levels).T
     other = None if beside is None else Corunner(beside, p)
@@ -129,16 +131,16 @@ def decode_seconds(
 
 
 def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
-    """The waiting requests that these chunks are of, one for each."""
+    """Return the waiting request of each chunk."""
     ids = {chunk.request for chunk in chunks}
     found = {r.id: r for r in view.waiting if r.id in ids}
     return [found[chunk.request] for chunk in chunks]
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
-    """⌈seconds · layers / whole⌉: the layers that take `seconds` where all of them take `whole`.
+    """Return ⌈seconds · layers / whole⌉, the number of layers that take `seconds`.
 
-    MuxWise §3.4.2, N_PL. At least one layer, and one while nothing is known.
+    This is N_PL of MuxWise §3.4.2; `whole` is the seconds of all layers. The result is at least 1, and 1 without predictions.
     """
     if seconds is None or not whole:
         return 1
@@ -146,20 +148,20 @@ def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
 
 
 def decoding_soon(view: View) -> Sequence[RequestView]:
-    """Whom the next decode steps serve: those in decode, or while there are none, those whose
-    prompts are launched to the end."""
+    """Return the decoding requests or, without any, those whose prompts are launched to the end."""
     if view.decoding:
         return view.decoding
     return [c.request for b in view.launched_batches for c in b.chunks if c.request.to_generate]
 
 
 def prefilling(view: View) -> Load | None:
-    """What the prefill lane computes, or would compute next; None: nothing."""
+    """Return the load that the prefill lane computes now or next; None without any."""
     batch = view.batch or (view.launched_batches[-1] if view.launched_batches else None)
     return None if batch is None else batch_load(batch)
 
 
 def wake_at(view: View, lead: float) -> float | None:
-    """When the first lane will be due that is not due now; None: a launch's end tells."""
+    """Return the time in seconds at which the next lane will be due; None if a launch ends
+    first."""
     wakes = (view.lanes[lane].due_at(lead) for lane in ("prefill", "decode"))
     return min((at for at in wakes if at is not None and at > view.now), default=None)
