@@ -140,7 +140,8 @@ def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
     """Return ⌈seconds · layers / whole⌉, the number of layers that take `seconds`.
 
-    This is N_PL of MuxWise §3.4.2; `whole` is the seconds of all layers. The result is at least 1, and 1 without predictions.
+    This is N_PL of MuxWise §3.4.2; `whole` is the seconds of all layers. The result is at least 1,
+    and 1 without predictions.
     """
     if seconds is None or not whole:
         return 1
