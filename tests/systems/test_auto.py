@@ -100,7 +100,7 @@ def test_prefill_has_the_whole_device_while_nothing_decodes():
 @pytest.mark.parametrize(
     ("more", "times"), [({}, 4), ({"deadline": 60.0}, 1), ({"priority": 1}, 1)]
 )
-def test_batches_are_larger_while_arrival_alone_orders_the_prompts(more, times):
+def test_batches_are_larger_while_no_prompt_has_a_bound_or_another_priority(more, times):
     asked = [waiting("a", 6000), waiting("b", 6000, **more), waiting("c", 6000)]
     made, _ = plan(waiting=asked)
     assert sum(chunk.n for chunk in made.admit) == times * Auto().max_batch_tokens
@@ -520,6 +520,17 @@ def test_prompts_go_by_priority_and_deadline():
     assert [r.id for r in line.order] == ["a", "b", "low"]
 
 
+def test_prompts_without_bounds_let_shorter_ones_pass_that_arrive_soon_enough():
+    """One second for each 1,024 tokens that are left of them, so none waits for ever."""
+    long, short = waiting("long", 8192), waiting("short", 1024)
+    for arrival, first in ((6.9, "short"), (7.1, "long")):
+        assert queue(long, replace(short, arrival=arrival)).order[0].id == first
+    begun = replace(long, new=2048, reused=6144, started=True)
+    for arrival, first in ((0.9, "short"), (1.1, "long")):
+        assert queue(begun, replace(short, arrival=arrival)).order[0].id == first
+    assert [r.id for r in queue(waiting("b", 9), due("a", 1, 1.0)).order] == ["a", "b"]
+
+
 def test_a_prompt_is_in_a_hurry_unless_it_ends_in_the_first_half_of_its_time():
     assert not queue(due("a", 2, 5.0), due("b", 2, 9.0)).hurried
     assert queue(due("a", 3, 5.0), due("b", 2, 12.0)).hurried
@@ -596,8 +607,9 @@ def test_a_wide_bound_on_a_launch_gives_up_nobody_in_line():
         ({"priority": 1}, {"pages": 400}),
         ({"priority": 1}, {"slots": 1}),
         ({"slo": Slo(ttft=1000.0)}, {"pages": 400}),
+        ({}, {"pages": 400}),
     ],
-    ids=["pages", "a slot", "an earlier deadline"],
+    ids=["pages", "a slot", "an earlier deadline", "a shorter prompt"],
 )
 def test_a_started_prompt_goes_on_while_who_is_before_it_waits_for_what_it_holds(long, pool):
     arrivals = [(0.0, submit("long", 6000, 4, **long)), (0.05, submit("other", 1000, 4))]

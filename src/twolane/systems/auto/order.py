@@ -1,9 +1,11 @@
 """The order of waiting requests: which is prefilled next, which will be late, which is refused.
 
-Requests of one priority go by deadline. Where not all deadlines can be kept, as few as possible are
-given up (Moore's algorithm: when one would be late, the longest so far steps back), and those are
-served when no other request waits. A request that would wait for more than twice its bound is
-refused. A prompt that has begun goes on; only short ones that would be late behind it go first.
+Requests of one priority go by deadline. Those without a TTFT bound have a deadline for their order
+alone, which is the later the longer the prompt, so that short prompts need not wait for long ones.
+Where not all deadlines can be kept, as few as possible are given up (Moore's algorithm: when one
+would be late, the longest so far steps back), and those are served when no other request waits. A
+request that would wait for more than twice its bound is refused. A prompt that has begun goes on;
+only those with an earlier deadline, and short ones that would be late behind it, go first.
 """
 
 import heapq
@@ -11,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from twolane.systems.common.multiplex import TTFT_PER_TOKEN
 from twolane.systems.plan import Refusal
 from twolane.systems.view import RequestView
 
@@ -24,7 +27,8 @@ deadline."""
 HURRY_FRACTION = 0.5
 """Fraction of its TTFT bound after which a prompt that is not done is in a hurry."""
 UNBOUND_SECONDS = 1.0
-"""Requests without a TTFT bound are ordered as if they had this one."""
+"""Requests without a TTFT bound are ordered as if they had one of this many seconds and
+`TTFT_PER_TOKEN` for each new token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,9 @@ def _deadline(request: RequestView) -> float:
     """Return the deadline in seconds; a request that was preempted after a token goes first."""
     if request.generated:
         return -math.inf
-    wanted = request.deadline
-    return request.arrival + UNBOUND_SECONDS if wanted is None else wanted
+    if request.deadline is not None:
+        return request.deadline
+    return request.arrival + UNBOUND_SECONDS + TTFT_PER_TOKEN * request.new
 
 
 def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:

@@ -35,11 +35,11 @@ from twolane.systems.view import RequestView, View
 
 BATCH_SECONDS = 0.2
 """A prefill batch takes at most this many seconds on the whole device, or `LEAST_BATCH_TOKENS`."""
-UNORDERED_BATCH_SECONDS = 1.0
-"""A prefill batch takes at most this many seconds while arrival alone orders the waiting requests:
-putting them in order again gains nothing then, and larger batches compute faster: they read weights
-less often, and their attention leaves fewer SMs without a tile in its last turn."""
-UNORDERED_BATCH_FACTOR = 4
+UNBOUND_BATCH_SECONDS = 1.0
+"""A prefill batch takes at most this many seconds while no waiting request has a TTFT bound or
+another priority: nobody misses a bound behind it then, and larger batches compute faster: they read
+weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
+UNBOUND_BATCH_FACTOR = 4
 """Such a batch may have this many times as many new tokens."""
 LEAST_BATCH_TOKENS = 256
 """A prefill batch may have this many new tokens, however long they take."""
@@ -130,8 +130,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ends = [c.start + c.n for c in chunks if c.n == c.request.new]
             return Prompts(batch_load(view.batch), view.batch.layers_launched, (), ends)
         most, seconds = self.max_batch_tokens, BATCH_SECONDS
-        if _by_arrival(order):
-            most, seconds = UNORDERED_BATCH_FACTOR * most, UNORDERED_BATCH_SECONDS
+        if _unbound(order):
+            most, seconds = UNBOUND_BATCH_FACTOR * most, UNBOUND_BATCH_SECONDS
         fitting = costs.tokens_in(seconds) or 0.0
         tokens = min(int(max(LEAST_BATCH_TOKENS, fitting)), most)
         coming = next_chunks(view, tokens, split=True, waiting=order)
@@ -208,16 +208,16 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replace(standing, choice=choice, pass_tokens=tokens)
 
 
-def _by_arrival(waiting: Sequence[RequestView]) -> bool:
-    """Tell whether neither a TTFT bound nor a priority puts a request before an earlier one."""
+def _unbound(waiting: Sequence[RequestView]) -> bool:
+    """Tell whether no request has a TTFT bound, or another priority than the rest."""
     return all(r.deadline is None and r.priority == waiting[0].priority for r in waiting)
 
 
 def _backlogged(view: View, prompts: Prompts) -> bool:
-    """Tell whether arrival alone orders the prompts and as many tokens wait as the batch has."""
+    """Tell whether all prompts are unbound and as many tokens wait as the batch has."""
     behind = sum(r.new for r in view.waiting) - sum(chunk.n for chunk in prompts.chunks)
     begun = [chunk.request for chunk in view.batch.chunks] if view.batch else []
-    return behind >= prompts.load.new and _by_arrival([*view.waiting, *begun])
+    return behind >= prompts.load.new and _unbound([*view.waiting, *begun])
 
 
 def _made_for(
