@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.resources import open_standard_files
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
 from twolane.frontend.body import Body, read
@@ -168,6 +169,7 @@ class LLM:
     def __init__(self, model: str, *, progress: bool | None = None, **settings: Any) -> None:
         check_settings(settings, EngineConfig.__struct_fields__[1:])
         config = EngineConfig(model=model, **settings)
+        open_standard_files()  # which a daemon may lack
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(

@@ -364,16 +364,6 @@ def test_a_profile_that_is_not_there_is_named_once():
     assert result.stderr == "twolane: nowhere.json: No such file or directory\n"
 
 
-def test_what_is_opened_gets_no_number_of_a_closed_standard_file():
-    """A server's next connection got what libraries print."""
-    script = (
-        "import os, sys; from twolane.cli.main import open_standard_files as opens; "
-        "os.closerange(0, 3); sys.stdin = sys.stdout = sys.stderr = None; opens(); "
-        "print(1, file=sys.stderr, flush=True); sys.exit(os.open(os.devnull, os.O_RDONLY) < 3)"
-    )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
 def test_generate_answers():
     result = run("generate", MODEL, "What is the capital of France?", "--kv-tokens", "4000")
     assert result.returncode == 0

@@ -128,3 +128,21 @@ def test_open_files_are_counted_where_the_system_shows_them(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script], check=True)  # no thread of other tests is there
     assert open_files(tmp_path / "no such folder") == 0
+
+
+CLOSED = """
+import os, subprocess, sys
+from twolane.common.resources import open_standard_files
+os.closerange(0, 3)
+sys.stdin = sys.stdout = sys.stderr = None
+open_standard_files()
+print(1, file=sys.stderr, flush=True)
+assert os.open(os.devnull, os.O_RDONLY) > 2
+child = "import sys; print(1, file=sys.stderr, flush=True); sys.exit(sys.stdout is None)"
+sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
+
+
+def test_what_is_opened_gets_no_number_of_a_closed_standard_file():
+    """A server's next connection got what libraries print, and its engine's too."""
+    assert subprocess.run([sys.executable, "-c", CLOSED]).returncode == 0

@@ -9,6 +9,7 @@ import typer
 import twolane
 from twolane.cli.errors import INTERRUPTED, fail, told
 from twolane.cli.lazy import LazyCommands
+from twolane.common.resources import open_standard_files
 from twolane.frontend.foreign import unserved
 
 PLAIN = (
@@ -71,18 +72,6 @@ def top(
     ] = False,
 ) -> None:
     """Handle the options that belong to no command."""
-
-
-def open_standard_files() -> None:
-    """Open what was closed of standard input, output and error: else the next connection would get
-    its number, and with it what libraries print."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def main() -> None:

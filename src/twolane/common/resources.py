@@ -85,6 +85,18 @@ def open_files(opened: Path = OPENED) -> int:
         return 0
 
 
+def open_standard_files() -> None:
+    """Open what was closed of standard input, output and error, for this process and those that it
+    starts: else the next connection would get its number, and with it what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Bytes that can be allocated without swapping, and that its control groups leave this process:
     those of a container, or of a service."""
