@@ -30,12 +30,14 @@ def test_a_server_gets_what_the_client_wrote_and_who_it_is() -> None:
     server = Scripted(saying(whole(ANSWER, "200 OK", "Date: Thu, 01 Jan 1970 00:00:00 GMT")))
     odd = "/v1/models/a%2Fb%3F%23?x=%26&y"
     # From this machine, as by a proxy there, it is believed; and no other is added.
-    headers = {
-        "X-Forwarded-For": "1.2.3.4",
-        "X-Forwarded-Proto": "https",
-        "Accept-Encoding": "br",
-        "X-Odd": "\u00fc",
-    }
+    headers = [
+        ("X-Forwarded-For", "1.2.3.4"),
+        ("X-Forwarded-Proto", "https"),
+        ("Accept-Encoding", "br"),
+        ("X-Odd", "\u00fc"),
+        ("X-Slo-TTFT-Ms", "1"),  # a server goes by the first
+        ("X-Slo-TTFT-Ms", "2"),
+    ]
 
     async def run() -> str:
         async with fleet_of(server) as fleet:
@@ -49,6 +51,7 @@ def test_a_server_gets_what_the_client_wrote_and_who_it_is() -> None:
     lines = [line.lower() for line in head.split("\r\n")]
     assert [line for line in lines if "forwarded" in line] == ["x-forwarded-for: 1.2.3.4"]
     assert "accept-encoding: br" not in lines
+    assert [line[-1] for line in lines if line.startswith("x-slo")] == ["1", "2"]
     assert "X-Odd: \u00fc".encode().decode("latin-1").lower() in lines
 
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import msgspec
+from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 
 from twolane.server.http.errors import ApiError
@@ -78,15 +79,13 @@ async def left(receive: Receive) -> None:
         pass
 
 
-def forwarded(scope: Scope) -> dict[str, str]:
-    """The client's headers for a replica, and the client's address."""
-    headers = {
-        name.decode("latin-1"): as_sent(value)
-        for name, value in scope["headers"]
-        if name.decode("latin-1") not in NOT_FORWARDED
-    }
-    client = scope.get("client")
-    return headers | ({"x-forwarded-for": client[0]} if client else {})
+def forwarded(scope: Scope) -> CIMultiDict[str]:
+    """The client's headers for a replica, as often as they came, and the client's address."""
+    headers = [(name.decode("latin-1"), as_sent(value)) for name, value in scope["headers"]]
+    kept = CIMultiDict((name, value) for name, value in headers if name not in NOT_FORWARDED)
+    if (client := scope.get("client")) is not None:
+        kept["x-forwarded-for"] = client[0]
+    return kept
 
 
 def as_sent(value: bytes) -> str:
