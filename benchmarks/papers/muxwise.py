@@ -291,8 +291,8 @@ EXPERIMENTS = {
                 for told, why in (
                     (
                         "",
-                        "not in the paper; told no bound on TTFT, muxwise assumes 1 s for each"
-                        " 1,024 tokens and lets short prompts pass, and auto keeps to arrival",
+                        "not in the paper; told no bound on TTFT, both order prompts as if it were"
+                        " 1 s for each 1,024 tokens, 1 s more with auto",
                     ),
                     (
                         ", told",

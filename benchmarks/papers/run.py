@@ -151,15 +151,15 @@ def chosen(
     experiment: Experiment, patterns: Sequence[str], served: bool
 ) -> list[tuple[str, Run | Ask]]:
     """The runs whose names match; on servers system by system, so that each is started once."""
-    runs = [
-        (name, run)
-        for name, run in experiment.runs.items()
-        if any(fnmatch(name, pattern) for pattern in patterns)
-    ]
+    runs = [(name, run) for name, run in experiment.runs.items() if _matches(name, patterns)]
     systems = list(dict.fromkeys(run.system for _, run in runs if isinstance(run, Run)))
     if served:
         runs.sort(key=lambda pair: systems.index(pair[1].system) if isinstance(pair[1], Run) else 0)
     return runs
+
+
+def _matches(run: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(run, pattern) for pattern in patterns)
 
 
 def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
@@ -169,9 +169,11 @@ def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
     experiment, path = EXPERIMENTS[name], out / f"{name}.json"
     about = provenance({"experiment": name, "traces": "public" if bench.traces else "drawn"})
     saved = Saved(about, experiment.where, card, [])
-    if path.exists() and not given.fresh:
+    if path.exists():
         saved = read(path)
         saved.provenance = about
+    if given.fresh:
+        saved.runs = [done for done in saved.runs if not _matches(done.run, given.runs)]
     known = {(done.run, done.seed, done.requests) for done in saved.runs}
     for run_name, run in chosen(experiment, given.runs, bench.serve is not None):
         served = isinstance(run, Run)
@@ -215,7 +217,7 @@ def _options() -> argparse.Namespace:
     add("--serve", metavar="FLAGS", help="flags of `twolane serve`: measure on this machine")
     add("--model", help="model in place of the experiments' own, for a trial of --serve")
     add("--card", help="name of this machine's GPU in the files, with --serve")
-    add("--fresh", action="store_true", help="repeat the runs that the file has")
+    add("--fresh", action="store_true", help="repeat the runs that the file has, of those chosen")
     add("--work", type=Path, default=Path("papers-work"), help="folder of the servers' logs")
     add("--out", type=Path, default=OUT, help="folder of the results")
     given = parser.parse_args()

@@ -180,6 +180,28 @@ def test_runs_on_servers_go_system_by_system(monkeypatch):
     assert len(named) == 5
 
 
+def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypatch):
+    """The others stay in its file, with the commit that they had."""
+    monkeypatch.syspath_prepend(str(SCRIPTS / "papers"))
+    import run
+    from study import Bench
+
+    made = []
+    monkeypatch.setattr(Bench, "figures", lambda _, one, seed: made.append(one.system) or {})
+    command = ["run.py", "drift-fig13", "--out", str(tmp_path)]
+    for more, again in (
+        ([], 3),
+        ([], 0),
+        (["--fresh", "--runs", "*4 groups"], 1),
+        (["--fresh"], 3),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        run.main()
+        assert len(made) == again
+        assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 3
+        made.clear()
+
+
 def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):
     few = ("--length", 2, "--only", "auto-azure-conv", "muxwise-azure-conv")
     run("replay.py", "--gpus", *few, "--work", "work", "--out", "out", cwd=tmp_path)
