@@ -126,7 +126,7 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
     client = await EngineClient.start(config, told)
     runs: dict[int, dict[str, list[dict[str, float]]]] = {}
     try:
-        client.teach(tokenizer)
+        client.send_vocabulary(tokenizer)
         grammar, size = json_schema_grammar(SCHEMAS[given.schema]), given.vocab_size
         await gaps(client, [request(0, 16, 8, size, grammar), request(1, 16, 8, size, None)])
         for tied in [0, *given.constrained] * given.rounds:

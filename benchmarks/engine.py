@@ -366,7 +366,7 @@ def both_lanes(
     span = slices[-1].end - slices[0].end
     tokens = row.count * (len(slices) - 1) / per_prompt
     gaps = [b.end - a.end for a, b in itertools.pairwise(decode)]
-    launching = [ticket.launching for ticket in decode]
+    launching = [ticket.host_seconds for ticket in decode]
     return Both(tokens / span, gaps, idle_share(decode), idle_share(slices), launching)
 
 
@@ -430,7 +430,7 @@ def host(rig: Rig, details: dict) -> list[Figure]:
         for _ in range(40):
             ticket = rig.launch("decode", rig.machine.partitions.units, work)
             rig.lanes.synchronize()  # asleep: who polls takes Python's lock from who launches
-            samples.append(finished(ticket).launching)
+            samples.append(finished(ticket).host_seconds)
         figures.append(
             at_most(f"launching a step of {count}", statistics.median(samples) * 1e3, bar, "ms")
         )

@@ -186,7 +186,7 @@ def slicing(made: Rig, runs: Sequence[Run]) -> dict[str, float]:
             seconds[name].append(times[-1][1] - times[0][0])
         gaps = [after[0] - before[1] for before, after in itertools.pairwise(times)]
         seconds["between"].append(sum(gaps))
-        seconds["launching"].append(sum(t.launching for t in tickets))
+        seconds["launching"].append(sum(t.host_seconds for t in tickets))
         seconds["waited"].append(sum(t.waited for t in tickets))
     made.give_back(batch.rows)
     # The first of each warms up.

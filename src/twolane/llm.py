@@ -177,7 +177,7 @@ class LLM:
         )
         self._thread.start()
         self._closed = False
-        self._taught = False
+        self._vocabulary_sent = False
         """Whether the engine has the tokenizer, which it needs for grammars."""
         self._closing = threading.RLock()
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
@@ -427,9 +427,13 @@ class LLM:
     def _generation(
         self, tokens: list[int], params: SamplingParams, options: GenerationOptions
     ) -> Generation:
-        if params.grammar is not None and self._texts.codec.has_tokenizer and not self._taught:
-            self._engine.teach(self._texts.codec.tokenizer_json)
-            self._taught = True
+        if (
+            params.grammar is not None
+            and self._texts.codec.has_tokenizer
+            and not self._vocabulary_sent
+        ):
+            self._engine.send_vocabulary(self._texts.codec.tokenizer_json)
+            self._vocabulary_sent = True
         return Generation(self._engine, self._texts.codec, [tokens], [params], options)
 
     async def _end(self) -> None:

@@ -98,7 +98,7 @@ def check(text, grammar):
 async def serve(config, count):
     client = await EngineClient.start(config)
     try:
-        client.teach(tokenizer().to_str())
+        client.send_vocabulary(tokenizer().to_str())
         return await ask(client, requests(count)), client.stats.preemptions
     finally:
         await client.close()
@@ -128,7 +128,7 @@ async def refusals(config):
     try:
         [early] = requests(1)
         too_early = await ask(client, [early])
-        client.teach(tokenizer().to_str())
+        client.send_vocabulary(tokenizer().to_str())
         bad = replace(early.params, grammar=regex_grammar("("))
         answers = await ask(client, [replace(early, id="bad", params=bad), *requests(6)])
         return too_early["r0"][1], answers
@@ -152,7 +152,7 @@ async def abort_and_free(config):
     """A constrained request is given up; the one that has its slot next is free."""
     client = await EngineClient.start(config)
     try:
-        client.teach(tokenizer().to_str())
+        client.send_vocabulary(tokenizer().to_str())
         constrained, free = requests(3)[0], requests(3)[2]
         alone = await ask(client, [free])
         for turn in range(6):

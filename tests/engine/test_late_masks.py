@@ -42,7 +42,7 @@ class Lanes:
         self.works.append(work)
         return ticket
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
         self.told.append((number, masks))
 
     def check(self) -> None:

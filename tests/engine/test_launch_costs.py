@@ -35,7 +35,7 @@ class SilentLanes(SimLanes):
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         ticket = super().launch(lane, units, work, after)
-        ticket.launching = 0.0
+        ticket.host_seconds = 0.0
         return ticket
 
 

@@ -139,7 +139,7 @@ def test_answers_follow_slow_grammars_when_they_are_computed_again(
     async def serve() -> tuple[dict[str, tuple[list[int], object]], int]:
         client = await EngineClient.start(config)
         try:
-            client.teach(tokenizer().to_str())
+            client.send_vocabulary(tokenizer().to_str())
             slow = [
                 Submit(f"s{i}", [5 + i] * 30, SamplingParams(seed=i, max_tokens=60, grammar=SLOW))
                 for i in range(5)

@@ -77,7 +77,7 @@ def test_on_a_cpu_the_sampler_waits_for_the_masks() -> None:
         assert isinstance(sent, Launched)
         ticket = lanes.launch("device", 1, sent.work, ())
         assert not ticket.done and not ticket.steps
-        lanes.allow(ticket.number, masks)
+        lanes.set_masks(ticket.number, masks)
         with news:
             assert news.wait_for(lambda: ticket.done, PATIENCE)
         ticket.check()
@@ -176,7 +176,7 @@ def test_on_a_gpu_launches_that_exclude_each_other_keep_their_order(cuda: None, 
 
 
 def allow(lanes: Any, ticket: Ticket, work: Work) -> None:
-    lanes.allow(ticket.number, [TokenMask(slot, b"") for slot in work.late])
+    lanes.set_masks(ticket.number, [TokenMask(slot, b"") for slot in work.late])
 
 
 def check(order: list[tuple[str, Any]], asked: list[tuple[Any, Work, Ticket]]) -> None:

@@ -225,7 +225,7 @@ def test_masks_reach_rank_0_which_samples() -> None:
     first = CpuLanes(runners[0], usable_cores(), lambda: None)
     lanes = RankedLanes(first, Nearby(runners[1]))  # type: ignore[arg-type]
     ticket = lanes.launch("decode", lanes.units, some_work(2)[2], ())
-    lanes.allow(ticket.number, [TokenMask(0, b"mask")])
+    lanes.set_masks(ticket.number, [TokenMask(0, b"mask")])
     lanes.close(PATIENCE)
     assert told == [TokenMask(0, b"mask")]
 

@@ -47,7 +47,7 @@ class Host:
     def wait(self, until, tickets):
         self._wait(until, tickets)
         for ticket in self.late:
-            ticket.launched = ticket.end
+            ticket.queued_at = ticket.end
 
     @property
     def late(self) -> list[Ticket]:

@@ -192,7 +192,7 @@ def test_a_lane_begins_before_its_work_is_launched_whole() -> None:
     second = lanes.launch("decode", 24, decode(1), ())
     lanes.advance(10.0)
     # Not before all is launched.
-    assert (first.start, first.end, first.launching) == (0.5, 3.0, 3.0)
+    assert (first.start, first.end, first.host_seconds) == (0.5, 3.0, 3.0)
     assert (second.start, second.end) == (3.5, 6.0)  # the host was busy until 3.0
 
 

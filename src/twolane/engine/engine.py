@@ -96,7 +96,7 @@ class Engine:
             if isinstance(message, Submit):
                 self._intake.submit(message)
             elif isinstance(message, Vocabulary):
-                self._intake.know(message)
+                self._intake.set_vocabulary(message)
             elif isinstance(message, Abort):
                 self._end(message.id, "abort")
             elif isinstance(message, Watch):

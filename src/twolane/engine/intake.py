@@ -59,7 +59,7 @@ class Intake:
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0
 
-    def know(self, vocabulary: Vocabulary) -> None:
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Take requests with grammars from now on."""
         names = self._model.vocab_size, self._eos_token_ids
         self._grammars = Grammars(vocabulary.tokenizer, *names, self._notify)

@@ -149,7 +149,7 @@ def _settle(state: State, flight: Flight) -> None:
         _move_on(state, flight, flight.batch)
     state.kv.landed([allocation for _, allocation in flight.rows])
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
-    state.launching.note(flight.launch.work, ticket.launching, state.now())
+    state.launching.note(flight.launch.work, ticket.host_seconds, state.now())
     if lane in OTHER:
         state.landed[lane].append(flight)
     state.unobserved.append(flight)
@@ -220,7 +220,7 @@ def _trace(state: State, flight: Flight) -> None:
         context=flight.shape.load.reused,
         predicted=flight.predicted,
         waited=ticket.start - flight.launched_at,
-        launching=ticket.launching,
+        launching=ticket.host_seconds,
         reason=flight.reason,
     )
 

@@ -188,7 +188,7 @@ class EngineClient:
         self._send(request)
         self._sinks[request.id] = sink
 
-    def teach(self, tokenizer: str) -> None:
+    def send_vocabulary(self, tokenizer: str) -> None:
         """Send the model's tokenizer before the first request with a grammar.
 
         Args:

@@ -1,7 +1,7 @@
-"""Where work runs: ordered queues of device work, each bound to a share of the units.
+"""Lanes: ordered queues of device work, each bound to a share of the units.
 
-Lanes decide nothing. `Lanes.launch` queues work and returns at once; the `Ticket` tells what
-became of it.
+Lanes decide nothing. `Lanes.launch` queues work and returns at once; the engine polls the `Ticket`
+for the results.
 """
 
 from collections import deque
@@ -21,14 +21,14 @@ class Sampled(NamedTuple):
     """Row of the work."""
     token: int
     logprobs: TokenLogprobs | None = None
-    """If the row asks for them."""
+    """Log-probabilities of the token, if the row asks for them."""
     embedding: bytes | None = None
-    """The hidden state that it was sampled from, behind the last norm, in float32, if the row asks
-    for it."""
+    """Hidden state behind the last norm that the token was sampled from, in float32, if the row
+    asks for it."""
 
 
 class PromptLogprobs(NamedTuple):
-    """What a step thought of a chunk's targets."""
+    """Log-probabilities of the targets of a prompt chunk."""
 
     row: int
     """Row of the work."""
@@ -37,27 +37,27 @@ class PromptLogprobs(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one step came to."""
+    """The results of one step."""
 
     sampled: Sequence[Sampled] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     broken: Sequence[int] = ()
-    """Rows of the work for which nothing is sampled: the model gave NaN or plus infinity."""
+    """Rows of the work without a sampled token, because the logits are NaN or plus infinity."""
     woken: float | None = None
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
 
 PATIENCE_SECONDS = 9.0
-"""Seconds that a launch may take at least before a rank is held for lost; the server is to say so
-within ten."""
+"""Shortest time in seconds after which an unfinished launch means a lost rank; the server reports
+it within ten."""
 UNPREDICTED_SECONDS = 60.0
-"""Seconds that a launch may take for which there is no prediction."""
+"""Seconds after which an unfinished launch without a prediction means a lost rank."""
 PATIENCE_FACTOR = 5.0
-"""How many times its prediction a launch may take, if that is longer."""
+"""Multiple of its prediction that a launch may take, if that is longer."""
 
 
 def patience(predicted: float | None) -> float:
-    """Seconds that a launch may take before a rank is held for lost."""
+    """Return the seconds that a launch may take before a rank counts as lost."""
     if predicted is None:
         return UNPREDICTED_SECONDS
     return max(PATIENCE_SECONDS, PATIENCE_FACTOR * predicted)
@@ -75,51 +75,52 @@ class Ticket:
     units: int
     steps: list[Step] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When the device was through with each of them: seconds, the lanes' clock."""
+    """Seconds on the lanes' clock at which the device finished each step."""
     start: float | None = None
-    """Seconds, the lanes' clock, when the device began with it."""
+    """Seconds on the lanes' clock at which the device began the launch."""
     end: float | None = None
     error: BaseException | None = None
-    launching: float = 0.0
-    """Seconds that the host was busy with launching it; a plan should leave room."""
-    launched: float = 0.0
-    """Seconds, the lanes' clock, when the host was through with that."""
+    host_seconds: float = 0.0
+    """Seconds that the host was busy with launching it, which plans leave room for."""
+    queued_at: float = 0.0
+    """Seconds on the lanes' clock at which the host had queued all of it."""
     number: int = 0
     """Sequence number of the launch, over all lanes of the device."""
     patience: float = UNPREDICTED_SECONDS
-    """Seconds without any step's end, over all lanes, after which a rank is held for lost; the
+    """Seconds without the end of any step, over all lanes, after which a rank counts as lost; the
     engine sets it when the launch has returned, which may take seconds the first time."""
 
     @property
     def waited(self) -> bool:
-        """Whether the device began before all of it was queued: it may have waited for the host."""
-        return self.start is not None and self.start < self.launched
+        """Whether the device began before all of it was queued, so that it may have waited for the
+        host."""
+        return self.start is not None and self.start < self.queued_at
 
     def add(self, step: Step, at: float) -> None:
-        """A step has ended."""
+        """Add the results of a step that ended at `at` seconds."""
         self.times.append(at)
-        self.steps.append(step)  # last: whoever polls sees that there is one by this
+        self.steps.append(step)  # last, because pollers look at its length
 
     @property
     def done(self) -> bool:
-        """Whether the device is through with it; nothing of it is read or written any more."""
+        """Whether the device has finished it and no longer reads or writes its memory."""
         return self.end is not None
 
     def check(self) -> None:
-        """See that its lane ran into nothing.
+        """Raise the error of the launch, if there was one.
 
         Raises:
-            BaseException: what it ran into.
+            BaseException: the error of its lane.
         """
         if self.error is not None:
             raise self.error
 
     @property
     def seconds(self) -> float:
-        """How long the device worked on it; only when done.
+        """Seconds that the device worked on it; only when done.
 
         Raises:
-            BaseException: what its lane ran into.
+            BaseException: the error of its lane.
         """
         self.check()
         assert self.start is not None
@@ -131,12 +132,12 @@ T = TypeVar("T", bound=Ticket)
 
 
 class OpenTickets(Generic[T]):
-    """The tickets of all lanes by number, as long as they may not be done."""
+    """The tickets of all lanes that may not be done yet, by number."""
 
     def __init__(self) -> None:
         self._tickets: deque[T] = deque()
         self._first = 0
-        """Number of the first one kept."""
+        """Number of the first ticket kept."""
 
     def add(self, ticket: T) -> T:
         """Give the ticket the next number."""
@@ -148,7 +149,7 @@ class OpenTickets(Generic[T]):
         return ticket
 
     def waiting(self) -> list[T]:
-        """Those that are not done; also for other threads than the one that adds."""
+        """Return the tickets that are not done; any thread may call this."""
         while True:
             try:
                 return [ticket for ticket in self._tickets if not ticket.done]
@@ -156,7 +157,7 @@ class OpenTickets(Generic[T]):
                 continue
 
     def pending(self, numbers: Iterable[int]) -> list[T]:
-        """Those with these numbers that are not done."""
+        """Return the tickets with these numbers that are not done."""
         kept = [self._tickets[n - self._first] for n in numbers if n >= self._first]
         return [ticket for ticket in kept if not ticket.done]
 
@@ -165,9 +166,9 @@ class Lanes(Protocol):
     """The prefill lane, the decode lane and the whole device."""
 
     units: int
-    """Units of the device."""
+    """Number of units of the whole device."""
     levels: Sequence[tuple[int, int]]
-    """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
+    """Partitions (prefill units, decode units) on offer, including (all, 0) and (0, all)."""
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """Queue work behind what is queued in that lane and in those that exclude it (`EXCLUSIVE`);
@@ -177,13 +178,13 @@ class Lanes(Protocol):
         of the decode lane from the other: they overlap only if they add up to more than all.
         """
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
-        """Tell the masks that a launch waits for (`late`), once, of those of its slots whose
-        requests are still there."""
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """Set the masks that a launch waits for (`late`), once, for those of its slots whose
+        requests have not left."""
 
     def drop(self, batch: int) -> None:
-        """Forget the hidden states of a batch of which no further slice is launched, when the
-        slices that were are done."""
+        """Drop the hidden states of a batch when its launched slices are done; no further slice of
+        it is launched."""
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """Read a LoRA adapter into an adapter slot that no launch names; other threads may call
@@ -192,25 +193,25 @@ class Lanes(Protocol):
         Args:
             slot: number of the adapter slot.
             path: directory of the adapter.
-            digest: of its files, which every rank must find; None: whatever they are.
+            digest: digest of its files, which every rank must find; None accepts any files.
 
         Raises:
-            ValueError: it cannot be served; the message says why, and the slot is as it was.
+            ValueError: the adapter cannot be served, and the slot is unchanged; it says why.
         """
 
     def drop_adapter(self, slot: int) -> None:
         """Empty an adapter slot that no launch names any more."""
 
     def silences(self) -> Sequence[float]:
-        """Seconds since ranks 1 and up last answered or took part in a launch that went on; empty
-        where there is one rank."""
+        """Return the seconds since each rank from 1 on last answered or took part in a launch that
+        made progress; empty with one rank."""
 
     def check(self) -> None:
-        """See that the lanes can go on.
+        """Check that all ranks are there.
 
         Raises:
-            ConnectionError: a part of them is gone; the message says which.
+            ConnectionError: a rank is lost; the message says which.
         """
 
     def clock(self) -> float:
-        """Seconds, monotonic; the clock of the tickets."""
+        """Return the time in seconds on the monotonic clock of the tickets."""

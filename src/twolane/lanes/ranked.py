@@ -53,9 +53,9 @@ class RankedLanes:
         self._followers.log(LaunchRecord(lane, units, work, tuple(after), ticket.number))
         return ticket
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
-        """See `Lanes.allow`; the other ranks do not sample."""
-        self._lanes.allow(number, masks)
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.set_masks`; the other ranks do not sample."""
+        self._lanes.set_masks(number, masks)
 
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`."""

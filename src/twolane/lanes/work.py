@@ -130,7 +130,7 @@ class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token, if the launch samples."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled."""
+    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled."""
 
 
 class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
@@ -142,7 +142,7 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token; `k` is 1 if there are any."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled; `k` is 1 if
+    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled; `k` is 1 if
     there are any."""
 
 
@@ -157,7 +157,7 @@ class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled."""
+    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled."""
 
 
 Work = PrefillWork | DecodeWork | HybridWork

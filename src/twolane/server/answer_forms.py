@@ -36,7 +36,7 @@ class AnswerForms:
         self._availability = availability
         self._maker: GrammarMaker | None = None
         """What makes grammars, from the first one on."""
-        self._taught = False
+        self._vocabulary_sent = False
         """Whether the engine has the tokenizer."""
 
     async def of(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerForm:
@@ -64,15 +64,15 @@ class AnswerForms:
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
-    def teach(self) -> None:
+    def send_vocabulary(self) -> None:
         """Give the engine the tokenizer, which it needs for the first request with a grammar.
 
         Raises:
             EngineError: the engine is gone.
         """
-        if not self._taught:
-            self._engine.teach(self._codec.tokenizer_json)
-            self._taught = True
+        if not self._vocabulary_sent:
+            self._engine.send_vocabulary(self._codec.tokenizer_json)
+            self._vocabulary_sent = True
 
     async def close(self) -> None:
         """End the program that makes grammars."""

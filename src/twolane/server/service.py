@@ -165,7 +165,7 @@ class Service:
         every = [params] * len(prompts)
         try:
             if form.grammar is not None:
-                self.forms.teach()
+                self.forms.send_vocabulary()
             return Generation(self.engine, self.codec, prompts, every, options, account)
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error

@@ -82,7 +82,7 @@ class _SimTicket(Ticket):
     @property
     def over(self) -> float:
         """When the step under way ends: not before the host is through with the launch."""
-        return self.ends if self.ends > self.launched else self.launched
+        return self.ends if self.ends > self.queued_at else self.queued_at
 
     @property
     def demand(self) -> Demand:
@@ -136,8 +136,8 @@ class SimLanes:
             demands=self._device.steps(work, units),
             after=[other for other in before if other.end is None],
             ready=begun + first,
-            launched=self._host_free,
-            launching=all_of_it,
+            queued_at=self._host_free,
+            host_seconds=all_of_it,
         )
         self._open.add(ticket)
         self._results.take(work)
@@ -148,8 +148,8 @@ class SimLanes:
             self._rate()
         return ticket
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
-        """See `Lanes.allow`: no grammar is simulated."""
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.set_masks`: no grammar is simulated."""
 
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`."""

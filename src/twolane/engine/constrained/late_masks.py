@@ -75,7 +75,7 @@ class LateMasks:
         state = self._state
         for flight in list(state.awaiting_masks):
             if all(row.left or row.mask is not None for row in flight.late):
-                state.lanes.allow(flight.ticket.number, _masks(flight))
+                state.lanes.set_masks(flight.ticket.number, _masks(flight))
                 state.awaiting_masks.remove(flight)
                 for row in flight.late:
                     row.request.awaiting_masks -= not row.left  # leaving made it zero

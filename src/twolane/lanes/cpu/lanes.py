@@ -89,8 +89,8 @@ class CpuLanes:
                 del self._slices[work.batch]
         return ticket
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
-        """See `Lanes.allow`."""
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.set_masks`."""
         for ticket in self._open.pending((number,)):
             ticket.masks.set_result(masks)
 

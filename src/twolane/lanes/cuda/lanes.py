@@ -142,9 +142,9 @@ class CudaLanes:
         self._launcher.submit(launch, _turn(lane, work, before))
         return ticket
 
-    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
-        """See `Lanes.allow`; the other ranks do not sample."""
-        self._launcher.submit(partial(self._allow, number, masks), "step")
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.set_masks`; the other ranks do not sample."""
+        self._launcher.submit(partial(self._set_masks, number, masks), "step")
 
     def rest(self, seconds: float) -> None:
         """See `MachineLanes.rest`."""
@@ -205,7 +205,7 @@ class CudaLanes:
         else:
             asked.run()
 
-    def _allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+    def _set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
         self._told[number] = masks
         self._end_told()
 
@@ -232,9 +232,9 @@ class CudaLanes:
             ticket.fail(error)
             self._notify()
             return
-        ticket.launched = self.clock()
-        took = ticket.launched - asked - (self._spent - spent)
-        ticket.launching += took
+        ticket.queued_at = self.clock()
+        took = ticket.queued_at - asked - (self._spent - spent)
+        ticket.host_seconds += took
         self._spent += took
         if watched is not None:
             self._watchers[ticket.lane].queue.put(watched)
@@ -336,7 +336,7 @@ def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:
     """A launch that waits on the device for another one must be launched behind it."""
     if is_slice(lane, work):
         return "slice"
-    return "step" if lane == "decode" and all(other.launched for other in after) else "in order"
+    return "step" if lane == "decode" and all(other.queued_at for other in after) else "in order"
 
 
 class _Watcher:
