@@ -127,7 +127,7 @@ def run(served: Served, size: int, part: str) -> tuple[list[Row], float]:
     """Return a row for each attack whose name holds `part`, and the longest gap of the stream
     without them."""
     good = {"prompt": [5] * 20, "max_tokens": 4, "metadata": {"a": "x" * 70_000}}
-    assert served.request(COMPLETIONS, good)[0] == 200  # the process that judges starts
+    assert served.request(COMPLETIONS, good)[0] == 200  # the process that checks bodies starts
     assert served.request("/tokenize", {"prompt": "a"})[0] == 200
     scored = {"prompt": [5] * 20, "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 2, "n": 2}
     assert served.request(COMPLETIONS, scored)[0] == 200

@@ -164,14 +164,14 @@ class Json(Target):
 
 
 class Bodies(Target):
-    """The models of all endpoints, as the judge reads them: it refuses and never raises."""
+    """The models of all endpoints, as the worker that checks bodies reads them: it refuses and never raises."""
 
     def __init__(self, folder: Path) -> None:
         from twolane.server.app import create_app  # noqa: F401  # all models are there
-        from twolane.server.http.judging import judge
+        from twolane.server.http.body_check_worker import check
 
         super().__init__(folder)
-        self._judge = judge
+        self._check = check
         openai, anthropic = "twolane.server.openai.", "twolane.server.anthropic."
         self._models = [
             *(f"{openai}protocol:{name}" for name in ("CompletionRequest", "ChatRequest")),
@@ -182,7 +182,7 @@ class Bodies(Target):
 
     def run(self, data: bytes) -> None:
         for model in self._models:
-            refused = self._judge(model.encode() + b"\n" + data)
+            refused = self._check(model.encode() + b"\n" + data)
             assert refused is None or (400 <= refused.status < 500 and refused.message)
 
 

@@ -38,15 +38,15 @@ LOOP_SECONDS = 1.0
 it; whole on the loop, such a body took 5 s."""
 
 
-def judge_of(served):
-    """The process that judges bodies, once there is one."""
+def checker_of(served):
+    """The process that checks bodies, once there is one."""
     small = {"prompt": [5], "max_tokens": 1, "metadata": {"a": "x" * 70_000}}
     assert served.request("/v1/completions", small)[0] == 200
     for nursery in children(served.process.pid):
-        if b"judging" in Path(f"/proc/{nursery}/cmdline").read_bytes():
+        if b"body_check_worker" in Path(f"/proc/{nursery}/cmdline").read_bytes():
             [worker] = children(nursery)
             return worker
-    raise AssertionError("large bodies are judged in no other process")
+    raise AssertionError("large bodies are checked in no other process")
 
 
 def loop_seconds(served):
@@ -58,16 +58,16 @@ def loop_seconds(served):
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_large_body_is_refused_while_a_stream_goes_on(tiny, kind):
-    """Whoever judges it stands still: it waits, and nobody else does."""
-    judge, stream, address = judge_of(tiny), Stream(tiny), tiny.base.removeprefix("http://")
+    """The process that checks it stands still: it waits, and nobody else does."""
+    checker, stream, address = checker_of(tiny), Stream(tiny), tiny.base.removeprefix("http://")
     asking = http.client.HTTPConnection(address, timeout=PATIENCE)
-    with stopped(judge):
+    with stopped(checker):
         before = loop_seconds(tiny)
         asking.request("POST", "/v1/completions", BODIES[kind], {"Content-Type": JSON})
         for _ in range(50):
             stream.next_token()
         assert tiny.request("/health")[0] == 200
-        assert not select.select([asking.sock], [], [], 0)[0], "it was judged elsewhere"
+        assert not select.select([asking.sock], [], [], 0)[0], "it was checked elsewhere"
     answer = asking.getresponse()
     assert answer.status in (400, 413)
     assert json.loads(answer.read())["error"]["message"]

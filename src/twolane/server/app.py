@@ -51,7 +51,7 @@ def create_app(
         redoc_url=None,
     )
     app.router.route_class = Route
-    app.state.judge = service.judge
+    app.state.body_checker = service.body_checker
     app.state.unknown_fields = UnknownFields(ignore=options.unknown_fields == "warn")
     app.add_middleware(Head)
     app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)

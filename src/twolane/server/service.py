@@ -20,9 +20,9 @@ from twolane.server.accounting import RequestAccounting, span_attributes
 from twolane.server.admission import Admission
 from twolane.server.answer_forms import AnswerForms
 from twolane.server.availability import Availability
+from twolane.server.http.body_checks import BodyChecker
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError, ContextExceeded
-from twolane.server.http.judge import Judge
 from twolane.server.openai.protocol import GenerationBody
 from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.metrics import ServerMetrics
@@ -91,8 +91,8 @@ class Service:
         self.prompts = PromptReader(engine, texts, self.admission, self.availability)
         forms = forms or Forms(texts.template_source)
         self.forms = AnswerForms(engine, texts.codec, forms, self.availability)
-        self.judge = Judge()
-        """What judges large bodies."""
+        self.body_checker = BodyChecker()
+        """Checks large bodies in a separate process."""
 
     def check_model(self, name: str | None, param: str = "model") -> str:
         """Return the name of the model that answers a request for this one, which `param` names.
@@ -266,6 +266,6 @@ class Service:
     async def close(self) -> None:
         """End the programs that run behind fences."""
         self.availability.draining = True
-        await self.judge.close()
+        await self.body_checker.close()
         await self.forms.close()
         await self.texts.close()

@@ -1,4 +1,4 @@
-"""Routes that take their bodies strictly, and JSON answers."""
+"""Routes that read their bodies as strict JSON, and JSON responses."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,21 +10,21 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from twolane.server.http import strict_json
+from twolane.server.http.body_checks import LARGE_BODY
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gone import unless_gone
-from twolane.server.http.judge import LARGE_BODY
 from twolane.server.http.unknown import UnknownFields
 
 
 class StrictJson(Request):
-    """A request whose body must be JSON by the letter, and is read for its model."""
+    """A request whose body must be strictly valid JSON for its model."""
 
     model: type[BaseModel]
 
     _whole: bytes | None = None
 
     async def body(self) -> bytes:
-        """Read the body; a large one must please the judge before its parts are even joined.
+        """Read the body; a large one is checked in another process before its parts are joined.
 
         Raises:
             ApiError: 400, 413, 429 or 503.
@@ -32,7 +32,7 @@ class StrictJson(Request):
         if self._whole is None:
             parts = [part async for part in self.stream()]
             if sum(map(len, parts)) >= LARGE_BODY:
-                await unless_gone(self, self.app.state.judge.check(self.model, parts))
+                await unless_gone(self, self.app.state.body_checker.check(self.model, parts))
             self._whole = b"".join(parts)
         return self._whole
 
@@ -52,7 +52,7 @@ class StrictJson(Request):
 
 
 class Route(APIRoute):
-    """A route that parses bodies with `StrictJson`, and takes no others."""
+    """A route that reads its body with `StrictJson`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Wrap FastAPI's handler."""
@@ -73,7 +73,7 @@ class Route(APIRoute):
 
 
 def check_media_type(request: Request) -> None:
-    """Refuse bodies that do not say that they are JSON.
+    """Refuse bodies whose headers do not declare plain JSON.
 
     Raises:
         ApiError: 415.

@@ -1,7 +1,7 @@
-"""Large bodies are judged in a process of their own before they are parsed here.
+"""Checks large request bodies in a separate process before the API process parses them.
 
-Parsing holds Python's lock, and no stream goes on meanwhile. What is refused costs the API process
-nothing; what is accepted has few enough parts to be parsed by it in some milliseconds.
+Parsing holds Python's lock, and no stream goes on meanwhile. A refused body costs the API process
+nothing; an accepted one has few enough parts to be parsed in some milliseconds.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from twolane.server.http.errors import ApiError, crowded
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
-"""Bodies of this many bytes and more are judged: smaller ones take at most some milliseconds."""
+"""Bodies of this many bytes and more are checked first; smaller ones take a few milliseconds."""
 IGNORING = " ignoring"
-"""Behind the name of a model whose unknown fields have no effect."""
-MODULE = "twolane.server.http.judging"
+"""Suffix of a model's name if unknown fields have no effect."""
+MODULE = "twolane.server.http.body_check_worker"
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 
 class BodyRefusal(msgspec.Struct, frozen=True):
-    """Why a body is refused: the arguments of `ApiError`."""
+    """The reason for which a body is refused, as the arguments of `ApiError`."""
 
     status: int
     message: str
@@ -31,8 +31,8 @@ class BodyRefusal(msgspec.Struct, frozen=True):
     param: str | None
 
 
-class Judge:
-    """Judges bodies, those of all clients in turn. Its process starts with the first of them."""
+class BodyChecker:
+    """Checks bodies, in turn for all clients, in a process that starts with the first body."""
 
     def __init__(self) -> None:
         self._fence = Fence(MODULE, b"", LIMITS)
@@ -40,7 +40,7 @@ class Judge:
         self._closed = False
 
     async def check(self, model: type[BaseModel], body: Sequence[bytes]) -> None:
-        """Refuse a body that is no JSON, does not fit the model, or has too many values.
+        """Refuse a body that is not JSON, does not match the model, or has too many values.
 
         Raises:
             ApiError: 400 or 413 for such a body, 429 when too many wait, 503.

@@ -1,4 +1,4 @@
-"""Judges large bodies, behind a fence. A program of its own: see `judge`."""
+"""The program that checks large bodies in a process of its own; `body_checks` starts it."""
 
 import importlib
 from typing import Any
@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from twolane.frontend import fenced
 from twolane.frontend.body import IGNORED
 from twolane.server.http import strict_json
+from twolane.server.http.body_checks import IGNORING, BodyRefusal
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.http.judge import IGNORING, BodyRefusal
 
 MOST_PARTS = 1 << 15
 """A body has at most this many objects, lists and fields: each takes some microseconds to read."""
@@ -19,7 +19,7 @@ MOST_TEXT = 1 << 24
 
 
 def check_parts(body: Any) -> None:
-    """Refuse a body that would take long to read again.
+    """Refuse a body that would take the API process long to parse.
 
     Raises:
         ApiError: 413.
@@ -46,8 +46,9 @@ def check_parts(body: Any) -> None:
             raise ApiError(413, message, code="body_too_large")
 
 
-def judge(asked: bytes) -> BodyRefusal | None:
-    """Return why a body, which comes after the name of its model and a line's end, is refused."""
+def check(asked: bytes) -> BodyRefusal | None:
+    """Return why a body is refused, or None; `asked` is its model's name, a newline and the
+    body."""
     what, _, data = asked.partition(b"\n")
     name = what.decode()
     if name.endswith(IGNORING):
@@ -72,10 +73,10 @@ def refusal(error: ApiError) -> BodyRefusal:
 
 
 def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:
-    """Import what requests are read for, so that no worker has to."""
+    """Import the models of requests once, before workers are forked."""
     for module in ("openai.protocol", "openai.response_request", "anthropic.request"):
         importlib.import_module(f"twolane.server.{module}")
-    return b"", lambda asked: msgspec.msgpack.encode(judge(asked))
+    return b"", lambda asked: msgspec.msgpack.encode(check(asked))
 
 
 if __name__ == "__main__":
