@@ -164,7 +164,7 @@ class Json(Target):
 
 
 class Bodies(Target):
-    """The models of all endpoints, as the worker that checks bodies reads them: it refuses and never raises."""
+    """The models of all endpoints, as the worker that checks bodies reads them; it never raises."""
 
     def __init__(self, folder: Path) -> None:
         from twolane.server.app import create_app  # noqa: F401  # all models are there
