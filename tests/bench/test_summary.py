@@ -312,4 +312,4 @@ print(done.output)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "twolane bench needs httptools: pip install 'twolane[bench]'"
+    assert done.stdout.strip() == "twolane: bench needs httptools: pip install 'twolane[bench]'"

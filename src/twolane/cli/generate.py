@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from twolane.cli.errors import one_line_errors, wrong_setting
+from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.cli.signals import run_until_terminated
-from twolane.common.errors import FieldError
 from twolane.engine.config import LORA, EngineConfig
 from twolane.sampling import SamplingParams
 
@@ -53,11 +52,8 @@ def generate(
 ) -> None:
     """Answer one prompt in the terminal, without a server."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    try:
-        params = SamplingParams(**sampling)
-    except FieldError as error:
-        raise wrong_setting(error) from error
     with one_line_errors():
+        params = SamplingParams(**sampling)
         run_until_terminated(run(config, text, params, chat=chat))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twolane.cli.errors import wrong_setting
+from twolane.cli.errors import fail, wrong_setting
 from twolane.cli.options import number
 from twolane.common.errors import FieldError
 from twolane.common.options import settings_of
@@ -34,8 +34,7 @@ def need_httptools() -> None:
     try:
         import httptools  # noqa: F401
     except ModuleNotFoundError:
-        typer.echo("twolane bench needs httptools: pip install 'twolane[bench]'", err=True)
-        raise typer.Exit(1) from None
+        raise fail("bench needs httptools: pip install 'twolane[bench]'") from None
 
 
 @contextlib.contextmanager
@@ -61,8 +60,7 @@ def errors_as_lines() -> Iterator[None]:
         with workload_errors():
             yield
     except (BenchError, MemoryError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise fail(str(error)) from error
 
 
 def _pair(text: str) -> tuple[str, str]:

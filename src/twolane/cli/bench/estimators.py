@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twolane.cli.errors import fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 
@@ -39,8 +40,7 @@ def estimators(
             costs = prediction_seconds(profile)
         except ProfileError as error:
             problem = str(error).removeprefix(str(path)).lstrip(": ")
-            typer.echo(f"twolane: {path}: {problem}", err=True)
-            raise typer.Exit(1) from error
+            raise fail(f"{path}: {problem}") from error
         if not errors:
             console.print("no sample was held out, so there is nothing to compare: measure longer")
         if costs:

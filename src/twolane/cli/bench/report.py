@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from twolane.cli.bench import common
+from twolane.cli.errors import fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import finite
@@ -58,8 +59,7 @@ def report(
 ) -> None:
     """Draw the results of runs: one page, its figures as PNGs, and tables for a README."""
     if importlib.util.find_spec("matplotlib") is None:
-        typer.echo("twolane bench report needs matplotlib: pip install 'twolane[bench]'", err=True)
-        raise typer.Exit(1)
+        raise fail("bench report needs matplotlib: pip install 'twolane[bench]'")
     if not runs and not trace_file:
         raise typer.BadParameter("give a RUN or a --trace-file")
     from twolane.bench.report import page as report

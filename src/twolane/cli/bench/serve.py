@@ -9,6 +9,7 @@ import typer
 
 from twolane.cli.bench import common
 from twolane.cli.configfile import config_option
+from twolane.cli.errors import INTERRUPTED, fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
@@ -127,7 +128,7 @@ def _stop_once(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 def _finish(result: "Result", save_result: bool, result_file: Path | None) -> None:
-    """Save, then show; exit with 130 after Ctrl-C and with 1 if nothing was answered."""
+    """Save, then show; exit with `INTERRUPTED` after Ctrl-C and with 1 if nothing was answered."""
     from rich.console import Console
 
     from twolane.results.summary import default_name, result_json, summary
@@ -140,7 +141,6 @@ def _finish(result: "Result", save_result: bool, result_file: Path | None) -> No
     if path is not None:
         typer.echo(f"Result written to {path}")
     if result.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     if not result.metrics.completed:
-        typer.echo("No request was answered.", err=True)
-        raise typer.Exit(1)
+        raise fail("no request was answered")
