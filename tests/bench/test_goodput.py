@@ -446,6 +446,8 @@ def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path
         (["--goodput", "ttft-per-1k:5", *SIMULATED], "ttft"),
         (["--goodput", "ttft:500", "--system", "chunked"], "needs --serve"),
         (["--goodput", "ttft:500", "--simulate", "h200"], "--model"),
+        (["--goodput", "ttft:5", *SIMULATED, "--serve", "x"], "--simulate exclude each other"),
+        (["--goodput", "ttft:5", *SIMULATED, "--base-url", "http://x"], "--base-url excludes"),
         (["--goodput", "ttft:500", "--seeds", "0"], "--seeds"),
         (["--goodput", "ttft:5", *SIMULATED, "--system", "drift:groups=3,groups=4"], "twice"),
         (["--goodput", "ttft:5", "--seeds", "2", "--guess", "1", *SIMULATED], "--guess"),

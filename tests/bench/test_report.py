@@ -284,6 +284,11 @@ def test_a_time_at_which_nothing_ran_is_refused(made):
         report.make(saved.Saved(traces={"t": made / "trace.json"}), 1e6, 1.0)
 
 
+def test_a_time_without_a_trace_is_refused():
+    with pytest.raises(FieldError, match="trace_seconds needs a trace"):
+        report.make(saved.Saved([saved.Run("a", {})]), None, 1.0)
+
+
 def test_a_folder_must_be_a_search(tmp_path):
     with pytest.raises(FieldError, match="not a folder of `twolane bench goodput`"):
         saved.read([str(tmp_path)], [])

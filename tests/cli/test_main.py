@@ -449,6 +449,8 @@ def test_doctor_says_what_the_settings_of_a_system_mean():
     assert "Tokens in a forward pass" in result.stdout
     wrong = run("doctor", "--system", "x")
     assert (wrong.returncode, "there are: prefill-first" in wrong.stderr) == (2, True)
+    both = CliRunner().invoke(doctor.app, [MODEL, "--system", "chunked"])
+    assert (both.exit_code, "--system is shown without MODEL" in both.output) == (2, True)
 
 
 def test_doctor_names_a_broken_pytorch(tmp_path):

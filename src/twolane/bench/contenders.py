@@ -27,6 +27,7 @@ from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import first_errors
 from twolane.sim.config import Unevenness
 from twolane.slo import Slo
+from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 
 
@@ -59,7 +60,8 @@ def find(
     with contextlib.ExitStack() as stack:
         run: Run
         if "simulate" in search.target:
-            names, run = list(systems) or [default_system("simulated")], simulation(search)
+            names = list(systems) or [default_system("simulated")]
+            run = simulation(search, load.vocab_range)
         elif "serve" in search.target:
             run = own = stack.enter_context(OwnServers(search, load, out, traces))
             names = list(systems) or [own.default_system()]
@@ -241,8 +243,8 @@ def measure(
     return result, result.interrupted
 
 
-def simulation(search: Search) -> Run:
-    """Runs on simulated GPUs; the systems know the SLOs."""
+def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  # noqa: B008
+    """Runs on simulated GPUs, with prompts of these tokens; the systems know the SLOs."""
     from twolane.engine.config import EngineConfig
     from twolane.sim.config import SimulateConfig
     from twolane.sim.run import simulate
@@ -269,7 +271,12 @@ def simulation(search: Search) -> Run:
             tp=where.tp,
             link_bandwidth=where.link_bandwidth,
             uneven=where.uneven,
-            bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
+            bench=BenchConfig(
+                workload=workload,
+                goodput=points[0],
+                percentiles=search.percentiles,
+                vocab_range=vocab_range,
+            ),
         )
         requests = workload.build()
         hopeless = Hopeless(requests, points, search.attainment)

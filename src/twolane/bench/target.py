@@ -9,7 +9,7 @@ import msgspec
 from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.common.vocabulary import EstimatorName
-from twolane.results.result import WHERE
+from twolane.results.result import BASE_URL, WHERE
 
 SERVER = "server"
 """Name of the one system of a server that runs already, or that a command starts."""
@@ -43,7 +43,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Number of simulated GPUs that share each layer."""
     estimator: Annotated[EstimatorName | None, Option(WHERE)] = None
     """Estimator of simulated systems; by default the one that each was published with."""
-    base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
+    base_url: Annotated[str, Option(WHERE)] = BASE_URL
     """Address at which the server listens."""
 
     def words(self) -> dict[str, object]:
@@ -52,9 +52,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FieldError: a simulation lacks its model, or options contradict each other.
         """
-        others = (self.simulate, self.serve)
-        if self.serve_command is not None and any(one is not None for one in others):
-            raise FieldError("serve_command", "excludes --serve and --simulate")
+        ways = (self.simulate, self.serve, self.serve_command)
+        named = sum(one is not None for one in ways)
+        if named > 1:
+            raise FieldError("serve", "and --serve-command and --simulate exclude each other")
+        if named and self.base_url != BASE_URL:
+            raise FieldError("base_url", "excludes --serve, --serve-command and --simulate")
         if self.serve_command is None and self.sweep:
             raise FieldError("sweep", "needs --serve-command")
         if self.simulate is not None:
@@ -72,8 +75,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return {"base_url": self.base_url, "model": self.model}
 
     def _simulation(self) -> dict[str, object]:
-        if self.serve is not None:
-            raise FieldError("serve", "and --simulate exclude each other")
         if self.model is None:
             raise FieldError("model", "is needed to simulate")
         named = {} if self.estimator is None else {"estimator": self.estimator}

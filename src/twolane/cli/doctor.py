@@ -50,6 +50,8 @@ def doctor(
     and the file that each comes from.
     """
     if system is not None:
+        if model is not None or tokens is not None:
+            raise wrong_setting(FieldError("system", "is shown without MODEL and --tokens"))
         if system not in SYSTEMS:
             problem = f"{system!r} is unknown; there are: {', '.join(SYSTEMS)}"
             raise wrong_setting(FieldError("system", problem))

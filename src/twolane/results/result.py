@@ -25,6 +25,8 @@ from twolane.workload.traces import TraceRequest
 
 WHERE, MEASURE = "Server", "Measurement"
 """Panels of options in the help."""
+BASE_URL = "http://127.0.0.1:8000"
+"""Address of `twolane serve` on this machine."""
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 _OWN_FIELDS = frozenset(
@@ -35,7 +37,7 @@ _OWN_FIELDS = frozenset(
 class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run of `twolane bench serve`. Fields have the names of its options."""
 
-    base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
+    base_url: Annotated[str, Option(WHERE)] = BASE_URL
     """Address at which the server listens."""
     endpoint: Annotated[str, Option(WHERE)] = "/v1/completions"
     """Path of the API: /v1/completions or /v1/chat/completions."""

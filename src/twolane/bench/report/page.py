@@ -66,9 +66,12 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
         begin, seconds: of the traces' timeline; None: where most happens.
 
     Raises:
-        FieldError: a trace cannot be read, or has nothing in that time; one beside a search that
-            has nothing at all is only said to lack it.
+        FieldError: a trace cannot be read, is missing for `begin` or `seconds`, or has nothing in
+            that time; one beside a search that has nothing at all is only said to lack it.
     """
+    for name, given in (("trace_from", begin), ("trace_seconds", seconds)):
+        if given is not None and not saved.traces:
+            raise FieldError(name, "needs a trace")
     report = Report()
     with plt.rc_context(style.RC):
         for name, title, caption, draw in RESULTS:
