@@ -34,7 +34,10 @@ def _leaves_tokens(count: int) -> int:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 """An integer, which JSON may write as 8.0: its numbers have one type."""
+Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[Whole, Field(ge=-1, le=INT32_MAX)]
+AnswerTokens = Annotated[Whole, Field(ge=1, le=INT32_MAX)]
 Priority = Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Truncation = Annotated[
     Whole, AfterValidator(_leaves_tokens), Field(json_schema_extra={"not": {"const": 0}})

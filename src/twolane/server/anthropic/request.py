@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import INT32_MAX, Priority, StopString, TopP, Whole
+from twolane.frontend.fields import AnswerTokens, Priority, StopString, Temperature, TopK, TopP
 from twolane.frontend.text.codec import SWITCHES
 from twolane.frontend.text.stops import MOST_STRINGS
 from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
 from twolane.server.http.errors import ApiError, ContextExceeded, from_validation
 from twolane.server.openai.protocol import ChatRequest
-from twolane.server.openai.tools import MOST_TOOLS
+from twolane.server.openai.tools import MOST_TOOLS, FunctionName
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
 """Fields that /v1/chat/completions has, too."""
@@ -26,7 +26,6 @@ RENAMED: Mapping[str, str] = {
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """What Claude Code puts in front of its system prompt: it is not for the model, and would keep all
 behind it from being found in the prefix cache where it differs from request to request."""
-Temperature = Annotated[float, Field(ge=0, le=100)]
 
 
 class AnthropicTool(Body):
@@ -41,7 +40,7 @@ class AnthropicTool(Body):
     null_says_nothing = True
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -211,10 +210,10 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[Whole, Field(ge=1, le=INT32_MAX)]
+    max_tokens: AnswerTokens
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_k: TopK | None = None
     priority: Priority | None = None
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)] | None

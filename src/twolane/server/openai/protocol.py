@@ -19,8 +19,10 @@ from twolane.frontend.fields import (
     Priority,
     Prompts,
     Rendering,
+    Temperature,
     TextFields,
     TokenIds,
+    TopK,
     TopP,
     Whole,
     prompt_list,
@@ -106,6 +108,8 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
     "web_search_options": "is not supported: tools run in the client",
 }
 
+DEFAULT_MAX_TOKENS = 16
+"""Tokens of a completion that names no limit, as in OpenAI's API."""
 Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
 LogprobCount = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -131,7 +135,21 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(TextFields):
+class SamplingFields(Body):
+    """How each token is chosen, with the same names in all of OpenAI's endpoints."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+
+
+class GenerationBody(TextFields, SamplingFields):
     """What both endpoints share."""
 
     inert = INERT
@@ -139,15 +157,6 @@ class GenerationBody(TextFields):
 
     model: str | None = None
     best_of: Whole | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
@@ -243,7 +252,6 @@ class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **UNSUPPORTED_COMPLETION}
-    default_max_tokens: ClassVar[int] = 16
 
     prompt: Prompts
     echo: bool | None = None
@@ -251,11 +259,10 @@ class CompletionRequest(GenerationBody):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """See `GenerationBody.limit`; OpenAI's default is 16 tokens."""
-        given = self.max_tokens
+        """See `GenerationBody.limit`."""
         if self.only_echo:
             return "max_tokens", 1  # what is made is not shown
-        return "max_tokens", self.default_max_tokens if given is None else given
+        return "max_tokens", DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def only_echo(self) -> bool:

@@ -24,6 +24,7 @@ from twolane.frontend.parsers.pieces import (
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 from twolane.server.http.events import named_event
+from twolane.server.openai.answers import shown_call
 from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
 
 Json = dict[str, Any]
@@ -233,18 +234,10 @@ LOGPROBS: Mapping[str, Json] = {"reasoning": {}, "message": {"logprobs": []}}
 
 def message_of(reader: AnswerReader) -> Json:
     """Return an answer as a message of /v1/chat/completions, for the history."""
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in reader.calls
-    ]
     said = {
-        "content": reader.content or None,
-        "reasoning_content": reader.thinking or None,
-        "tool_calls": calls or None,
+        "content": reader.content,
+        "reasoning_content": reader.thinking,
+        "tool_calls": [shown_call(call) for call in reader.calls],
     }
     return {"role": "assistant", **{name: value for name, value in said.items() if value}}
 

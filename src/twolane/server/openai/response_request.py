@@ -15,9 +15,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import INT32_MAX, CacheSalt, Priority, Stop, TopP, Whole
+from twolane.frontend.fields import AnswerTokens, CacheSalt, Priority, Stop
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.openai.protocol import INERT, ChatRequest, LogitBias, Penalty, RepetitionPenalty
+from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
 from twolane.server.openai.response_items import (
     Item,
     Items,
@@ -131,7 +131,7 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SamplingFields):
     """The body of POST /v1/responses."""
 
     inert = (INERT - {"metadata"}) | {"client_metadata", "max_tool_calls"}
@@ -153,16 +153,7 @@ class ResponsesRequest(Body):
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Annotated[Whole, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: LogitBias | None = None
+    max_output_tokens: AnswerTokens | None = None
     stop: Stop | None = None
     cache_salt: CacheSalt | None = None
     priority: Priority | None = None

@@ -10,6 +10,7 @@ from twolane.frontend.structured.tools import Tool
 
 MOST_TOOLS = 1024
 """A request may bring this many tools. OpenAI's API takes 128; users of MCP have hundreds."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 
 
 class FunctionDefinition(Body):
@@ -17,7 +18,7 @@ class FunctionDefinition(Body):
 
     null_says_nothing = True
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
