@@ -182,16 +182,17 @@ def test_calls_are_enforced(client):
     assert [block.type for block in none.content] == ["text"]
 
 
+FORM = {"type": "json_schema", "schema": SCHEMA}
+
+
 def test_answers_follow_a_schema(client):
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    [text] = whole(client, "Make an ab", output_config=form).content
+    [text] = whole(client, "Make an ab", output_config={"format": FORM}).content
     assert text.text == '{"a": 12, "b": "x"}'
 
 
 def test_the_former_name_of_a_schema_is_known(client):
-    form = {"output_format": {"type": "json_schema", "schema": SCHEMA}}
     asked = fields_of("Make an ab")
-    asked["extra_body"] |= form
+    asked["extra_body"] |= {"output_format": FORM}
     [text] = client.messages.create(**asked).content
     assert text.text == '{"a": 12, "b": "x"}'
 
@@ -249,9 +250,18 @@ def test_tokens_are_counted(client):
         ),
         ({"extra_body": {"max_tokens": 10**6}}, "max_tokens"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (
+            {"tools": [WEATHER], "extra_body": {"tool_choice": {"type": "any", "name": "x"}}},
+            "tool_choice.name",
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "output_config.format",
+        ),
+        (
+            {"extra_body": {"output_format": FORM, "output_config": {"format": FORM}}},
+            "output_format",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

@@ -272,6 +272,10 @@ def test_responses_are_kept_within_a_bound(client):
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"tool_choice": {"type": "function", "name": "none"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [{"type": "custom", "name": "x", "format": {"type": "grammar"}}]},
+            "tools[0].format.definition",
+        ),
         ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         (

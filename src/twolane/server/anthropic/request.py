@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
-from twolane.frontend.body import Body
+from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import AnswerTokens, Priority, StopString, Temperature, TopK, TopP
 from twolane.frontend.text.codec import SWITCHES
 from twolane.frontend.text.stops import MOST_STRINGS
@@ -60,10 +60,17 @@ class ToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def name_where_it_belongs(self) -> "ToolChoice":
+        """Refuse the choice of a tool without its name, and a name without that choice."""
+        if (self.type == "tool") != (self.name is not None):
+            raise wrong("name", 'is required with the type "tool", and only there')
+        return self
+
     def for_chat(self) -> Any:
         """Return the choice as /v1/chat/completions has it."""
         if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name or ""}}
+            return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
@@ -148,6 +155,14 @@ class CountTokensRequest(Body):
     output_format: OutputFormat | None = None
     """The former name of `output_config.format`."""
     context_management: ContextManagement | None = None
+
+    @model_validator(mode="after")
+    def one_form(self) -> "CountTokensRequest":
+        """Refuse a form of the answer under both of its names."""
+        config = self.output_config
+        if self.output_format is not None and config is not None and config.format is not None:
+            raise wrong("output_format", "cannot be combined with output_config.format")
+        return self
 
     @property
     def shows_thinking(self) -> bool:

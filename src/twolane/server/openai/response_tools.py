@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from twolane.frontend.body import Body, one_message, wrong
 from twolane.server.openai.tools import MOST_TOOLS
@@ -61,6 +61,14 @@ class CustomToolFormat(Body):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
+
+    @model_validator(mode="after")
+    def grammar_where_it_belongs(self) -> "CustomToolFormat":
+        """Refuse a format that lacks its grammar, and a grammar without its format."""
+        if {self.type == "grammar"} != {self.syntax is not None, self.definition is not None}:
+            problem = 'and syntax are required with the type "grammar", and only there'
+            raise wrong("definition", problem)
+        return self
 
     @property
     def told(self) -> str | None:
