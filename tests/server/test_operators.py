@@ -138,8 +138,13 @@ def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("asked")
     target.write_text("answered before")
-    for out, problem in ((source, "the file of the requests"), (target, "nowhere")):
-        config, options = EngineConfig(model="nowhere"), ServerOptions()
+    for out, lora, problem in (
+        (source, {}, "the file of the requests"),
+        (target, {}, "nowhere"),
+        (target, {"mine": str(tmp_path)}, "mine is the name of the model itself"),
+    ):
+        config = EngineConfig(model="nowhere", lora=lora)
+        options = ServerOptions(served_model_name="mine" if lora else None)
         with pytest.raises((ValueError, PullError), match=problem):
             asyncio.run(run_batch(config, options, source, out, 1))
     assert (source.read_text(), target.read_text()) == ("asked", "answered before")

@@ -25,7 +25,7 @@ from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.server.app import GENERATION_PATHS, create_app
 from twolane.server.options import ServerOptions
-from twolane.server.run import service_of
+from twolane.server.run import check_adapter_names, service_of
 
 Json = dict[str, Any]
 
@@ -74,9 +74,10 @@ async def run_batch(
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: see `start_engine`; or both files are one.
+        ValueError: see `start_engine` and `check_adapter_names`; or both files are one.
         EngineError: the engine died; the lines that it left have errors in the output.
     """
+    check_adapter_names(config, options)
     # Appended to, so that a start that fails takes nothing from a file that was there before.
     with source.open("rb") as lines, target.open("ab", buffering=0) as out:
         if os.path.sameopenfile(lines.fileno(), out.fileno()):
