@@ -104,7 +104,7 @@ class Answers:
         outcome, body, status = self._outcome, self._body, self._outcome.statuses[-1]
         outcome.bodies.append(body)
         self._body = b""
-        if status >= 500:
+        if status >= 500 and b'"invalid_http"' not in body:  # 501 and 505 are the client's fault
             outcome.faults.append(f"status {status}")
         if status >= 400 and self._type == b"application/json" and self._method != "HEAD":
             error = json.loads(body)["error"]
