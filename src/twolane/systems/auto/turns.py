@@ -159,7 +159,7 @@ class Situation:
         missed = bool(view.decoding) and late > 0.0 and choice.gap + late > self.target.latest
         if not missed or not step or MOST_STEPS * step < launching:
             return 0
-        return min(MOST_STEPS, math.ceil(launching / step))
+        return math.ceil(launching / step)
 
     def _on_device(self, work: DecodeSteps | Hybrid, reason: str) -> Plan:
         return Plan(launches=(Launch("device", self.view.units, work),), reason=reason)
@@ -229,8 +229,6 @@ class Situation:
             meanwhile: the seconds that the host takes for what else is launched.
         """
         view = self.view
-        if not (view.decoding or any(view.joining.values())):
-            return None
         if not self._due("decode", meanwhile):
             return None
         early = not view.decoding or self.turn.prompts_end <= step_boundary(view)
@@ -251,7 +249,7 @@ class Situation:
     def _slices_end_late(self, choice: Candidate) -> bool:
         """Tell whether slices beside decode last too long for decode to wait for them."""
         lane = self.view.lanes["prefill"]
-        if not lane.queued or lane.until is None or not self.view.decoding:
+        if lane.until is None or not self.view.decoding:
             return False
         return lane.until > self._latest_start(choice)
 
