@@ -1,4 +1,4 @@
-"""`two-stream` and `temporal`: what MuxWise §6 says of WindServe and of Tropical, improved."""
+"""`chunked`; `two-stream` and `temporal`: what MuxWise §6 says of WindServe and of Tropical."""
 
 import itertools
 
@@ -10,9 +10,11 @@ from tests.systems.simulation import simulate, submit
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.slo import Slo
+from twolane.systems.baselines.chunked import Chunked
 from twolane.systems.baselines.temporal import Temporal
-from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
+from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.registry import make_system
+from twolane.systems.view import LaneView
 
 STEP = Load.decode([4000] * 8)
 PROMPT = Load([2000], [0])
@@ -73,3 +75,43 @@ def test_temporal_runs_one_phase_at_a_time():
     assert {ran.lane for ran in sim.record.launches} == {"device"}
     gaps = [b - a for a, b in itertools.pairwise(sim.times["a"])]
     assert 0.03 <= max(gaps) <= 0.06 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rows", "admit"),
+    [
+        (0, (("a", 70), ("b", 30))),
+        (10, (("a", 70), ("b", 10))),
+        (40, (("a", 20),)),
+        (60, (("a", 1),)),
+    ],
+)
+def test_a_chunked_pass_has_a_budget_of_tokens_and_one_at_least_for_prompts(solo, rows, admit):
+    """Those count who decode and those whose prompt the pass before ends."""
+    decode = [decoding(f"d{i}", 100) for i in range(2 * rows)]
+    plan, _ = Chunked(token_budget=100).plan(
+        view(
+            solo,
+            decoding=decode[:rows],
+            joining={"prefill": (), "decode": (), "device": decode[rows:]},
+            waiting=[waiting("a", 70), waiting("b", 500)],
+        ),
+        None,
+    )
+    assert plan.launches == (Launch("device", UNITS, Hybrid()),)
+    assert plan.admit == tuple(Chunk(*each) for each in admit)
+    assert plan.reason == f"{2 * rows} decode + {sum(n for _, n in admit)} prefill tokens"
+
+
+def test_chunked_decodes_alone_while_no_prompt_waits(solo):
+    for asked, works in (({"decoding": [decoding("d", 100)]}, [DecodeSteps()]), ({}, [])):
+        plan, _ = Chunked().plan(view(solo, **asked), None)
+        assert [launch.work for launch in plan.launches] == works
+
+
+def test_a_chunked_pass_is_queued_before_the_device_runs_dry(solo):
+    for until, launched in ((0.005, 1), (0.006, 0)):
+        lanes = {"device": LaneView(1, UNITS, until)}
+        plan, _ = Chunked().plan(view(solo, waiting=[waiting("a", 70)], lanes=lanes), None)
+        assert len(plan.launches) == launched
+    assert plan == Plan(wake_at=pytest.approx(0.001))
