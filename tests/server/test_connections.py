@@ -15,10 +15,13 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from uvicorn.server import ServerState
 
 from twolane.common.garbage import uncollected
 from twolane.server.http.connection import (
     CONNECTION,
+    CROWD,
+    GRACE_SECONDS,
     LOG_SECONDS,
     SMALL_CHUNKS,
     ConnectionLimits,
@@ -67,7 +70,9 @@ JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
             id="both lengths",
         ),
         pytest.param(
-            JSON + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n" + CHUNKED,
+            JSON.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost")
+            + b"Content-Length: 0\r\n\r\n"
+            + CHUNKED,
             id="both lengths, the other way round",
         ),
         pytest.param(
@@ -78,6 +83,10 @@ JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\nA: b\r\n\r\n", id="one bare LF"),
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\n", id="bare LF at the end"),
         pytest.param(b"\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n", id="bare LF before"),
+        pytest.param(
+            JSON + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED.removesuffix(b"\r\n") + b"\n",
+            id="bare LF behind the body",
+        ),
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", id="folded"),
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\tc\r\n\r\n", id="folded, tab"),
     ],
@@ -219,6 +228,58 @@ def test_when_all_connections_are_busy_probes_are_served_and_others_told(narrow)
     wait_for(lambda: served.request("/v1/models")[0] == 200)
     lines = log.read_text().count("connections are busy")
     assert 1 <= lines <= 1 + (time.monotonic() - began) / LOG_SECONDS
+
+
+class Link(asyncio.Transport):
+    """A client's connection, on which nothing comes or goes."""
+
+    closed = False
+
+    def get_extra_info(self, name, default=None):
+        return default
+
+    def is_closing(self):
+        return self.closed
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("excess", "waited", "place"),
+    [
+        (0, 60.0, "free"),
+        (1, GRACE_SECONDS, "none"),
+        (1, GRACE_SECONDS + 0.1, "the idle one's"),
+        (CROWD, 0.0, "none"),
+        (CROWD + 1, 0.0, "the idle one's"),
+        (CROWD, None, "none"),
+        (CROWD + 1, None, "closed"),
+    ],
+)
+def test_a_connection_too_many_takes_the_place_of_one_that_waited_longest(excess, waited, place):
+    """Who has just come may still ask, unless there is a crowd."""
+    limits = ConnectionLimits(max_connections=4, arrival_seconds=99.0, stall_seconds=99.0)
+    bound, loop = connection_class(limits, UnsentOutput()), asyncio.new_event_loop()
+    config, state = uvicorn.Config(print, lifespan="off", log_config=None), ServerState()
+    config.load()
+
+    def come(now):
+        loop.time = lambda: now
+        connection = bound(config, state, {}, loop)
+        connection.connection_made(Link())
+        return connection
+
+    idle = [] if waited is None else [come(0.0), come(waited)]
+    others = limits.max_connections + excess - len(idle) - 1
+    state.connections.update(range(others))  # all of which are busy
+    new = come(waited or 0.0)
+    gone = [each for each in (*idle, new) if each.transport.closed]
+    assert gone == {"the idle one's": idle[:1], "closed": [new]}.get(place, [])
+    assert new.crowded == (place in ("none", "closed"))
+    assert len(state.connections) == others + len(idle) + 1 - len(gone)
+    assert not new.waiting.keys() & {*gone}
+    loop.close()
 
 
 def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model, tmp_path):

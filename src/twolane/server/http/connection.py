@@ -62,10 +62,8 @@ class StrictBuffer(ReceiveBuffer):
     A body in very many small chunks is refused, too.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._chunks = self._body_bytes = 0
-        """Those of the body under way, with what ends its chunks."""
+    _chunks = _body_bytes = 0
+    """Those of the body under way, with what ends its chunks."""
 
     def maybe_extract_next_line(self) -> bytearray | None:
         """Return the line in front of a chunk once it is whole.
