@@ -281,6 +281,22 @@ def test_whole_calls_are_a_reason_to_finish_unless_they_were_named(
         assert "reasoning_content" not in message
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_texts_before_and_behind_a_call_are_lines_of_their_own(several):
+    """The white space around calls is dropped, and so would be what parts them."""
+
+    def parsed():
+        return AnswerReader(tools=Calls("{}"), several=several)
+
+    answer = texts("chat", [(1,)], parsed=parsed)
+    news = [("F", None), ("one", None), (" two", None), ("G", None), ("three", "stop")]
+    chunks = streamed(answer, 0, news)
+    [choice] = answer.whole()["choices"]
+    told = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert told == choice["message"]["content"] == "one two\nthree"
+    assert len(choice["message"]["tool_calls"]) == 1 + several
+
+
 def test_who_may_call_and_does_not_has_said_text():
     answer = texts("chat", [(1,)], parsed=lambda: AnswerReader(tools=Calls("{}")))
     *_, last = streamed(answer, 0, [("so", None), ("", "stop")])

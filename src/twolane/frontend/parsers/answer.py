@@ -50,6 +50,8 @@ class AnswerReader:
         self._unclosed = unclosed
         self._thinking: list[str] = []
         self._content: list[str] = []
+        self._called = False
+        """Whether a call has come since the last text for the user."""
 
     @property
     def thinking(self) -> str:
@@ -79,18 +81,30 @@ class AnswerReader:
             text: what the model has written since the last call.
             ended: whether nothing follows it.
         """
-        pieces = self._split(text, ended=ended)
-        for piece in pieces:
+        pieces: list[Piece] = []
+        for piece in self._split(text, ended=ended):
             match piece:
                 case Reasoning(text):
                     self._thinking.append(text)
                 case Content(text):
-                    self._content.append(text)
+                    piece = Content(text, self._called and any(self._content))
+                    self._content.append(piece.joined)
+                    self._called = False
                 case CallStart(_, name):
+                    self._called = True
+                    if self._dropped(piece):
+                        continue
                     self.calls.append(ParsedCall(name))
                 case CallArguments(index, text):
+                    if self._dropped(piece):
+                        continue
                     self.calls[index].arguments += text
+            pieces.append(piece)
         return pieces
+
+    def _dropped(self, piece: CallStart | CallArguments) -> bool:
+        """Whether a piece is of a call that is not kept."""
+        return piece.index > 0 and not self._several
 
     def _split(self, text: str, *, ended: bool) -> list[Piece]:
         reasoning, tools = self._reasoning_parser, self._tools_parser
@@ -112,9 +126,4 @@ class AnswerReader:
         if ended:
             found += self._unclosed.finish() if self._unclosed is not None else []
             found += tools.finish()
-        return found if self._several else [piece for piece in found if not is_later(piece)]
-
-
-def is_later(piece: Piece) -> bool:
-    """Return whether a piece is of a call behind the first one."""
-    return isinstance(piece, CallStart | CallArguments) and piece.index > 0
+        return found

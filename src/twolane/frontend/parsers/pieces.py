@@ -15,6 +15,13 @@ class Content(msgspec.Struct, frozen=True):
     """Text for the user."""
 
     text: str
+    apart: bool = False
+    """Whether calls stand between it and the text before it."""
+
+    @property
+    def joined(self) -> str:
+        """The text as it goes on behind the text before it, where calls have another place."""
+        return "\n" + self.text if self.apart else self.text
 
 
 class CallStart(msgspec.Struct, frozen=True):

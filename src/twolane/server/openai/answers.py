@@ -287,8 +287,8 @@ class Answer:
             match piece:
                 case Reasoning(text):
                     add_text(said, self._options.reasoning_field, text)
-                case Content(text):
-                    add_text(said, "content", text)
+                case Content():
+                    add_text(said, "content", piece.joined)
                 case CallStart():
                     said.append({"tool_calls": [self._call_delta(index, piece)]})
                 case CallArguments(call, text):
