@@ -71,6 +71,8 @@ DEEPSEEK_31 = (
 PYTHONIC = '[weather(city="Rome"), f()]'
 GLM = 'weather\n{"city": "Rome"}<|assistant|>f\n{}<|observation|>'
 CALL = '<tool_call>{"name": "f", "arguments": '
+PYTHON_OBJECT = """{'city': 'it\\'s "Rome"', "days": [1, 2 , ], "warm": True, 'wet': None, }"""
+PYTHON_READ = {"city": 'it\'s "Rome"', "days": [1, 2], "warm": True, "wet": None}
 DEEP = {"a": ['"}', {"b": None}]}
 SOME = {"maybe": "12", "either": 3, "sure": True}
 UNMARKED = """Now:
@@ -93,6 +95,16 @@ True
 </function>"""
 ROME = [("weather", {"city": "Rome"}), ("f", {})]
 WRITTEN = {
+    "an object as in Python": (
+        ("hermes", f"<tool_call>{{'name': 'weather', 'arguments': {PYTHON_OBJECT}}}</tool_call>"),
+        "",
+        [("weather", PYTHON_READ)],
+    ),
+    "an object as in Python, behind a name": (
+        ("mistral_args", f"[TOOL_CALLS]weather[ARGS]{PYTHON_OBJECT}"),
+        "",
+        [("weather", PYTHON_READ)],
+    ),
     "hermes": (
         ("hermes", HERMES),
         "I look it up.",
@@ -353,7 +365,9 @@ def test_calls_are_the_same_however_the_text_is_cut(case, places):
     assert read(tools(form), cuts(text, places)) == read(tools(form), [text])
 
 
-@given(text=st.text(alphabet='<tool_ca>/{}[]"\\:,n ame\nparguments', max_size=120), data=st.data())
+@given(
+    text=st.text(alphabet="<tool_ca>/{}[]\"\\:,n ame\nparguments'TFN", max_size=120), data=st.data()
+)
 def test_any_text_is_the_same_however_it_is_cut(text, data):
     form = data.draw(st.sampled_from(sorted(FORMATS)))
     places = data.draw(st.lists(st.integers(0, 200), max_size=8))
@@ -420,6 +434,8 @@ def test_arguments_that_are_cut_are_no_whole_object():
     """A client must not take what `max_tokens` has cut for what the model wanted."""
     days = DAYS.format(12)[:-25]
     assert read(tools("qwen3_coder"), [days])[2] == [("weather", '{"days": ')]
+    for cut in ('{"a": Tru', '{"a": "True,", "b": 1, '):
+        assert read(tools("hermes"), [CALL + cut])[2] == [("f", cut)]
     cut = XML[: XML.rindex("12") + 1]
     for form, text in (("qwen3_coder", cut), ("hermes", HERMES[:80])):
         [(_, arguments)] = read(tools(form), [text])[2]

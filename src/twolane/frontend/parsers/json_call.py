@@ -9,6 +9,9 @@ NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
 SHORT_ESCAPES = '"\\/bfnrtu'
 """What may follow a backslash in a string."""
+QUOTES = ('"', "'")
+LITERALS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words for JSON's."""
 HEX_DIGITS = "0123456789abcdefABCDEF"
 
 
@@ -48,12 +51,14 @@ class JsonText:
     """JSON as it is written, with strings that can be read.
 
     Models leave line ends and tabs in strings as they are, and the backslashes of paths and regular
-    expressions: one that begins no escape of JSON is text.
+    expressions: one that begins no escape of JSON is text. Strings may be quoted as in Python.
     """
 
     def __init__(self) -> None:
         self.in_string = False
         """Whether a string has begun and not ended."""
+        self._quote = ""
+        """The character that ends the string."""
         self._escape = ""
         """An escape that has begun and not ended."""
 
@@ -62,16 +67,20 @@ class JsonText:
         if self._escape:
             return self._escaped(char)
         if not self.in_string:
-            self.in_string = char == '"'
-            return char
+            self.in_string, self._quote = char in QUOTES, char
+            return '"' if self.in_string else char
         if char == "\\":
             self._escape = char
             return ""
-        self.in_string = char != '"'
-        return in_string(char)
+        self.in_string = char != self._quote
+        if char == '"':
+            return '\\"' if self.in_string else char
+        return in_string(char) if self.in_string else '"'
 
     def _escaped(self, char: str) -> str:
         begun, self._escape = self._escape, ""
+        if begun + char == "\\'" and self._quote == char:
+            return char
         known = SHORT_ESCAPES if begun == "\\" else HEX_DIGITS
         if char not in known:
             return "\\" + begun + self.feed(char)
@@ -80,6 +89,43 @@ class JsonText:
             self._escape = whole
             return ""
         return whole
+
+
+class PlainJson:
+    """Makes JSON of what is outside of its strings where models write it as in Python: with a comma
+    before a bracket that closes, and True, False and None."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        """A comma and the white space behind it, or the characters that begin a word."""
+
+    def feed(self, written: str, *, quoted: bool) -> str:
+        """Take some more text; return what is certain now.
+
+        Args:
+            written: of `JsonText`.
+            quoted: whether it is of a string.
+        """
+        if quoted or not written:
+            return self.rest() + written
+        before = ""
+        if self._held[:1] == [","]:
+            if written in WHITE:
+                self._held.append(written)
+                return ""
+            before = self.rest().removeprefix("," if written in "]}" else "")
+        self._held.append(written)
+        word = "".join(self._held)
+        if word in LITERALS:
+            self._held = [LITERALS[word]]
+        elif word == "," or any(each.startswith(word) for each in LITERALS):
+            return before
+        return before + self.rest()
+
+    def rest(self) -> str:
+        """Return what is held back."""
+        held, self._held = self._held, []
+        return "".join(held)
 
 
 class JsonCall:
@@ -98,6 +144,7 @@ class JsonCall:
     def __init__(self, tools: Collection[str] | None = None) -> None:
         self._tools = tools
         self._text = JsonText()
+        self._plain = PlainJson()
         self.name: str | None = None
         self.done = False
         """Whether the object has been closed."""
@@ -122,14 +169,15 @@ class JsonCall:
         within = self._text.in_string
         written = self._text.feed(char)
         if within:
-            self._keep(written)
+            self._keep(written, quoted=True)
         elif self._depth == 0:
             self._begin(char)
         else:
-            self._structure(char)
+            self._structure(written)
 
     def end(self) -> None:
-        """Nothing follows: what has come was passed on."""
+        """Nothing follows: pass on what was held back."""
+        self._arguments += self._plain.rest()
 
     def take(self) -> str:
         """Return the arguments' characters since the last call, once the name is known."""
@@ -183,11 +231,11 @@ class JsonCall:
         """Whether a key at the top may begin, of what may still be no call."""
         return self._depth == 1 and self._key is None and not self._scalar and self.name is None
 
-    def _keep(self, written: str) -> None:
+    def _keep(self, written: str, *, quoted: bool = False) -> None:
         if self._depth == 1 and not self._text.in_string and written in WHITE:
             return  # between two values
         if self._key in ARGUMENTS:
-            self._arguments.append(written)
+            self._arguments += self._plain.feed(written, quoted=quoted)
             self.name = self.name or self._unknown
         else:
             self._scalar.append(written)

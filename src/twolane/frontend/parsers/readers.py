@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, parsed
+from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJson, parsed
 from twolane.frontend.parsers.pieces import MOST_READ_AGAIN
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
@@ -64,7 +64,7 @@ class NamedCall:
         self._head: list[str] = []
         self._object: list[str] = []
         self._taken = self._depth = 0
-        self._text = JsonText()
+        self._text, self._plain = JsonText(), PlainJson()
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -77,13 +77,14 @@ class NamedCall:
             self.broken = found is None
             self.name = found["name"] if found else None
         within = self._text.in_string
-        self._object.append(self._text.feed(char))
+        self._object += self._plain.feed(self._text.feed(char), quoted=within)
         if not within:
             self._depth += (char in "{[") - (char in "}]")
             self.done = self._depth == 0
 
     def end(self) -> None:
-        """See `CallReader.end`: what has come was passed on."""
+        """See `CallReader.end`."""
+        self._object += self._plain.rest()
 
     def take(self) -> str:
         """See `CallReader.take`."""
