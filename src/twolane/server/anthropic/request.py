@@ -256,5 +256,4 @@ def renamed(error: ApiError) -> ApiError:
     if new == param and not isinstance(error, ContextExceeded):
         return error
     said = error.in_anthropic_words if isinstance(error, ContextExceeded) else error.message
-    message = said.replace(param, new)
-    return ApiError(error.status_code, message, code=error.code, param=new, headers=error.headers)
+    return error.about(new, said.replace(param, new))

@@ -56,6 +56,12 @@ class ApiError(HTTPException):
         """The JSON body of the answer."""
         return error_body(self.status_code, self.message, self.code, self.param)
 
+    def about(self, param: str, message: str) -> "ApiError":
+        """Return the same refusal with another name of the field at fault."""
+        return ApiError(
+            self.status_code, message, code=self.code, param=param, headers=self.headers
+        )
+
 
 def crowded(waiting: str) -> ApiError:
     """Return the refusal of work on a request that has to wait behind too much of its kind.

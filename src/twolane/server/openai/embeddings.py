@@ -78,10 +78,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
 
 def about_input(error: ApiError) -> ApiError:
     """Return an error about a prompt by the name that the texts have here."""
-    if error.param != "prompt":
-        return error
-    status, headers = error.status_code, error.headers
-    return ApiError(status, error.message, code=error.code, param="input", headers=headers)
+    return error.about("input", error.message) if error.param == "prompt" else error
 
 
 def check_served(service: Service, body: EmbeddingRequest) -> None:

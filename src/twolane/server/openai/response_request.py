@@ -290,5 +290,4 @@ def renamed(error: ApiError) -> ApiError:
     if old not in RENAMED and old != "tools":
         return error
     new = RENAMED.get(old) or str(error.param).replace(".function.", ".")
-    message = error.message.replace(str(error.param), new)
-    return ApiError(error.status_code, message, code=error.code, param=new, headers=error.headers)
+    return error.about(new, error.message.replace(str(error.param), new))
