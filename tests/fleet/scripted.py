@@ -155,7 +155,7 @@ async def fleet_of(
     Args:
         servers: in the order of their start.
         ready: how many must serve before this returns; None: all.
-        keys: API keys of the servers.
+        keys: API keys of the servers and the fleet.
         options: of the fleet.
     """
     count = len(servers) if ready is None else ready
@@ -166,7 +166,7 @@ async def fleet_of(
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             pool = Pool(hosts, FleetOptions(**how), session, keys)  # type: ignore[arg-type]
             keeping = asyncio.create_task(pool.run())
-            shared = ServerOptions()
+            shared = ServerOptions(api_keys=keys)
             output = UnsentOutput()
             app = application(pool, session, shared, output)
             server = UvicornServer(uvicorn_config(app, shared, output))

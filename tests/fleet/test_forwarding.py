@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from functools import partial
 
 import pytest
 
@@ -15,6 +17,8 @@ from twolane.router.state import ReplicaState
 
 from .scripted import STREAM, Script, Scripted, Writer, chunk, fleet_of, whole
 from .test_replicas import ADAPTER, ANSWER, LOAD, UNLOAD, saying, well
+
+COUNTED = "twolane:fleet_requests_total{outcome="
 
 
 def script_of(**answers: bytes) -> Script:
@@ -147,6 +151,44 @@ def test_a_client_that_leaves_is_left_by_its_server() -> None:
             await gone.wait()
 
     asyncio.run(run())
+
+
+def test_each_request_counts_once_by_its_end() -> None:
+    asked, began, silent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        asked.set()
+        if path == "/v1/messages":
+            out.write(STREAM + chunk(b"data: 1\n\n"))
+            await began.wait()
+            return  # without an end
+        if path == "/v1/embeddings":
+            await silent.wait()
+        out.write(whole(ANSWER))
+
+    async def run() -> dict[str, str]:
+        async with fleet_of(Scripted(script), keys=("key",)) as fleet:
+            post = partial(fleet.client.post, headers={"Authorization": "Bearer key"}, json={})
+            for path in ("/v1/messages", "/v1/completions", LOAD):
+                async with post(fleet.base + path) as answer:
+                    await answer.content.readany()
+                    began.set()
+                    await answer.read()
+            asked.clear()
+            leaving = asyncio.create_task(post(fleet.base + "/v1/embeddings").__aenter__())
+            await asked.wait()
+            leaving.cancel()
+            async with post(fleet.base + "/v1/models", headers={}) as answer:
+                assert answer.status == 401
+            while not await fleet.metric(COUNTED + '"disconnect"'):
+                await asyncio.sleep(0.005)
+            silent.set()
+            async with fleet.client.get(fleet.base + "/metrics") as answer:
+                return dict(re.findall(re.escape(COUNTED) + r'"(.*)"} (.*)', await answer.text()))
+
+    ended = asyncio.run(run())
+    once = dict.fromkeys(("broken_off", "disconnect", "invalid_api_key"), "1.0")
+    assert ended == {"answered": "2.0", **once}
 
 
 def test_who_cannot_be_reached_has_not_seen_the_request() -> None:

@@ -22,6 +22,10 @@ ANSWERED_FOR = HOP_HEADERS | {"date"}
 """Headers of a replica's answer that the fleet gives itself."""
 
 
+DISCONNECT = "disconnect"
+"""What the metrics call the outcome of a request whose client has left."""
+
+
 class ClientCall(NamedTuple):
     """A request, and where its answer goes."""
 
@@ -67,7 +71,7 @@ async def read_body(receive: Receive) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left", code="client_gone")
+            raise ApiError(400, "the client left", code=DISCONNECT)
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)

@@ -109,10 +109,10 @@ class Forwarder:
                 return True
             # Nothing is sent before all of it is here, so that it can be tried again.
             whole = await unless_lost(member.lost, answer.read())
-            self._metrics.count("answered")
             self._inquiry.note_response(call, member, whole[:RESPONSE_HEAD])
             await start(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
+            self._metrics.count("answered")
             return True
         finally:
             answer.close()
@@ -147,18 +147,18 @@ class Forwarder:
         self._inquiry.note_response(call, member, first[:RESPONSE_HEAD])
         self._metrics.first_events.observe(self._pool.clock() - call.arrived)
         await start(send, answer.status, headers)
+        outcome = "answered"
         try:
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BrokenOff as error:
             log.warning("%s: an answer was interrupted: %s", member.name, error)
-            self._metrics.count("broken_off")
+            outcome = "broken_off"
             body = _failure(call.path)
             await send({"type": "http.response.body", "body": body, "more_body": True})
-        else:
-            self._metrics.count("answered")
         await send({"type": "http.response.body", "body": b""})
+        self._metrics.count(outcome)
 
 
 async def _pieces(

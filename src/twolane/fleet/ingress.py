@@ -17,6 +17,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from twolane.fleet.calls import (
+    DISCONNECT,
     ClientCall,
     answer,
     answer_json,
@@ -149,6 +150,8 @@ class Ingress:
                 await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():
                     answering.result()
+                else:
+                    self.metrics.count(DISCONNECT)
             finally:
                 for task in (answering, gone):
                     task.cancel()
@@ -177,6 +180,7 @@ class Ingress:
             self._changing.add(changing)
             changing.add_done_callback(self._changing.discard)
             await asyncio.shield(changing)
+            self.metrics.count("answered")
             return
         call, ask = await self._inquiry.ask(call)
         tried: set[str] = set()
@@ -233,7 +237,6 @@ class Ingress:
                 503, "no replica could answer", code="unavailable", headers=retry_after(1)
             )
         shown = max(said, key=lambda reply: reply.status)
-        self.metrics.count("answered")
         await answer(call.send, shown.status, shown.body, "application/json")
 
     async def _choose(

@@ -60,8 +60,8 @@ class FleetMetrics:
         self.registry.register(ReplicaCollector(members))
         self.requests = Counter(
             f"{PREFIX}requests",
-            "Requests by what came of them: answered, retried, redirected, broken_off, or the code "
-            "of the error",
+            "Requests by what came of them: answered, redirected, broken_off, disconnect, or the "
+            "code of the error; retried counts beside these",
             ["outcome"],
             registry=self.registry,
         )

@@ -80,7 +80,8 @@ def application(
     ingress = Ingress(pool, POLICIES[pool.options.router](), session, shared.max_body_bytes)
     ingress.metrics.registry.register(UnsentCollector(output, PREFIX))
     # Bodies are kept, to be sent to another replica.
-    gate = Gate(ingress, shared.api_keys, shared.max_body_bytes, keeps_bodies=True)
+    bounds = shared.api_keys, shared.max_body_bytes
+    gate = Gate(ingress, *bounds, keeps_bodies=True, on_refusal=ingress.metrics.count)
     return cross_origin(gate, shared.cors_origins)
 
 

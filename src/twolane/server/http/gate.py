@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 
 import msgspec
@@ -55,6 +55,7 @@ class Gate:
         api_keys: those that may ask; none: everybody may.
         max_body_bytes: longer bodies are refused (413) without being read.
         keeps_bodies: whether `app` holds each body until its request has ended.
+        on_refusal: is told why `app` does not see a request.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Gate:
         max_body_bytes: int,
         *,
         keeps_bodies: bool = False,
+        on_refusal: Callable[[str], None] = lambda code: None,
     ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
+        self._on_refusal = on_refusal
         self._most_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
         self._arriving = ArrivingBytes(self._most_bytes)
 
@@ -90,6 +93,7 @@ class Gate:
                 raise too_large(self._max_body_bytes)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
+            self._on_refusal(error.code)
             await refuse(error, scope["path"], send)
             return
         if (call := scope.get("state", {}).get("call")) is not None:
