@@ -50,8 +50,8 @@ def _device_beside_the_lanes(lanes: CudaLanes) -> None:
 
 
 def _ignore_after(lanes: CudaLanes) -> None:
-    before = lanes._before
-    lanes._before = lambda used, stream, after: before(used, stream, ())
+    before = lanes._predecessors
+    lanes._predecessors = lambda used, stream, after: before(used, stream, ())
 
 
 def _all_steps_first(lanes: CudaLanes) -> None:

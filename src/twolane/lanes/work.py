@@ -1,8 +1,8 @@
-"""Work for a lane, as data: what the engine makes of a plan's launch.
+"""Work for a lane as pure data, which the engine makes from a plan's launch.
 
-Everything here can be encoded (`encode`), decoded and carried out by another process with the
-same result. Nothing is a live object and nothing is compared by identity: batches go by id, a
-request's place on the device by *slot*, and pages and sampling are told once, when they change.
+Another process can decode what `encode` returns and carry it out with the same result. Nothing here
+is a live object or compared by identity: a batch has an id, and a request has a *slot* on the
+device. Pages and sampling are sent once, when they change.
 
 A slot keeps the last token that was sampled there, so that a decode step can be queued before the
 token is known to the CPU. Hidden states between two slices of a batch stay in the lanes, by the
@@ -22,29 +22,30 @@ Tokens = bytes
 
 
 def pack(tokens: Sequence[int]) -> Tokens:
-    """Token ids as bytes."""
+    """Return token ids as bytes."""
     return (tokens if isinstance(tokens, array) else array("q", tokens)).tobytes()
 
 
 def unpack(tokens: Tokens) -> memoryview:
-    """The token ids again: a sequence of ints that shares the memory."""
+    """Return packed token ids as a sequence of ints that shares their memory."""
     return memoryview(tokens).cast("q")
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the tokens of one request are chosen."""
+    """The sampling parameters of one request, with what they refer to."""
 
     params: SamplingParams
     seed: int
     prompt_tokens: int
-    """Tokens of the prompt as it was sent, from which `min_tokens` counts."""
+    """Number of tokens of the prompt as it was sent; `min_tokens` counts from there."""
     eos_token_ids: tuple[int, ...]
     known: Tokens = b""
-    """The prompt and the output delivered so far, if penalties need them. What a lane samples from
-    then on it must remember itself: steps are launched before their tokens are delivered."""
+    """The prompt and the output delivered so far, if penalties need them. A lane adds the tokens
+    that it samples later by itself, because steps are launched before their tokens are
+    delivered."""
 
     def banned(self, position: int) -> Sequence[int]:
-        """Tokens that may not be chosen at this index of the sequence."""
+        """Return the tokens that may not be chosen at this index of the sequence."""
         if position - self.prompt_tokens >= self.params.min_tokens:
             return ()
         eos = () if self.params.ignore_eos else self.eos_token_ids
@@ -52,26 +53,26 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """What a launch tells the lanes of a slot, before its work begins."""
+    """Changes of a slot that take effect before the launch that has them."""
 
     slot: int
     first: int
-    """Index, in the slot's list of pages, of the first page below; 0 begins a new list."""
+    """Index of the first of these pages in the slot's list of pages; 0 begins a new list."""
     pages: tuple[int, ...]
-    """Physical pages that the slot's sequence has from now on, in order."""
+    """Physical pages to add to the slot's sequence, in order."""
     sampling: Sampling | None = None
-    """How the slot's tokens are chosen from now on, if that changes."""
+    """Sampling of the slot from now on; None if it does not change."""
     adapter: int = -1
-    """The adapter of the slot's request, if a new list begins, by its own slot; -1: none."""
+    """Adapter slot of the request, if a new list begins; -1 if the base model answers."""
 
 
 class Scoring(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of a prompt whose log-probabilities are asked for."""
+    """Tokens of a prompt whose log-probabilities the request asks for."""
 
     targets: Tokens
-    """The tokens that follow the first ones of the chunk, one each."""
+    """The tokens that follow the first tokens of the chunk, one for each."""
     top: int
-    """Number of alternatives that are reported for each target."""
+    """Number of alternatives to report for each target."""
 
 
 class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
@@ -79,27 +80,28 @@ class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: Tokens
     scoring: Scoring | None = None
-    """Given if log-probabilities of the prompt are asked for."""
+    """The targets of this chunk; None if the request asks for no log-probabilities of its
+    prompt."""
 
 
 class PromptRow(msgspec.Struct, frozen=True, array_like=True):
-    """A chunk's place in its sequence: the positions from `start` on."""
+    """A prompt row: the positions of a chunk in its sequence, from `start` on."""
 
     slot: int
     start: int
     count: int
-    """Tokens of the chunk."""
+    """Number of tokens of the chunk."""
     samples: bool = False
-    """Whether the prompt ends here, so that its first token is sampled."""
+    """Whether the prompt ends with this chunk, so that the first token is sampled."""
 
 
 class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """A decoding request: the token in its slot goes to `position`, the next one is sampled."""
+    """A decode row: it computes the slot's last token at `position` and samples the next one."""
 
     slot: int
     position: int
     steps: int
-    """How many of the launch's steps it takes part in."""
+    """Number of the launch's steps that have this row."""
 
 
 class TokenMask(msgspec.Struct, frozen=True, array_like=True):
@@ -107,30 +109,30 @@ class TokenMask(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     allowed: bytes
-    """A bit for each token of the vocabulary, the lowest first: whether it may be chosen."""
+    """Bit mask over the vocabulary, lowest token first; a set bit allows its token."""
 
 
 class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     """Layers `first:last` of a prefill batch.
 
-    The launch of layer 0 opens the batch. Step tokens name places in `rows`.
+    The launch of layer 0 opens the batch. Sampled tokens name their index in `rows`.
     """
 
     batch: int
-    """Names the batch's hidden states from one slice to the next."""
+    """Id of the batch, which names its hidden states between two slices."""
     rows: tuple[PromptRow, ...]
-    """The rows still alive: a subset of the last slice's, in its order."""
+    """Rows that are left of those of the slice before, in its order."""
     first: int
     last: int
     finishes: bool
     """Whether `last` is the model's last layer, after which it samples."""
     chunks: tuple[PromptChunk, ...] = ()
-    """The rows' tokens, one chunk each, if this launch opens the batch."""
+    """Tokens of the rows, one chunk each, if this launch opens the batch."""
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
-    """Those of slots that may not choose every token, if the launch samples."""
+    """Masks of slots that may not choose every token, if the launch samples."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled."""
+    """Slots whose masks `Lanes.set_masks` sets later; sampling waits for them."""
 
 
 class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
@@ -140,31 +142,30 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
     k: int
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
-    """Those of slots that may not choose every token; `k` is 1 if there are any."""
+    """Masks of slots that may not choose every token; `k` is 1 if there are any."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled; `k` is 1 if
-    there are any."""
+    """Slots whose masks `Lanes.set_masks` sets later; sampling waits for them, and `k` is 1."""
 
 
 class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
-    """One forward pass; step tokens number the decode rows first, then the prompt rows."""
+    """One forward pass. Sampled tokens number the decode rows first, then the prompt rows."""
 
     decode: tuple[DecodeRow, ...]
     prompts: tuple[PromptRow, ...]
     chunks: tuple[PromptChunk, ...] = ()
-    """The prompt rows' tokens, one chunk each."""
+    """Tokens of the prompt rows, one chunk each."""
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
-    """Those of slots that may not choose every token."""
+    """Masks of slots that may not choose every token."""
     late: tuple[int, ...] = ()
-    """Slots whose masks follow (`Lanes.set_masks`), before which nothing is sampled."""
+    """Slots whose masks `Lanes.set_masks` sets later; sampling waits for them."""
 
 
 Work = PrefillWork | DecodeWork | HybridWork
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
-    """The arguments of `Lanes.launch`; the lanes count their launches, from 0."""
+    """A call of `Lanes.launch` in the launch log."""
 
     lane: LaneName
     units: int
@@ -172,44 +173,45 @@ class LaunchRecord(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     after: tuple[int, ...] = ()
     """Numbers of the launches that it waits for."""
     number: int = 0
-    """Its own number: a lane may be launched in before another that was asked for earlier."""
+    """Number of the launch, counted from 0 in the order of the calls. The log has the order in
+    which the host launched them."""
 
 
 class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
-    """The argument of `Lanes.drop`."""
+    """A call of `Lanes.drop` in the launch log."""
 
     batch: int
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
-    """The arguments of `Lanes.load_adapter`."""
+    """A call of `Lanes.load_adapter` in the launch log."""
 
     slot: int
     path: str
     digest: bytes | None = None
     number: int = 0
-    """Its own, under which every rank tells rank 0 what came of it."""
+    """Number of the call, under which every rank reports the result to rank 0."""
 
 
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
-    """Layers of the slice that is being launched, which go behind what was logged before."""
+    """The next layers of the slice that is being launched, in the launch log."""
 
     layers: int
 
 
 class FillRecord(msgspec.Struct, frozen=True, array_like=True, tag="fill"):
-    """`MachineLanes.fill_kv`."""
+    """A call of `MachineLanes.fill_kv` in the launch log."""
 
 
 Record = LaunchRecord | DropRecord | AdapterRecord | PieceRecord | FillRecord
-"""What lanes are told, in the order in which they are told it."""
+"""One record of the launch log."""
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def decode(encoded: bytes) -> Record:
-    """What was encoded.
+    """Decode a record of the launch log.
 
     Raises:
         msgspec.DecodeError: the bytes are no record.
@@ -218,11 +220,10 @@ def decode(encoded: bytes) -> Record:
 
 
 def used_by(lane: LaneName, work: Work) -> Sequence[str]:
-    """What no two launches may use at a time: a lane's memory and channel, and the decode steps'
-    buffers.
+    """Return what a launch uses exclusively: lanes (their memory and channel) and the step buffers.
 
-    The whole device excludes everything, which lets it use the prefill lane's memory. Decode steps
-    are graphs that sum over the decode lane's channel, whatever lane they run in.
+    A launch on the whole device excludes everything, so it can use the prefill lane's memory. The
+    graphs of decode steps sum over the decode lane's channel, whatever lane they run in.
     """
     if lane == "device":
         return (*LANES, "steps")

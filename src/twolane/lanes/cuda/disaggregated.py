@@ -165,11 +165,11 @@ class DecodeLanes(CudaLanes):
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         self._arrived[number] = arrival
-        self._end_told()
+        self._end_ready()
 
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
         if isinstance(work, PrefillWork) and not work.late:
-            self._told[ticket.number] = ()  # its end waits for no masks, but for its pages
+            self._masks[ticket.number] = ()  # its end waits for no masks, but for its pages
         super()._launch(ticket, work, after)
 
     def _ready(self) -> Collection[int]:

@@ -32,7 +32,7 @@ from twolane.lanes.work import (
 )
 
 PIECE_LAYERS = 4
-"""Layers of a slice between two places where steps may go, if there are several ranks."""
+"""Number of layers of a slice between two places where steps may pass, with several ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,10 @@ class CudaTicket(Ticket):
     """A launch on a stream."""
 
     ended: torch.cuda.Event = field(default_factory=lambda: new_event(timing=True))
-    """Recorded behind the launch."""
+    """Event recorded behind the launch."""
     stream: torch.cuda.Stream | None = None
     noted: threading.Event = field(default_factory=threading.Event)
-    """Set when `end` is."""
+    """Set when `end` is set."""
 
     def fail(self, error: BaseException) -> None:
         """End with an error."""
@@ -53,7 +53,7 @@ class CudaTicket(Ticket):
 
 @dataclass(frozen=True, slots=True)
 class HalfLaunch:
-    """A launch whose end waits for masks."""
+    """A launch whose second half, from sampling on, waits for masks."""
 
     ticket: CudaTicket
     names: frozenset[str]
@@ -64,29 +64,29 @@ class HalfLaunch:
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """A launch, or the end of a batch, that may have to come behind one that waits for masks."""
+    """A launch or a drop that may have to wait until earlier launches have their masks."""
 
     names: frozenset[str]
-    """What it uses, and the batch that it is of."""
+    """What it uses (`used_by`), and its batch."""
     run: Callable[[], None]
     ticket: CudaTicket | None = None
     after: Sequence[CudaTicket] = ()
 
     def behind(self, other: "HalfLaunch | _Deferred") -> bool:
-        """Whether it must come behind that one, which was asked for earlier."""
+        """Return whether it must come behind `other`, which was called earlier."""
         return not self.names.isdisjoint(other.names) or other.ticket in self.after
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedLaunch:
-    """A launch that is queued, as its watcher sees it."""
+    """A queued launch that a watcher waits for."""
 
     ticket: CudaTicket
     begun: torch.cuda.Event
     queued: Queued
     after: Sequence[CudaTicket]
-    """What it waits for on the device. Nothing of it may be seen before they are seen to have
-    ended: they may hold earlier tokens of its requests, and another lane's thread notes them."""
+    """Tickets that it waits for on the device. The watcher reports nothing of it before their end
+    is noted, because they may have earlier tokens of its requests, which another thread reports."""
 
 
 class CudaLanes:
@@ -118,16 +118,16 @@ class CudaLanes:
         if followers is not None:
             followers.watch(self)
         self._spent = 0.0
-        """Seconds that launches have taken."""
+        """Seconds of the host in all launches so far."""
         self._last: dict[str, CudaTicket] = {}
-        """The last launch that used each of what launches share."""
+        """The last launch that used each name of `used_by`."""
         self._open: OpenTickets[CudaTicket] = OpenTickets()
         self._halves: dict[int, HalfLaunch] = {}
-        """Launches that wait for masks, by number."""
-        self._told: dict[int, Sequence[TokenMask]] = {}
-        """Masks of launches that have not begun, by number: a slice may be launched later."""
-        self._behind: list[_Deferred] = []
-        """What must come behind these, in the order in which it was asked for."""
+        """Launches whose second half waits for masks, by number."""
+        self._masks: dict[int, Sequence[TokenMask]] = {}
+        """Masks that were set before their launch was queued, by number."""
+        self._deferred: list[_Deferred] = []
+        """Launches and drops that must come behind `_halves`, in the order of the calls."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
         self.units = partitions.units
         self.levels: Sequence[tuple[int, int]] = partitions.offered
@@ -183,48 +183,52 @@ class CudaLanes:
         return self._open.waiting()
 
     def synchronize(self) -> None:
-        """Wait until the device is through with all that was launched."""
+        """Wait until the device has finished all launches."""
         self.idle().result()
 
     def idle(self) -> "Future[None]":
-        """Done when the device is through with all that was launched."""
+        """Return a future that is done when the device has finished all launches."""
         return self._launcher.thread.submit(torch.cuda.synchronize)
 
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
         queue = partial(self._queue, ticket, work, after)
         names = _names(ticket.lane, work)
-        self._go_on(_Deferred(names, partial(self._timed, ticket, queue), ticket, after))
-        self._end_told()
+        self._run_or_defer(_Deferred(names, partial(self._timed, ticket, queue), ticket, after))
+        self._end_ready()
 
-    def _go_on(self, asked: _Deferred) -> None:
-        """Run what is asked for, if it must not come behind a launch that waits for masks: such a
-        launch has recorded nothing yet that others could wait for on the device."""
-        earlier: list[HalfLaunch | _Deferred] = [*self._halves.values(), *self._behind]
+    def _run_or_defer(self, asked: _Deferred) -> None:
+        """Run a launch or a drop, or defer it if it must come behind a launch that waits for masks.
+
+        Such a launch has not recorded the event that others wait for on the device.
+        """
+        earlier: list[HalfLaunch | _Deferred] = [*self._halves.values(), *self._deferred]
         if any(asked.behind(other) for other in earlier):
-            self._behind.append(asked)
+            self._deferred.append(asked)
         else:
             asked.run()
 
     def _set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
-        self._told[number] = masks
-        self._end_told()
+        self._masks[number] = masks
+        self._end_ready()
 
-    def _end_told(self) -> None:
-        """Queue the ends of launches whose masks are there, and what had to come behind them."""
+    def _end_ready(self) -> None:
+        """Queue the second halves of launches whose masks are set, and what was deferred for
+        them."""
         while ready := self._ready():
             for number in ready:
-                half, masks = self._halves.pop(number), self._told.pop(number)
+                half, masks = self._halves.pop(number), self._masks.pop(number)
                 self._timed(half.ticket, partial(self._end, half, masks))
-            waiting, self._behind = self._behind, []
+            waiting, self._deferred = self._deferred, []
             for asked in waiting:
-                self._go_on(asked)
+                self._run_or_defer(asked)
 
     def _ready(self) -> Collection[int]:
-        """Numbers of the launches whose ends wait for nothing more."""
-        return self._halves.keys() & self._told.keys()
+        """Return the numbers of launches whose masks are set."""
+        return self._halves.keys() & self._masks.keys()
 
     def _timed(self, ticket: CudaTicket, queue: Callable[[], WatchedLaunch | None]) -> None:
-        """Queue a launch, or its end, and have the device watched when it has all of it."""
+        """Queue a launch or its second half, note the host's seconds, and watch it once it is
+        whole."""
         asked, spent = self.clock(), self._spent
         try:
             watched = queue()
@@ -250,16 +254,16 @@ class CudaLanes:
     def _queue(
         self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]
     ) -> WatchedLaunch | None:
-        """Queue a launch; None: its end waits for masks."""
+        """Queue a launch; return None if its second half waits for masks."""
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
             used = used_by(ticket.lane, work)
-            before = self._before(used, stream, after)
+            before = self._predecessors(used, stream, after)
             for other in before:
                 stream.wait_event(other.ended)
             begun = new_event(timing=True)
             begun.record(stream)
-            between = self._between() if is_slice(ticket.lane, work) else None
+            between = self._between_layers() if is_slice(ticket.lane, work) else None
             numbers = tuple([other.number for other in after])
             self._log(LaunchRecord(ticket.lane, ticket.units, work, numbers, ticket.number))
             queued = self.runner.run(work, ticket.lane, ticket.units, between)
@@ -273,20 +277,23 @@ class CudaLanes:
         return None if queued.end is not None else WatchedLaunch(ticket, begun, queued, before)
 
     def _drop(self, batch: int) -> None:
-        self._go_on(_Deferred(frozenset((_name(batch),)), partial(self._drop_now, batch)))
+        self._run_or_defer(_Deferred(frozenset((_name(batch),)), partial(self._drop_now, batch)))
 
     def _drop_now(self, batch: int) -> None:
         self._log(DropRecord(batch))
         self.runner.drop(batch)
 
     def _log(self, record: Record) -> None:
-        """Have the other ranks do it, too."""
+        """Log a record for the other ranks."""
         if self._followers is not None:
             self._followers.log(record)
 
-    def _between(self) -> Callable[[], None]:
-        """What a slice calls before each of its layers. Where there are other ranks, steps go
-        between pieces of some layers, and each piece is logged behind them."""
+    def _between_layers(self) -> Callable[[], None]:
+        """Return what a slice calls before each of its layers, to let decode steps pass.
+
+        With other ranks, steps pass between pieces of some layers, and each piece is logged behind
+        them.
+        """
         if self._followers is None:
             return self._launcher.between
         calls = count()
@@ -309,16 +316,16 @@ class CudaLanes:
         if self._followers is not None:
             self._followers.close(timeout)
 
-    def _before(
+    def _predecessors(
         self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[CudaTicket]
     ) -> list[CudaTicket]:
-        """What must end first and is not ordered by the stream itself."""
+        """Return the tickets that must end first and that the stream itself does not order."""
         last = [self._last[name] for name in used if name in self._last]
         return [t for t in (*last, *after) if not t.done and t.stream is not stream]
 
 
 def _names(lane: LaneName, work: Work) -> frozenset[str]:
-    """What a launch uses, and the batch that it is of."""
+    """Return what a launch uses, and its batch."""
     batch = (_name(work.batch),) if isinstance(work, PrefillWork) else ()
     return frozenset((*used_by(lane, work), *batch))
 
@@ -328,12 +335,12 @@ def _name(batch: int) -> str:
 
 
 def is_slice(lane: LaneName, work: Work) -> bool:
-    """Whether it uses nothing that the decode lane does."""
+    """Return whether a launch is a prefill slice beside the decode lane."""
     return used_by(lane, work) == ("prefill",)
 
 
 def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:
-    """A launch that waits on the device for another one must be launched behind it."""
+    """Return the place of a launch; one that waits on the device for another must be behind it."""
     if is_slice(lane, work):
         return "slice"
     return "step" if lane == "decode" and all(other.queued_at for other in after) else "in order"

@@ -1,8 +1,8 @@
-"""The thread that launches: in the order of the calls, but for decode steps and prefill slices.
+"""The launch thread: it launches in the order of the calls, but decode steps pass prefill slices.
 
-The slice that begins a batch takes the host 3 to 7 ms, and a decode step hardly lasts longer on the
-device: one that had to wait for such a slice would begin late. So it goes before slices that wait
-for this thread, and between two layers of the one that is being launched.
+Launching the first slice of a batch takes the host 3 to 7 ms, hardly less than a decode step takes
+the device, so a step behind it would begin late. Steps are therefore launched before slices that
+wait for this thread, and between two layers of the slice under way.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 Turn = Literal["step", "slice", "in order"]
-"""What a launch is: a step goes before slices, everything else where it was asked for."""
+"""Place of a launch in the order: a step passes slices, everything else keeps its place."""
 
 
 class _Asked(NamedTuple):
@@ -20,25 +20,25 @@ class _Asked(NamedTuple):
 
 
 class Launcher:
-    """Launches on one thread.
+    """Runs launches on one thread.
 
     Args:
-        thread: it alone; also of whatever else needs to run there.
+        thread: an executor with one thread, which other work on the device shares.
     """
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self.thread = thread
         self._waiting: deque[_Asked] = deque()
-        """Others only append."""
+        """Launches in the order of the calls; other threads only append."""
 
     def submit(self, launch: Callable[[], None], turn: Turn) -> None:
-        """Launch it when it is its turn; a step must need nothing of what was asked for before it
-        and was not launched yet."""
+        """Queue a launch for the thread; a step must not depend on launches that wait there."""
         self._waiting.append(_Asked(launch, turn))
         self.thread.submit(self._next)
 
     def between(self) -> None:
-        """Launch the steps that wait; called by slices, where a step's launch changes nothing."""
+        """Launch the waiting steps; slices call this where a step may be launched between
+        layers."""
         while (place := self._step()) is not None:
             self._take(place)
 
@@ -52,7 +52,7 @@ class Launcher:
         launch()
 
     def _step(self) -> int | None:
-        """The place of the first one, if only slices wait before it."""
+        """Return the index of the first waiting step if only slices wait before it, else None."""
         for place in range(len(self._waiting)):
             turn = self._waiting[place].turn
             if turn != "slice":
