@@ -75,7 +75,7 @@ class _Averages:
 
 
 class OnlineEstimator(Estimator):
-    """Moving averages by kind of launch, units and size (tokens, or rows for decode).
+    """Moving averages by kind of launch, units and new tokens, which are the rows of a decode step.
 
     Promises no bound.
     """
@@ -91,18 +91,13 @@ class OnlineEstimator(Estimator):
         self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
         """See `Estimator.observe`."""
-        self._averages[launch.kind].observe(units, _size(launch), seconds / _parts(launch))
+        self._averages[launch.kind].observe(units, launch.load.new, seconds / _parts(launch))
 
     def _seconds(
         self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
     ) -> Sequence[float] | None:
-        seconds = self._averages[launch.kind].predict(units, _size(launch))
+        seconds = self._averages[launch.kind].predict(units, launch.load.new)
         return None if seconds is None else [each * _parts(launch) for each in seconds]
-
-
-def _size(launch: LaunchShape) -> int:
-    """Rows of a decode step, tokens of all else."""
-    return launch.load.requests if launch.kind == "decode" else launch.load.new
 
 
 def _parts(launch: LaunchShape) -> int:
