@@ -10,7 +10,13 @@ from tokenizers import Tokenizer, decoders, models
 from tests.server.serving import PATIENCE
 from twolane.engine.messages import Output
 from twolane.frontend.parsers.reasoning import ThinkingMarks
-from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
+from twolane.frontend.text.codec import (
+    TextCodec,
+    TextError,
+    WindowDetokenizer,
+    guarded,
+    with_whole_characters,
+)
 from twolane.frontend.text.output_reader import OutputReader, TextOptions
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
@@ -220,8 +226,33 @@ def test_window_pieces_make_the_full_decode(sentencepiece, text):
 
 def test_broken_bytes_are_not_held_for_ever(sentencepiece):
     detokenizer = WindowDetokenizer(sentencepiece)
-    assert any(detokenizer.step(0x80 + 1) for _ in range(20))
+    assert "".join(detokenizer.step(0x80 + 1) for _ in range(99))
     assert len(detokenizer._window) < 20
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (ValueError, TextError),
+        (type("PanicException", (BaseException,), {}), TextError),
+        (MemoryError, MemoryError),
+        (KeyboardInterrupt, KeyboardInterrupt),
+    ],
+)
+def test_a_tokenizer_that_fails_or_panics_is_a_refusal(raised, seen):
+    def fails():
+        raise raised("no such token")
+
+    with pytest.raises(seen, match="no such token") as error:
+        guarded(fails)
+    assert type(error.value) is seen
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"), [("é\ud83d", "é\ufffd"), ("\ud83d\ude00\ude00", "😀\ufffd"), ("é😀", "é😀")]
+)
+def test_halves_of_characters_are_marked(text, whole):
+    assert with_whole_characters(text) == whole
 
 
 def test_without_a_tokenizer_text_is_refused():
@@ -293,6 +324,8 @@ def test_a_switch_that_is_off_asks_for_nothing_where_there_is_none(tokenizer):
     for name, value in ("enable_thinking", True), ("enable_thinkign", False):
         with pytest.raises(TextError, match=f"has no variable '{name}'"):
             codec.chat(turns, variables={name: value})
+    with pytest.raises(TextError, match="has no variable 'other'"):
+        codec.chat(turns, variables={"enable_thinking": False, "other": 1})
 
 
 @pytest.mark.parametrize(
@@ -319,6 +352,22 @@ def test_a_switch_that_is_off_asks_for_nothing_where_there_is_none(tokenizer):
                 }
             ],
             "messages[0].tool_calls",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.name }}{% endfor %}",
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": f, "arguments": {}}} for f in ("f", "g")],
+                }
+            ],
+            "messages[0].tool_calls",
+        ),
+        (
+            "{{ messages[0].content }}",
+            [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "lost words"}],
+            "messages[1].content",
         ),
     ],
 )
