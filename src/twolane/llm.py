@@ -1,4 +1,4 @@
-"""Offline use: a model in the user's own program, its engine in a process beside it."""
+"""`LLM`: a model in the user's own program, with its engine in a separate process."""
 
 import asyncio
 import contextlib
@@ -42,64 +42,64 @@ Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
 OPEN_MOST = 1024
-"""Answers that the engine works on at once."""
+"""Largest number of answers that the engine has at a time."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What may be asked for beside the sampling parameters, by keyword."""
+    """Keyword arguments of all methods, in addition to the sampling parameters."""
 
     n: int
-    """Answers to each prompt; 1."""
+    """Number of answers to each prompt; by default 1."""
     stop: str | Sequence[str]
-    """The answer ends where one of these begins; none."""
+    """Strings that end the answer where one of them begins; by default none."""
     include_stop_str_in_output: bool
-    """Show what stopped the answer; False."""
+    """Whether the text includes the string or token that stopped it; by default False."""
     skip_special_tokens: bool
-    """Leave special tokens out of the text; True."""
+    """Whether special tokens are left out of the text; by default True."""
     add_special_tokens: bool
-    """Put the tokens around the prompt that the model expects; True, but False for conversations,
-    whose chat template does it."""
+    """Whether the tokenizer adds its own tokens around the prompt; by default True, but False for
+    conversations, whose chat template adds them."""
     truncate_prompt_tokens: int
-    """Keep only this many tokens of a prompt, the last ones; -1 keeps as many as the context holds;
-    all of them."""
+    """Number of last tokens of a prompt to keep; -1 keeps as many as fit into the context. By
+    default all are kept."""
     cache_salt: str
-    """Prefixes are reused from calls with the same salt alone; none."""
+    """Salt of the prefix cache: only calls with the same salt share prefixes; by default none."""
     lora: str
-    """Name of the adapter that answers, one of the setting `lora`; none, the model itself does."""
+    """Name of the adapter that answers, from the setting `lora`; by default the model itself."""
 
 
 class AdapterChoice(Body):
-    """The keyword that only an LLM has: a server's clients name an adapter as the model."""
+    """The keyword `lora`, which requests to a server do not have: they name an adapter as model."""
 
     lora: str | None = None
 
 
 class ChatOptions(GenerateOptions, total=False):
-    """What may be asked for beside the sampling parameters of a conversation, by keyword."""
+    """Keyword arguments for conversations, in addition to the sampling parameters."""
 
     add_generation_prompt: bool
-    """End the prompt where the assistant's answer begins; True."""
+    """Whether the prompt ends where the assistant's answer begins; by default True."""
     continue_final_message: bool
-    """End the prompt inside the last message, for the model to go on with it; False."""
+    """Whether the answer continues the last message; by default False."""
     chat_template_kwargs: Mapping[str, Any]
-    """Variables for the chat template; none."""
+    """Variables of the chat template; by default none."""
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer, or a piece of one: the pieces put together are the answer."""
+    """One answer, or from `stream` the next piece of one."""
 
     index: int
     """Index of the answer among the `n` to its prompt."""
     text: str
-    """Without special tokens, and without what stopped it."""
+    """The text, without special tokens and without what stopped it unless asked for."""
     token_ids: list[int]
     finish_reason: FinishReason | None
-    """None: there is more to come."""
+    """Reason for which the answer ended; None for a piece that is not the last."""
     stop_reason: int | str | None
     """The stop token or string that ended the answer."""
     logprobs: list[TokenLogprobs] | None
-    """One for each token, if `SamplingParams.logprobs` asked for them."""
+    """Log-probabilities of each token, if `SamplingParams.logprobs` asks for them."""
 
 
 @dataclass(frozen=True)
@@ -107,47 +107,48 @@ class RequestOutput:
     """The answers to one prompt."""
 
     prompt: str | None
-    """As given; None for token ids and conversations."""
+    """The prompt as given; None for token ids and conversations."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs] | None
-    """One for each prompt token but the first, if `SamplingParams.prompt_logprobs` asked for it."""
+    """Log-probabilities of each prompt token but the first, if `SamplingParams.prompt_logprobs`
+    asks for them."""
     outputs: list[CompletionOutput]
     cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
 
     @property
     def text(self) -> str:
-        """The first answer's text."""
+        """Text of the first answer."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """The first answer's tokens."""
+        """Tokens of the first answer."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the first answer ended."""
+        """Reason for which the first answer ended."""
         return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
-        """The first answer's log-probabilities, if asked for."""
+        """Log-probabilities of the first answer, if asked for."""
         return self.outputs[0].logprobs
 
 
 class LLM:
     """A model for offline use.
 
-    The engine is a process of its own, and the talk with it has a thread of its own. So an LLM
-    works in scripts, in Jupyter and in programs that run an event loop; there a call holds the
-    loop, as any call that computes does, unless it is `await asyncio.to_thread(llm.generate, …)`.
-    Ctrl-C breaks the call off, frees what it held, and leaves the LLM usable. The engine ends with
-    `close`, with the `with` block, or when nobody holds the LLM any more.
+    The engine is a separate process, and a thread of this process talks to it. So an LLM works in
+    scripts, in Jupyter and in programs with an event loop, where calls block the loop unless they
+    are made as `await asyncio.to_thread(llm.generate, …)`. Ctrl-C aborts a call, frees what it
+    held, and leaves the LLM usable. The engine ends with `close`, with the `with` block, or when
+    the LLM is garbage-collected.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`, `lora`;
-    those for conversations take `ChatOptions`, too.
+    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`, `lora`.
+    Methods for conversations take `ChatOptions` too.
 
     Example:
         >>> from twolane import LLM, SamplingParams
@@ -156,13 +157,13 @@ class LLM:
 
     Args:
         model: an alias, a local directory, a GGUF file, a built-in shape or a Hugging Face id.
-        progress: whether to show bars, on standard error; None: if that is a terminal.
+        progress: whether to show progress bars on standard error; None shows them in a terminal.
         settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`.
 
     Raises:
-        TypeError: there is no such setting; the message says what to use instead.
-        ValueError: a setting is wrong, or the model is not there.
-        PullError: the model could not be fetched.
+        TypeError: a setting does not exist; the message says what to use instead.
+        ValueError: a setting is wrong, or the model does not exist.
+        PullError: the model could not be downloaded.
         EngineError: the engine could not start, for instance with an unsupported model.
     """
 
@@ -198,13 +199,14 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
-        """Continue prompts of text or token ids, all side by side; answers are in their order.
+        """Continue prompts of text or token ids, all at the same time; answers keep their order.
 
         Args:
             prompts: one text, texts, one list of token ids, or lists of token ids.
-            params: for all prompts, or one each; None: as the model's `generation_config.json` has
-                it, and otherwise `SamplingParams()`.
-            progress: whether to show a bar; None: as the LLM does, for more than one prompt.
+            params: sampling parameters of all prompts, or one for each; None takes the defaults of
+                the model's `generation_config.json`, and otherwise `SamplingParams()`.
+            progress: whether to show a progress bar; None shows it for several prompts if the LLM
+                shows bars.
             options: see `GenerateOptions`.
 
         Raises:
@@ -226,10 +228,10 @@ class LLM:
         progress: bool | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several side by side, through the model's chat template.
+        """Answer one conversation, or several at the same time, through the model's chat template.
 
-        Messages are those of /v1/chat/completions. Arguments and errors are those of `generate`; it
-        is a ValueError, too, if there is no template, or it refuses the messages or drops a word.
+        Messages are those of /v1/chat/completions. Arguments and errors are those of `generate`. A
+        missing template, and one that refuses the messages or drops a word, are ValueErrors too.
         """
         fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
         tokens = [
@@ -245,10 +247,10 @@ class LLM:
         params: SamplingParams | None = None,
         **options: Unpack[ChatOptions],
     ) -> Iterator[CompletionOutput]:
-        """Answer one prompt or conversation piece by piece, as the tokens come.
+        """Answer one prompt or conversation in pieces, as the engine delivers tokens.
 
-        Each piece has what is new of one answer. Whoever stops reading (`break`, or `close()` on
-        the result) gives the rest up.
+        Each piece has the new text and tokens of one answer. Leaving the loop (`break`, or
+        `close()` on the result) aborts the rest.
 
         Example:
             >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
@@ -271,9 +273,9 @@ class LLM:
         return self._pieces(tokens, params, self._options(fields, options))
 
     def close(self) -> None:
-        """End the engine process. Closing twice does nothing.
+        """End the engine process; a second call does nothing.
 
-        Calls that run in other threads raise GenerationFailed.
+        Calls under way in other threads raise GenerationFailed.
         """
         with self._closing:
             if not self._closed:

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, with the names that vLLM and SGLang use."""
+"""Sampling parameters, with the names of vLLM and SGLang, and log-probabilities of tokens."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ ANSWER = "Answer"
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
 MOST_LOGPROBS = 20
-"""Alternatives that may be asked for, as in OpenAI's API."""
+"""Largest number of alternatives with log-probabilities, as in OpenAI's API."""
 MOST_LOGIT_BIAS = 100.0
 """Largest bias of a token, up or down, as in OpenAI's API."""
 PACKED_TOGETHER = 64
@@ -51,11 +51,11 @@ _HINTS = {
     "max_new_tokens": "has another name here: use max_tokens",
     "min_new_tokens": "has another name here: use min_tokens",
 }
-"""What to use instead of each sampling parameter of vLLM and SGLang that is none here."""
+"""A hint for each sampling parameter of vLLM and SGLang that does not exist here."""
 
 
 class _NamedParams(msgspec.StructMeta):
-    """Refuses a parameter that there is not, and says what to use instead."""
+    """Refuses unknown parameters with a hint."""
 
     def __call__(cls, *args: Any, **params: Any) -> Any:
         for name in params:
@@ -66,52 +66,53 @@ class _NamedParams(msgspec.StructMeta):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_NamedParams):
-    """How the tokens of one request are chosen and when it ends.
+    """The parameters by which one request's tokens are chosen and its output ends.
 
     Raises:
         FieldError: a field is out of range.
     """
 
     temperature: Annotated[float, Option(ANSWER)] = 1.0
-    """Number that divides the logits; 0 always takes the most likely token."""
+    """Divisor of the logits; 0 always takes the most likely token."""
     top_p: Annotated[float, Option(ANSWER)] = 1.0
-    """Sum of probabilities, from 0 to 1, at which the set of most likely tokens ends; at 0 it has
-    one."""
+    """Probability, from 0 to 1, that the most likely tokens to choose among must reach together; 0
+    takes one token."""
     top_k: Annotated[int, Option(ANSWER)] = 0
     """Number of most likely tokens to choose among; 0 and -1 take all."""
     min_p: Annotated[float, Option(ANSWER)] = 0.0
-    """Share, from 0 to 1, of the most likely token's probability that a token needs."""
+    """Smallest probability of a token, as a share from 0 to 1 of the most likely token's."""
     seed: int | None = None
-    """Fixes the random numbers of this request, whatever runs beside it."""
+    """Seed of this request's random numbers, which then do not depend on other requests."""
     max_tokens: Annotated[int | None, Option(ANSWER)] = 16
-    """Largest number of tokens to generate; without one, as many as the context length leaves."""
+    """Largest number of tokens to generate; None generates up to the context length."""
     min_tokens: Annotated[int, Option(ANSWER)] = 0
     """Number of tokens before which no end-of-sequence or stop token is chosen."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request; the one that did is the last token of the output."""
+    """Tokens that end the request; the output includes the one that ended it."""
     ignore_eos: bool = False
-    """Go on after the end-of-sequence token."""
+    """Whether to continue after the end-of-sequence token."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens of prompt and output become less likely: their positive logits are divided
-    by this, the negative ones multiplied."""
+    """Factor against tokens of the prompt and output: their positive logits are divided by it,
+    their negative ones multiplied, so that values above 1 make them less likely."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the output has."""
+    """Amount subtracted from the logit of each token that the output has."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens for each time that the output has them."""
+    """Amount subtracted from a token's logit for each time that the output has it."""
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these token ids."""
+    """Amounts added to the logits, by token id."""
     logprobs: int | None = None
-    """With each output token its log-probability and this many alternatives. Log-probabilities are
-    the model's own: before bias, penalties, temperature and filters."""
+    """Number of alternatives to report with the log-probability of each output token; None reports
+    none. Log-probabilities are the model's own, before bias, penalties, temperature and filters."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token but the first; such a request reuses no cached prefix."""
+    """Number of alternatives to report with the log-probability of each prompt token but the first;
+    None reports none. Such a request reuses no cached prefix."""
 
     grammar: str | None = None
-    """The output follows this grammar, in the form of llguidance, whose `LLMatcher` makes it of a
-    JSON schema or an expression: what it does not allow next is never chosen, and where it allows
-    nothing more the output ends. Log-probabilities are as without."""
+    """Grammar of the output in llguidance's form, as its `LLMatcher` makes it from a JSON schema or
+    a regular expression. Only tokens that it allows are chosen, and the output ends where it allows
+    nothing more. Log-probabilities do not depend on it."""
     embeds: bool = False
-    """The last hidden state of the prompt comes with the first token of the output."""
+    """Whether the prompt's last hidden state is returned with the first token."""
 
     def __post_init__(self) -> None:
         try:
@@ -184,21 +185,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """What the model thought of one token: natural logarithms of probabilities."""
+    """The log-probability of one token and of its alternatives, as natural logarithms."""
 
     token: int
     logprob: float
     rank: int
-    """How many tokens are at least as likely, itself among them: 1 is the most likely (as vLLM)."""
+    """Number of tokens that are at least as likely, this one included, as in vLLM; 1 is the most
+    likely token."""
     top: list[tuple[int, float]]
-    """(token, log-probability), most likely first: as many as were asked for."""
+    """The requested number of alternatives as (token, log-probability), most likely first."""
 
 
 class PackedLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of tokens in a row, encoded.
+    """Encoded log-probabilities of consecutive tokens.
 
-    As objects they take ten times the memory, and what lies between them keeps the interpreter from
-    giving that back.
+    As objects they would take ten times the memory, and fragmentation would keep the interpreter
+    from returning it.
     """
 
     count: int = 0
