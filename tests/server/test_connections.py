@@ -13,6 +13,7 @@ import urllib.parse
 import weakref
 from pathlib import Path
 
+import h11
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
@@ -25,7 +26,10 @@ from twolane.server.http.connection import (
     LOG_SECONDS,
     SMALL_CHUNKS,
     ConnectionLimits,
+    StrictBuffer,
+    check_head,
     connection_class,
+    plain_line,
 )
 from twolane.server.http.unsent import UnsentOutput
 from twolane.server.run import address_of, bind
@@ -119,6 +123,27 @@ def test_a_target_may_name_the_server_and_have_slashes_around_it(tiny, target, s
     """Clients that take the server for a proxy name it (RFC 9112, section 3.2.2)."""
     head = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     assert sent(tiny, head).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("begin", [b"", b"GET /", b"GET /?", b"GET http://", b"GET http://a/"])
+@pytest.mark.parametrize("more", [b"a", b"?", b"/", b" "])
+def test_a_long_line_is_read_in_linear_time(begin, more):
+    """Clients without a key could hold the event loop for a minute with one packet."""
+    line = begin + 60_000 * more
+    started = time.process_time()
+    assert plain_line(line) == line
+    check_head(line + b"\r\n\r\n")
+    assert time.process_time() - started < 1.0
+
+
+def test_trailers_are_no_request_line():
+    connection = h11.Connection(h11.SERVER)
+    connection._receive_buffer = StrictBuffer()
+    head = b"POST //a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection.receive_data(head + b"2\r\n{}\r\n0\r\nA: //a HTTP/1.1\r\n\r\n" + head)
+    events = [connection.next_event() for _ in range(3)]
+    assert events[0].target == b"/a"
+    assert list(events[2].headers) == [(b"a", b"//a HTTP/1.1")]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
 
 REQUEST_LINE = re.compile(
-    rb"(?P<method>[^ ]+) (?P<server>(?i:https?)://[^/?#@ ]+)?"
-    rb"(?P<path>[^ ?]*)(?P<rest>.* HTTP/1\.[01])"
+    rb"(?P<method>[^ ]+) (?P<server>(?i:https?)://[^/?#@ ]+(?=[/?#@ ]))?"
+    rb"(?P<path>[^ ?]*)(?=[ ?])(?P<rest>.* HTTP/1\.[01])"
 )
+"""A request line. Where a part ends never depends on what follows the next one: a long line that
+does not match takes time in proportion to its length."""
 
 
 OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
@@ -93,9 +95,10 @@ class StrictBuffer(ReceiveBuffer):
             found = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data[:1] == b"\n" or found is not None:
                 check_head(bytes(self._data[: found.end() if found else 1]))
+        behind_body = self._chunks > 0
         self._chunks = self._body_bytes = 0
         lines = super().maybe_extract_lines()
-        if lines:
+        if lines and not behind_body:
             lines[0] = bytearray(plain_line(bytes(lines[0])))
         return lines
 
