@@ -1,8 +1,7 @@
-"""How long launches take the host, so that plans leave room for it.
+"""The host's seconds for each kind of launch, so that plans leave time for launching.
 
-A lane's device work must be launched before the lane runs dry, and a launch may take the host
-longer than a decode step takes the device. Each lane is therefore fed as early as the dearest kind
-of launch that it may get demands.
+Work must be launched before its lane runs dry, and a launch may take the host longer than a decode
+step takes the device. So each lane is fed as early as its slowest kind of launch requires.
 """
 
 from twolane.common.vocabulary import LaneName
@@ -36,7 +35,8 @@ class LaunchCosts:
         self._longest: dict[tuple[type[Work], bool], float] = {}
         self._noted = 0.0
         self.layers_at_once = layers
-        """The most layers of a slice that the host launches in `SLICE_SECONDS`; at least one."""
+        """Largest number of layers of a slice that the host launches in `SLICE_SECONDS`; at least
+        1."""
         self.longest: dict[LaneName, float] = dict.fromkeys(KINDS, 0.0)
         """The decayed maximum, in seconds, over the kinds of launches that each lane may get."""
 
@@ -58,16 +58,16 @@ class LaunchCosts:
         return self._longest.get(self._kind(work), 0.0)
 
     def _kind(self, work: Work) -> tuple[type[Work], bool]:
-        """Return what launches are told apart by; slices at a batch's ends are their own kind."""
+        """Return the kind of a launch; slices at a batch's ends are a kind of their own."""
         ends = isinstance(work, PrefillSlice) and (not work.first or work.last == self._layers)
         return type(work), ends
 
     def _fit_slices(self, work: PrefillSlice, seconds: float) -> None:
-        """Let slices have the layers that fill their time, by steps of at most a factor of two.
+        """Fit `layers_at_once` to a slice's seconds, in steps of at most a factor of two.
 
-        The mean cost of a layer would be no guide: a slice costs something beside its layers, which
-        would make short slices ever shorter. A slice at a batch's end says nothing of those between
-        the ends, unless it has half the layers, for then there are none.
+        The mean seconds of a layer would not do: a slice has a fixed cost, so short slices would
+        become ever shorter. A slice at a batch's end raises the number only if it has half of the
+        layers, since then there are no slices between the ends.
         """
         layers, (_, ends) = work.last - work.first, self._kind(work)
         fitting = layers * SLICE_SECONDS * (END_FACTOR if ends else 1) / max(seconds, 1e-9)

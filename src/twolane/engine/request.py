@@ -1,4 +1,4 @@
-"""A request, a prefill batch and a launch in flight, as the engine keeps them."""
+"""The engine's records of a request, a prefill batch and a launch in flight."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -22,16 +22,17 @@ from twolane.systems.plan import Launch
 
 
 class Phase(Enum):
-    """Where a request is in its life."""
+    """The phase of a request."""
 
     WAITING = "waiting"
-    """It waits for prefill, also between two chunks of its prompt, when it keeps its pages."""
+    """The request waits for prefill, also between two chunks of its prompt, when it keeps its
+    pages."""
     PREFILL = "prefill"
-    """It is in a prefill batch: open, parked or launched to the end."""
+    """The request is in a prefill batch: open, parked or launched to the end."""
     DECODE = "decode"
-    """Its prompt is done; decode steps serve it."""
+    """The prompt is done, and decode steps serve the request."""
     FINISHED = "finished"
-    """It has ended, and gets no more tokens."""
+    """The request has ended and gets no more tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +41,12 @@ class Request:
 
     id: str
     tokens: "array[int]"
-    """The prompt and the output delivered so far; sent tokens are final."""
+    """The prompt and the output delivered so far."""
     prompt_tokens: int
     limit: int
-    """The most tokens, prompt and output, that it may grow to."""
+    """Largest number of tokens, prompt and output together."""
     to_generate: int
-    """Output tokens it may still be launched for: `limit` less those known or in flight."""
+    """Output tokens that may still be launched: `limit` less those delivered or in flight."""
     priority: int
     order: int
     """Place in the order of arrival, unique."""
@@ -53,27 +54,27 @@ class Request:
     slo: Slo
     sampling: Sampling
     stops: frozenset[int]
-    """Tokens that end it."""
+    """Tokens that end the request."""
     lookup: Callable[["Request"], Lookup]
-    """Asks the prefix cache."""
+    """Looks the prompt up in the prefix cache."""
     salt: bytes = b""
-    """What keeps its pages from requests of other tenants."""
+    """Bytes that keep its pages apart from those of other salts and adapters."""
     adapter: int = -1
-    """The slot of its adapter; -1: the base model answers."""
+    """Adapter slot of the request; -1 if the base model answers."""
     constraint: Constraint | None = None
-    """What its grammar allows, once it is compiled; None: everything."""
+    """Matcher of its compiled grammar; None if it has no grammar."""
     mask: bytes | None = None
-    """The tokens that the constraint allows behind those delivered; None: it is being computed."""
+    """Mask of the tokens that may follow those delivered; None while it is being computed."""
     awaiting_masks: int = 0
-    """Number of its launches that wait for a mask: no more than `MOST_AWAITING_MASKS`."""
+    """Number of its launches that wait for a mask, at most `MOST_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
-    """Its last answer."""
+    """Latest result of `lookup`."""
     phase: Phase = Phase.WAITING
     leader: str | None = None
-    """Id of the request whose prompt it waits for; systems do not see it meanwhile."""
+    """Key of `State.held` under which the request is hidden from systems; None if it is not."""
     allocation: Allocation | None = None
     context: int = 0
-    """Tokens in the KV cache at the launched frontier."""
+    """Number of tokens in the KV cache at the launched frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
     prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
@@ -82,51 +83,54 @@ class Request:
     last_token_at: float | None = None
     first_token_at: float | None = None
     due: float | None = None
-    """When the latest token is delivered, in seconds; None: at once, or there is none."""
+    """Time in seconds at which the latest token is delivered; None if at once, or if there is
+    none."""
     slack: float = 0.0
-    """Seconds for which the latest token is held back."""
+    """Seconds for which the pacer holds the latest token back."""
 
     @property
     def in_flight(self) -> bool:
-        """Whether a token of it has been launched and not delivered."""
+        """Whether a token has been launched and not delivered."""
         return self.phase is Phase.PREFILL or self.context >= len(self.tokens)
 
     @property
     def next_mask(self) -> bytes | None:
-        """What may be chosen in its next decode step; None: everything, or the mask is late."""
+        """Mask of the next decode step; None without a grammar, or if it is not known yet."""
         return None if self.in_flight else self.mask
 
     @property
     def sits_out(self) -> bool:
-        """Whether decode launches go without it now: they wait for no mask of a slow grammar."""
+        """Whether decode launches leave the request out, because they do not wait for slow
+        grammars."""
         constraint = self.constraint
         return constraint is not None and constraint.pace.apart and self.next_mask is None
 
     @property
     def started(self) -> bool:
-        """Whether it holds a slot and pages."""
+        """Whether the request holds a slot and pages."""
         return self.allocation is not None
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that need no computing."""
+        """Number of prompt tokens in the prefix cache, or computed by earlier chunks."""
         return self.context if self.started else self.lookup(self).reused
 
     @property
     def new(self) -> int:
-        """Prompt tokens to compute."""
+        """Number of prompt tokens to compute."""
         return len(self.tokens) - self.reused
 
     @property
     def known_new(self) -> int:
-        """Tokens to compute, by the latest answer of the prefix cache; it is asked only once."""
+        """Number of tokens to compute by the latest look-up, which is made only once."""
         if self.started:
             return len(self.tokens) - self.context
         return len(self.tokens) - (self.looked_up or self.lookup(self)).reused
 
     @property
     def yields(self) -> bool:
-        """Whether it may be late for others: nothing of it was computed or delivered."""
+        """Whether a system may give the request up, because nothing was computed or delivered
+        yet."""
         return not (self.started or self.generated)
 
     @property
@@ -141,7 +145,7 @@ class Request:
 
     @property
     def deadline(self) -> float | None:
-        """When the TTFT SLO wants the first token; it allows for the tokens that are new."""
+        """Time in seconds at which the first token is due by the TTFT SLO; None without one."""
         cached = self.reused if self.cached is None else self.cached
         bound = self.slo.first_token(self.prompt_tokens - cached)
         return None if bound is None else self.arrival + bound
@@ -152,7 +156,7 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
     def times(self) -> Times:
-        """How long it took so far."""
+        """Return the seconds that the request has spent in each phase."""
 
         def between(start: float | None, end: float | None) -> float | None:
             return None if start is None or end is None else end - start
@@ -166,7 +170,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Served in ascending order: priority, then age."""
+        """Sort key of service: priority, then age."""
         return self.priority, self.order
 
     @classmethod
@@ -183,7 +187,7 @@ class Request:
         lookup: Callable[["Request"], Lookup],
         adapter: LoadedAdapter | None = None,
     ) -> "Request":
-        """A new request, waiting; `tokens`, the prompt, is its own."""
+        """Return a new waiting request, which owns `tokens`, its prompt."""
         salted = salt_bytes if adapter is None else adapter.salt
         prompt, params = len(submit.prompt), submit.params
         limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
@@ -236,7 +240,7 @@ class PrefillBatch:
 
     @property
     def work(self) -> PromptWork:
-        """What all layers have to compute."""
+        """Work of the batch in all layers."""
         work = PromptWork()
         for chunk in self.members:
             work = work.plus(PromptWork.of(chunk.n, chunk.start))
@@ -244,8 +248,7 @@ class PrefillBatch:
 
     @property
     def chunks(self) -> Sequence[BatchChunk]:
-        """Those whose request was not aborted and has its pages; the others leave at the next
-        slice boundary."""
+        """Chunks whose request still has its pages; the others leave at the next slice boundary."""
         return [each for each in self.members if each.request.allocation is each.allocation]
 
 
@@ -255,12 +258,12 @@ the moment in which the first one is sampled."""
 
 
 class LateRow(NamedTuple):
-    """A row of a launch whose mask was not known then."""
+    """A row of a launch that was launched before its mask was known."""
 
     request: Request
     allocation: Allocation
     tokens: int
-    """The mask is the one behind this many tokens of the request."""
+    """Number of the request's tokens that precede the masked one."""
 
     @property
     def left(self) -> bool:
@@ -276,21 +279,21 @@ class LateRow(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A launch and what the engine needs to know when its results arrive."""
+    """A launch in flight, with what the engine needs when its results arrive."""
 
     launch: Launch
     rows: Sequence[tuple[Request, Allocation]]
     """Requests of the launch, in the order of the rows of the ticket's steps."""
     shape: LaunchShape
     predicted: float | None
-    """Seconds."""
+    """Predicted seconds of device work; None without a prediction."""
     reason: str
     batch: PrefillBatch | None = None
     after: Sequence[Ticket] = ()
-    """What it waits for in other lanes."""
+    """Tickets of other lanes that it waits for."""
     late: Sequence[LateRow] = ()
-    """Rows whose masks follow the launch."""
+    """Rows whose masks are set after the launch."""
     ticket: Ticket = field(init=False)
     launched_at: float = field(init=False)
     taken: int = 0
-    """Steps of the ticket that were delivered."""
+    """Number of the ticket's steps that were delivered."""
