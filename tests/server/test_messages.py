@@ -308,3 +308,13 @@ def test_the_key_comes_in_anthropics_header(server):
         assert refused.value.body["error"]["type"] == "authentication_error"
         with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
             client.with_options(api_key=KEY).messages.create(**fields_of("Hello") | {"model": "x"})
+
+
+def test_the_clients_know_the_id_of_a_request(client):
+    """They read it from a header that is not OpenAI's."""
+    mine = {"X-Request-Id": "mine-1"}
+    answer = client.messages.create(**fields_of("Hello"), extra_headers=mine)
+    assert answer._request_id == "mine-1"
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        client.messages.create(**fields_of("Hello") | {"model": "x"}, extra_headers=mine)
+    assert refused.value.request_id == "mine-1"

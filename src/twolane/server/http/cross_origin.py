@@ -8,12 +8,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from twolane.server.http.gate import REQUEST_ID
+from twolane.server.http.gate import ANTHROPIC_REQUEST_ID, REQUEST_ID
 
 CORS: dict[str, Any] = {
     "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
     "allow_headers": ["*"],
-    "expose_headers": [REQUEST_ID, "Retry-After"],
+    "expose_headers": [REQUEST_ID, ANTHROPIC_REQUEST_ID, "Retry-After"],
 }
 """What pages of allowed origins may send and read."""
 

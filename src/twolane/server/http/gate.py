@@ -21,9 +21,11 @@ from twolane.server.http.bodies import (
     too_large,
 )
 from twolane.server.http.calls import set_reason
-from twolane.server.http.errors import ApiError, error_for
+from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
+ANTHROPIC_REQUEST_ID = "request-id"
+"""Header in which Anthropic's clients read the id of a request, beside `REQUEST_ID`."""
 KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key."""
 ID_LONGEST = 128
@@ -82,7 +84,7 @@ class Gate:
             return
         headers = MutableHeaders(scope=scope)
         headers[REQUEST_ID] = id = request_id(headers)
-        send = with_request_id(send, id)
+        send = with_request_id(send, id, scope["path"])
         try:
             check_room(scope)
             rest = RestOfBody(scope, receive, send, self._most_bytes)
@@ -162,12 +164,15 @@ def request_id(headers: Headers) -> str:
     return given[:ID_LONGEST] or uuid.uuid4().hex
 
 
-def with_request_id(send: Send, id: str) -> Send:
-    """Add the id to the answer's headers."""
+def with_request_id(send: Send, id: str, path: str) -> Send:
+    """Add the id to the answer's headers, under each name that clients of the path read."""
 
     async def wrapped(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)[REQUEST_ID] = id
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID] = id
+            if path.startswith(ANTHROPIC_PATH):
+                headers[ANTHROPIC_REQUEST_ID] = id
         await send(message)
 
     return wrapped
