@@ -10,11 +10,16 @@ import pytest
 from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
 from twolane.estimate.calibrated.estimator import (
+    CONTEXT_BITS,
     LAUNCH_EXCESS,
+    MEAN_WEIGHT,
+    MOST_CORRECTION,
     MOST_SLOW_EXCESS,
     Calibrated,
     _Promise,
+    _quantile,
     _Question,
+    _rounded,
 )
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
@@ -408,7 +413,38 @@ def test_a_bound_is_of_configurations_that_were_left_out(drawn: bool) -> None:
             return float(np.log(sample.median))
 
     model: Any = Fitted(())
-    _Promise(model, lambda seen, _: cast("Any", Fitted(seen)), samples)
+    promise = _Promise(model, lambda seen, _: cast("Any", Fitted(seen)), samples)
+    assert promise.quantile == pytest.approx(0.0)
     left = [sample.configuration for sample in samples if not (drawn and sample.anchors)]
     assert 1 < len(left) <= len(samples)
     assert sorted(judged) == sorted(left)
+
+
+def test_one_sample_in_a_hundred_is_above_the_bound_however_many_launches_it_has() -> None:
+    missed = [np.array([i / 100]) for i in range(100)]
+    assert _quantile(missed, 100) == 0.98
+    assert _quantile([np.full(4, 9.0), *missed[1:]], 100) == 0.99
+    assert _quantile([np.full(4, -9.0), *missed[1:]], 100) == 0.98
+    assert _quantile([], 0) == 0.0
+    few = [np.array([0.1, 0.1, 9.0]), np.array([-0.1])]
+    assert _quantile(few, 2) == pytest.approx(6.9646 * 0.1, rel=1e-4)  # Student's, of medians
+
+
+def test_a_correction_follows_what_is_missed_up_to_a_bound() -> None:
+    """Of one configuration, none can be left out to be judged."""
+    one = synthetic.profile(rounds=1).training("decode", beside=False)[:1]
+    for sign in (1.0, -1.0):
+        promise = _Promise(cast("Any", None), cast("Any", None), one)
+        for _ in range(2):
+            promise.learn(sign * 0.5)
+        assert promise.correction == pytest.approx(sign * 2 * MEAN_WEIGHT * 0.5)
+        for _ in range(99):
+            promise.learn(sign * 5.0)
+        assert promise.correction == sign * MOST_CORRECTION
+
+
+def test_contexts_are_asked_for_by_their_leading_bits() -> None:
+    for tokens in range(0, 70_000, 37):
+        rounded = _rounded(tokens)
+        assert abs(rounded - tokens) <= tokens / (1 << CONTEXT_BITS)
+        assert len(f"{rounded:b}".rstrip("0")) <= CONTEXT_BITS
