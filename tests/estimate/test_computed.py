@@ -46,6 +46,8 @@ def test_a_gpu_pads(gpu: Computed):
     assert gpu.pairs(few) == pytest.approx(((20 + 14) * 32 / FILLED, (1000 + 300) * 32 / FILLED))
     fewer = Load([4, 3], [1000, 300])
     assert gpu.pairs(fewer) == pytest.approx(((4 + 3) * 4 / FILLED, (1000 + 300) * 4 / FILLED))
+    longer = Load([40], [1000])  # more rows than a small tile has: several of them
+    assert gpu.pairs(longer) == pytest.approx((40 * 64 / FILLED, 1000 * 64 / FILLED))
     # In the graph of a hybrid pass tiles are large, as far as the SMs read few keys for them.
     assert gpu.pairs(few, rows=WHOLE) == ((20 + 14) * 128, (1000 + 300) * 128)
     assert gpu.pairs(few, rows=WHOLE + 1) == gpu.pairs(few)
@@ -62,7 +64,11 @@ def test_a_simulated_one_pads_too_but_multiplies_one_way(gpu: Computed):
     profile = msgspec.structs.replace(profile, machine="simulated", pass_sizes=SIZES)
     simulated = Computed.on(profile)
     heads = synthetic.SHAPE.heads
+    assert gpu.heads == 0
     assert simulated == dataclasses.replace(gpu, group=0, steps=(), heads=heads)
+    assert simulated.pairs(Load([20], [1000])) == (20 * 128, 1000 * 128)
+    key = msgspec.structs.replace(profile.key, tensor_parallel=2)
+    assert Computed.on(msgspec.structs.replace(profile, key=key)).heads == heads / 2
 
 
 def test_tiles_that_leave_units_idle_at_the_end_take_as_long_as_full_turns():
