@@ -4,7 +4,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded, start, target
@@ -15,7 +14,7 @@ from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
-from twolane.server.http.events import named_event
+from twolane.server.http.events import event, named_event
 
 log = logging.getLogger("twolane.fleet")
 
@@ -177,6 +176,4 @@ async def _pieces(
 def _failure(path: str) -> bytes:
     """The event with which a stream ends that its replica does not go on with."""
     body = error_for(path, error_body(503, "the replica is gone", "replica_gone"))
-    if path.startswith(ANTHROPIC_PATH):
-        return named_event(body)
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    return named_event(body) if path.startswith(ANTHROPIC_PATH) else event(body)

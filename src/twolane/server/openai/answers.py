@@ -12,6 +12,7 @@ from twolane.engine.messages import FinishReason, TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
+from twolane.server.http.events import event
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
 Json = dict[str, Any]
@@ -19,11 +20,6 @@ Kind = Literal["chat", "completion"]
 DONE = b"data: [DONE]\n\n"
 EMPTY: Json = {"content": ""}
 """What a chunk adds to a message that adds nothing to it."""
-
-
-def event(body: Json) -> bytes:
-    """Write a server-sent event."""
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class Echo(msgspec.Struct, frozen=True):
