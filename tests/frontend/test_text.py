@@ -224,6 +224,16 @@ def test_window_pieces_make_the_full_decode(sentencepiece, text):
     assert "".join(parts) + detokenizer.flush() == whole
 
 
+def test_special_tokens_of_sentencepiece_are_hidden_unless_asked_for(sentencepiece):
+    made = Tokenizer.from_str(sentencepiece.to_str())
+    made.add_special_tokens(["<s>"])
+    special = made.token_to_id("<s>")
+    for skip, text in ((True, "the cat"), (False, "the<s> cat")):
+        detokenizer = WindowDetokenizer(made, skip_special_tokens=skip)
+        assert "".join(pieces(detokenizer, [257, special, 258])) == text
+    assert "".join(pieces(WindowDetokenizer(made, [257, special]), [258])) == " cat"
+
+
 def test_broken_bytes_are_not_held_for_ever(sentencepiece):
     detokenizer = WindowDetokenizer(sentencepiece)
     assert "".join(detokenizer.step(0x80 + 1) for _ in range(99))
@@ -328,6 +338,10 @@ def test_a_switch_that_is_off_asks_for_nothing_where_there_is_none(tokenizer):
         codec.chat(turns, variables={"enable_thinking": False, "other": 1})
 
 
+def calls(*names):
+    return [{"function": {"name": name, "arguments": {}}} for name in names]
+
+
 @pytest.mark.parametrize(
     ("template", "turns", "param"),
     [
@@ -348,18 +362,19 @@ def test_a_switch_that_is_off_asks_for_nothing_where_there_is_none(tokenizer):
                 {
                     "role": "assistant",
                     "content": None,
-                    "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+                    "tool_calls": calls("f"),
                 }
             ],
             "messages[0].tool_calls",
         ),
         (
-            "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.name }}{% endfor %}",
+            "{% for m in messages %}{{ m.content or '' }}"
+            "{{ m.tool_calls[0] | tojson if m.tool_calls }}{% endfor %}",
             [
                 {
                     "role": "assistant",
                     "content": None,
-                    "tool_calls": [{"function": {"name": f, "arguments": {}}} for f in ("f", "g")],
+                    "tool_calls": calls("look_up", "calculate"),
                 }
             ],
             "messages[0].tool_calls",
@@ -375,6 +390,17 @@ def test_a_prompt_that_lacks_what_was_said_is_refused(tokenizer, template, turns
     with pytest.raises(TextError, match="does not show") as refusal:
         with_template(tokenizer, template).chat(turns)
     assert refusal.value.param.startswith(param)
+
+
+def test_calls_are_not_taken_for_shown_since_somebody_names_the_function(tokenizer):
+    turns = [
+        {"role": "user", "content": "Call look_up"},
+        {"role": "assistant", "content": "", "tool_calls": calls("look_up")},
+    ]
+    codec = with_template(tokenizer, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(TextError, match="does not show tool calls") as refusal:
+        codec.chat(turns)
+    assert refusal.value.param == "messages[1].tool_calls"
 
 
 @pytest.mark.parametrize("shown", ["trim", "tojson", "e", "replace('\n', ' ')"])
