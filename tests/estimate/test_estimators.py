@@ -35,6 +35,7 @@ from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, pre
 NAMES = get_args(EstimatorName)
 PROMPTS = Load([2000, 500], [0, 4000])
 STEP = Load.decode([1500] * 40)
+BESIDE = Corunner(PROMPTS, 84)
 LEVELS = np.array([16, 32, 48, 80])
 OTHERS = np.array([116, 100, 84, 52])
 
@@ -163,21 +164,23 @@ def test_calibrated_answers_for_similar_steps_from_memory(profile):
     answer."""
     asked = Calibrated(profile)
     for context in range(60_000, 62_000, 40):
-        step, beside = Load.decode([context, *[0] * 39]), Corunner(PROMPTS, 84)
-        seconds = asked.predict(decode_step(step), 48, beside)
-        anew = _Question(decode_step(step), [48], beside)
-        base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
-        assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
-    assert len(asked._known) < 5
+        step = Load.decode([context, *[0] * 39])
+        for beside in (Corunner(Load([300], [0]), 84), Corunner(PROMPTS, 84)):
+            seconds = asked.predict(decode_step(step), 48, beside)
+            anew = _Question(decode_step(step), [48], beside)
+            base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
+            assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
+    assert len(asked._known) < 9
     assert seconds == Calibrated(profile).predict(decode_step(step), 48, beside)
 
 
 def test_calibrated_follows_what_it_sees_slowly(profile):
     estimator = Calibrated(profile)
-    before = estimator.predict(decode_step(STEP), 48)
+    before, both = (estimator.predict(decode_step(STEP), 48, other) for other in (None, BESIDE))
     for _ in range(100):
         estimator.observe(decode_step(STEP), 48, before * 1.1)
     assert estimator.predict(decode_step(STEP), 48) == pytest.approx(before * 1.1, rel=0.02)
+    assert estimator.predict(decode_step(STEP), 48, BESIDE) == pytest.approx(both * 1.1, rel=0.02)
     for _ in range(1000):
         estimator.observe(decode_step(STEP), 48, before * 10)
     assert estimator.predict(decode_step(STEP), 48) <= before * np.exp(0.21)
