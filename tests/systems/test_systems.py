@@ -113,9 +113,10 @@ def test_priorities_come_before_age(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_nobody_is_overtaken_for_want_of_memory(name: str) -> None:
-    """A long prompt that does not fit yet is not passed by short ones that would."""
+    """A long prompt that does not fit yet is not passed by short ones that would, and that come
+    late enough to be behind it in every system's order."""
     arrivals = [(0.0, submit("first", 480, 60)), (0.1, submit("long", 640, 4))]
-    arrivals += [(0.2 + 0.01 * i, submit(f"short{i}", 32, 4)) for i in range(20)]
+    arrivals += [(0.8 + 0.01 * i, submit(f"short{i}", 32, 4)) for i in range(20)]
     sim = simulate(make_system(name), arrivals, pages=60)
     assert sim.times["long"][0] <= min(sim.times[f"short{i}"][0] for i in range(20))
 
