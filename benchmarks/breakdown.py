@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from engine import DecodeWork, Rig, finished
 
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.kernels import fused
 from twolane.kernels.experts import few_rows
 from twolane.kernels.experts import products as experts
@@ -258,7 +258,7 @@ def main() -> None:
 def by_parts(rig: Rig, rows: int) -> dict[str, Any]:
     """What is known of a step of so many rows; more of few."""
     found: dict[str, Any] = {}
-    with uncollected():  # to free events while a graph is captured ends it
+    with gc_disabled():  # to free events while a graph is captured ends it
         steps = Steps(rig, rows)
         for name, part in PARTS_OF_A_STEP.items():
             if rows <= 8 or name in ("parts_ms", "layer"):

@@ -30,7 +30,7 @@ from twolane.results.provenance import provenance, save
 from twolane.results.result import BenchConfig, Result
 from twolane.router.choose import choose
 from twolane.router.policies import POLICIES
-from twolane.router.state import Ask, ReplicaState
+from twolane.router.state import ReplicaState, RoutedRequest
 from twolane.router.table import Table
 from twolane.sim.config import SimulateConfig
 from twolane.sim.fleet import simulate_fleet
@@ -216,8 +216,8 @@ def timed(replicas: int, rounds: int) -> dict[str, float]:
         begun = time.thread_time()
         landmarks = Landmarks.of(prompts[i % len(prompts)], PAGE)
         hashed = time.thread_time()
-        ask = Ask(PROMPT, 256, landmarks)
-        choose(ask, table.views(ask, 0.01))
+        routed = RoutedRequest(PROMPT, 256, landmarks)
+        choose(routed, table.views(routed, 0.01))
         hashing.append(hashed - begun)
         deciding.append(time.thread_time() - hashed)
     return {

@@ -148,7 +148,7 @@ class Kept:
         if self._lanes is None:
             self._lanes = self._machine.start(*args)
             self._lanes.fill_kv()
-            garbage.leave_out()
+            garbage.freeze()
         return self._lanes
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class RankedRig(Rig):
         self.lanes.fill_kv()
         self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
         self.start_seconds = progress.seconds
-        garbage.leave_out()  # as the engine does
+        garbage.freeze()  # as the engine does
 
 
 def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[str, float]:

@@ -49,20 +49,20 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> list[str]:
-        """The names of the bounds that there are."""
+        """Names of the bounds that are set."""
         return [name for name in ("ttft", "tbt", "tpot") if getattr(self, name) is not None]
 
     def first_token(self, new: int) -> float | None:
-        """Seconds from arrival within which the first token is wanted, of this many new tokens."""
+        """Return the TTFT bound in seconds of a prompt with `new` new tokens; None: no bound."""
         return None if self.ttft is None else self.ttft + self.ttft_per_token * new
 
     def sooner(self, seconds: float) -> "Slo":
-        """The same with a TBT bound that is `seconds` shorter, but by a fortieth of it at most."""
+        """Return a copy whose TBT bound is `seconds` shorter, but at most by 1/40 of it."""
         tbt = None if self.tbt is None else max(self.tbt - seconds, 0.975 * self.tbt)
         return msgspec.structs.replace(self, tbt=tbt)
 
     def over(self, default: "Slo") -> "Slo":
-        """These bounds, and those of `default` where there is none."""
+        """Return these bounds, with those of `default` for the ones not set."""
         ttft = default if self.ttft is None else self
         return Slo(
             ttft=ttft.ttft,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.systems.simulation import simulate, submit
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.systems.registry import SYSTEMS, make_system
 
 HELD = """
@@ -59,7 +59,7 @@ SEEN = """
 import gc
 from twolane.common import garbage
 
-garbage.leave_out()
+garbage.freeze()
 times = []
 gc.callbacks.append(lambda phase, info: times.append(info["generation"]))
 held = [[] for _ in range(500_000)]
@@ -76,7 +76,7 @@ def test_the_engine_makes_no_reference_cycles(system: str) -> None:
     arrivals = [(0.02 * i, submit(f"r{i}", 50 + 40 * (i % 5), 5 + i % 7)) for i in range(40)]
     made = make_system(system, {})
     gc.collect()
-    with uncollected():
+    with gc_disabled():
         served = simulate(made, arrivals)
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:

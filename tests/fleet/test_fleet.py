@@ -32,7 +32,7 @@ from tests.server.serving import (
 from twolane.common.prefix_digest import Landmarks
 from twolane.common.prompt_work import UNKNOWN
 from twolane.router.choose import choose
-from twolane.router.state import Ask, ReplicaState
+from twolane.router.state import ReplicaState, RoutedRequest
 from twolane.router.table import Table
 
 PAGE = "https://page.example"
@@ -216,7 +216,9 @@ def test_what_a_server_has_computed_is_known_by_what_another_says_of_a_prompt(pa
     table = Table()
     table.publish("home", known, 0.0)
     table.publish("elsewhere", told(elsewhere), 0.0)
-    asked = Ask(found["prompt_tokens"], landmarks=Landmarks(found["tokens"], found["hashes"]))
+    asked = RoutedRequest(
+        found["prompt_tokens"], landmarks=Landmarks(found["tokens"], found["hashes"])
+    )
     choice = choose(asked, table.views(asked, 0.0))
     assert (choice.name, choice.reused) == ("home", max(found["tokens"]))
 

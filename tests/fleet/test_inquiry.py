@@ -12,7 +12,7 @@ from twolane.common.prefix_digest import Landmarks, PrefixBook
 from twolane.fleet import inquiry
 from twolane.fleet.calls import ClientCall
 from twolane.fleet.inquiry import Inquiry, session_key
-from twolane.router.state import Ask, ReplicaState
+from twolane.router.state import ReplicaState, RoutedRequest
 
 from .scripted import Fleet, Script, Scripted, Writer, fleet_of, whole
 from .test_replicas import ANSWER, holding, well
@@ -35,7 +35,9 @@ def call(path: str = COMPLETIONS, *headers: tuple[str, str], **body: object) -> 
     return ClientCall(scope, json.dumps(body).encode(), send, 0.0)
 
 
-async def told(fleet: Fleet, given: ClientCall, most: int = 1000) -> tuple[ClientCall, Ask]:
+async def told(
+    fleet: Fleet, given: ClientCall, most: int = 1000
+) -> tuple[ClientCall, RoutedRequest]:
     return await Inquiry(fleet.pool, fleet.client, most).ask(given)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from twolane.common.files import keep
+from twolane.common.files import write_cache
 from twolane.frontend.text.tokenizer import load_file, load_tokenizer
 from twolane.model.load.hub import resolve
 
@@ -149,9 +149,9 @@ def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    keep(tmp_path / "file" / "kept.json", b"{}")
+    write_cache(tmp_path / "file" / "kept.json", b"{}")
     (tmp_path / "kept.json").mkdir()  # what is written cannot take its place
-    keep(tmp_path / "kept.json", b"{}")
+    write_cache(tmp_path / "kept.json", b"{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept.json"]
 
 

@@ -14,7 +14,7 @@ from twolane.router import choose as chooses
 from twolane.router import table as table_module
 from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose
 from twolane.router.policies import POLICIES, RayPrefixAware
-from twolane.router.state import FORMAT, Ask, ReplicaState
+from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 from twolane.router.table import Replica, ReplicaView, Table
 from twolane.slo import Slo
 
@@ -49,11 +49,11 @@ def table(**states: ReplicaState) -> Table:
     return made
 
 
-def ask(prompt=range(1000, 3000), session=None, ttft=None) -> Ask:
-    return Ask(len(prompt), 16, Landmarks.of(prompt, PAGE), ttft, session)
+def ask(prompt=range(1000, 3000), session=None, ttft=None) -> RoutedRequest:
+    return RoutedRequest(len(prompt), 16, Landmarks.of(prompt, PAGE), ttft, session)
 
 
-def sent_to(made: Table, asked: Ask, now: float = 0.0) -> str:
+def sent_to(made: Table, asked: RoutedRequest, now: float = 0.0) -> str:
     """Choose, and send there."""
     choice = choose(asked, made.views(asked, now))
     assert isinstance(choice, Chosen), choice
@@ -185,7 +185,7 @@ def test_no_replica_starves_beside_one_that_has_the_prefix() -> None:
     for turn in range(4 * 2 * FAIR_TURNS):
         made.publish("a", state(prompt=range(1000, 3000)), float(turn))
         made.publish("b", state(), float(turn))
-        asked = Ask(2000, 16, Landmarks.of(range(1000, 3000), PAGE))
+        asked = RoutedRequest(2000, 16, Landmarks.of(range(1000, 3000), PAGE))
         made["b"].assumed.clear()  # as if it had been evicted
         names.append(sent_to(made, asked, float(turn)))
     assert names.count("a") > names.count("b") >= 2
@@ -341,9 +341,9 @@ def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster(monkeypatc
         looked.append(replica.name)
         return has(replica, landmark)
 
-    def estimating(ask: Ask, view: ReplicaView, *how: Any) -> Any:
+    def estimating(request: RoutedRequest, view: ReplicaView, *how: Any) -> Any:
         estimated.append(view.name)
-        return estimate(ask, view, *how)
+        return estimate(request, view, *how)
 
     monkeypatch.setattr(Replica, "has", looking)
     monkeypatch.setattr(chooses, "_estimate", estimating)

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.server.http.connection import (
     CONNECTION,
     CROWD,
@@ -499,7 +499,7 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
         while not server.started:
             await asyncio.sleep(0.01)
         address = server.servers[0].sockets[0].getsockname()
-        with uncollected():
+        with gc_disabled():
             for whole in (True, False, True):
                 await ask(address, whole=whole)
             async with asyncio.timeout(PATIENCE):

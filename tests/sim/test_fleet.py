@@ -8,7 +8,7 @@ from tests.sim.test_run import config
 from twolane.common.errors import FieldError
 from twolane.router.choose import Chosen
 from twolane.router.policies import POLICIES
-from twolane.router.state import Ask
+from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 from twolane.sim.fleet import simulate_fleet
 from twolane.sim.run import simulate
@@ -58,7 +58,7 @@ BURST = [TraceRequest(1.0 + 0.02 * i, 4000, 4, hash_ids=range(8 * i, 8 * i + 8))
 def test_a_router_is_told_which_prompts_a_system_may_give_up(system) -> None:
     seen: list[ReplicaView] = []
 
-    def watch(ask: Ask, views: Sequence[ReplicaView]) -> Chosen:
+    def watch(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen:
         seen.extend(views)
         return Chosen(views[0].name, 0.0, 0)
 

@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.files import write_whole
+from twolane.common.files import write_atomically
 from twolane.common.options import LARGEST_SEED, Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
 from twolane.results.provenance import json_bytes, provenance
@@ -486,4 +486,4 @@ def _open_folder(point: BoundSearch) -> None:
 
 
 def _save(path: Path, content: object) -> None:
-    write_whole(path, json_bytes(content))
+    write_atomically(path, json_bytes(content))

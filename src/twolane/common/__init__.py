@@ -1,1 +1,1 @@
-"""Files, memory, cores and words that every package may use; no knowledge of the domain."""
+"""Files, memory, cores and shared names; no knowledge of the domain."""

@@ -9,11 +9,12 @@ import msgspec
 T = TypeVar("T")
 
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""Errors that msgspec raises for what is no such JSON: lists may be too deep, strings no UTF-8."""
+"""Errors that msgspec raises for malformed JSON, lists nested too deeply and strings that are not
+UTF-8."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object, behind a byte order mark if there is one.
+    """Read a JSON file that holds an object; a byte order mark before it is skipped.
 
     Raises:
         ValueError: it does not; the message names the file.
@@ -22,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(path: Path, content: bytes) -> dict[str, Any]:
-    """Read the content of a JSON file that holds an object, as `read_json` does.
+    """Parse the content of a JSON file that holds an object, as `read_json` does.
 
     Raises:
         ValueError: see `read_json`.
@@ -34,7 +35,7 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def converted(raw: object, form: type[T], file: str = "config.json", *, lax: bool = False) -> T:
-    """What was read from a file, in a form.
+    """Convert a decoded JSON value to a type.
 
     Args:
         raw: what was read.
@@ -52,7 +53,8 @@ def converted(raw: object, form: type[T], file: str = "config.json", *, lax: boo
 
 
 def _whole(raw: Any) -> Any:
-    """Return a value in which floats that are whole are integers, which serve as both."""
+    """Return a value with whole floats replaced by integers, which msgspec accepts as floats,
+    too."""
     if isinstance(raw, float) and raw.is_integer():
         return int(raw)
     if isinstance(raw, list):

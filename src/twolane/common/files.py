@@ -1,4 +1,4 @@
-"""Whether files are there, and files that are written whole or not at all."""
+"""Checks of paths, and files that are written atomically."""
 
 import contextlib
 import os
@@ -8,36 +8,36 @@ from pathlib import Path
 
 
 def is_folder(path: Path) -> bool:
-    """Whether this is a folder; a name that no file can have is none."""
+    """Return whether the path is a folder; False for a name that no file can have."""
     with contextlib.suppress(OSError):
         return path.is_dir()
     return False
 
 
 def is_file(path: Path) -> bool:
-    """Whether this is a file; a name that no file can have is none."""
+    """Return whether the path is a file; False for a name that no file can have."""
     with contextlib.suppress(OSError):
         return path.is_file()
     return False
 
 
 def is_plain(path: Path) -> bool:
-    """Whether this is a file, a folder, or nothing: no pipe, socket or device."""
+    """Return whether the path is a file, a folder or nothing: not a pipe, socket or device."""
     with contextlib.suppress(OSError):
         return not path.exists() or path.is_file() or path.is_dir()
     return True
 
 
 def expanded(name: str) -> Path:
-    """Return a path with the home folder in the place of ~, if anyone says what that is."""
+    """Return a path with ~ replaced by the home folder, where that is known."""
     with contextlib.suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
 
 
 def user_cache() -> Path:
-    """Return the folder of this user's caches: XDG_CACHE_HOME, else ~/.cache. The home of
-    a user without a name and without HOME, as containers have, is /."""
+    """Return the user's cache folder: XDG_CACHE_HOME, else ~/.cache, else /.cache where there is no
+    home, as in containers."""
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base)
     home = expanded("~")
@@ -45,9 +45,8 @@ def user_cache() -> Path:
 
 
 @contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """Give an error of what is done meanwhile the name of the file, if it has none: that of a write
-    to a full disk does not."""
+def naming_file(path: str | Path) -> Iterator[None]:
+    """Add the file's name to an OSError of the block that has none, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -55,8 +54,8 @@ def naming(path: str | Path) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and its folder where there is none; nothing else is left if that fails.
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file atomically, creating its folder where there is none.
 
     Raises:
         OSError: it cannot be written; what was there before stays.
@@ -68,7 +67,7 @@ def write_whole(path: Path, content: bytes) -> None:
         whole.replace(path)
 
 
-def keep(path: Path, content: bytes) -> None:
-    """Write a file of a cache; a cache that cannot be written is none."""
+def write_cache(path: Path, content: bytes) -> None:
+    """Write a file of a cache; do nothing if it cannot be written."""
     with contextlib.suppress(OSError):
-        write_whole(path, content)
+        write_atomically(path, content)

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of where it would be felt, and what it leaves free."""
+"""Settings of Python's garbage collector and of malloc that keep pauses and memory small."""
 
 import ctypes
 import gc
@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG_CONTAINERS, OLDER_EVERY = 2_000, 500
-"""Containers more than at the last collection, after which the young ones are looked at, and how
-often that is before older ones are, too. A server's containers are open requests and prefixes in
-the KV cache, hardly ever garbage; the fewer are looked at, the shorter it stands still."""
-OLDER_BESIDE_CLIENTS = 10
-"""The same number for a process with connections: each that ends leaves garbage in cycles, such as
-asyncio's transport, and 20,000 containers of it are looked at in 2 ms."""
+"""Net new containers after which a collection of the young generation starts, and young collections
+after which one of the middle generation does. A server's containers are open requests and prefixes
+in the KV cache, hardly ever garbage; the fewer a collection visits, the shorter the pause."""
+OLDER_WITH_CLIENTS = 10
+"""Young collections before one of the middle generation in a process with connections: each that
+ends leaves cycles, such as asyncio's transport, and a visit of 20,000 such containers takes 2
+ms."""
 HEAP_KEEPS_BYTES = 1 << 20
-"""Each of the C library's heaps keeps at most this many free bytes at its end, and an allocation of
-this many bytes or more is mapped apart from them."""
+"""Free bytes that each of malloc's heaps keeps at its end; larger allocations are mapped
+separately."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Numbers by which glibc's `mallopt` knows these two bounds (malloc.h)."""
+"""Numbers of these two parameters of glibc's `mallopt` (malloc.h)."""
 
 
-def leave_out(older: int = OLDER_EVERY) -> None:
-    """What exists now is never looked at again, and the rest seldom or a little at a time.
+def freeze(older: int = OLDER_EVERY) -> None:
+    """Exclude all objects that exist now from garbage collection, and make collections rare or
+    small.
 
     Args:
         older: collections of young containers after which older ones are looked at.
@@ -36,8 +38,8 @@ def leave_out(older: int = OLDER_EVERY) -> None:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Collect nothing meanwhile."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection within the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,7 +50,7 @@ def uncollected() -> Iterator[None]:
 
 
 def bound_heaps() -> None:
-    """Keep the C library from raising the bounds of what its heaps keep.
+    """Fix malloc's trim and mmap thresholds, which it would raise by itself.
 
     It raises both with the largest mapping that was ever freed, to 64 MiB at most. `malloc_trim`
     leaves the end of every heap but the main thread's as it is, so a thread that had written a
@@ -61,7 +63,7 @@ def bound_heaps() -> None:
 
 
 def return_free_memory() -> None:
-    """Collect garbage, and give the system what is free between objects that live on.
+    """Collect garbage and return free memory to the system.
 
     Other threads may wait for it: 0.1 ms for each MiB that goes back, and 0.02 ms where none does.
     """

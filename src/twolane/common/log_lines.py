@@ -1,4 +1,4 @@
-"""The log of a process that serves: no line waits for whoever reads them."""
+"""Logging that never blocks a serving process on the log's reader."""
 
 import logging
 import os
@@ -6,19 +6,19 @@ import select
 from collections import deque
 
 MOST_LINES = 1000
-"""Number of lines that wait for the log's reader; further ones are counted and lost."""
+"""Most lines that wait for the log's reader; further ones are dropped and counted."""
 END_SECONDS = 1.0
-"""Seconds that a process waits at its end until its reader takes the next piece of the log."""
+"""Seconds that closing the log waits for its reader to take the next piece."""
 
 
 def log_to(file: int, level: str, form: str) -> None:
-    """Have the log's lines of this level written to an open file, unless there is a log already."""
+    """Log lines of at least this level to an open file, unless logging is configured already."""
     handler = LineHandler(file)
     logging.basicConfig(level=level.upper(), format=form, handlers=[handler])
 
 
 class LineHandler(logging.Handler):
-    """Writes lines while their reader takes them, and keeps them while it does not.
+    """Log handler that writes without blocking and buffers lines that the reader does not take.
 
     A pipe that nobody reads and a terminal that is stopped (Ctrl-S) would otherwise hold up the
     event loop, and so all requests. What is kept is written with the next line.
@@ -34,7 +34,7 @@ class LineHandler(logging.Handler):
         self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or keep it."""
+        """Write a line, or buffer it."""
         try:
             line = self.format(record)
         except Exception:
@@ -51,11 +51,11 @@ class LineHandler(logging.Handler):
         self.flush()
 
     def flush(self) -> None:
-        """Write what the reader takes now."""
+        """Write buffered lines that the reader takes now."""
         self._write(0.0)
 
     def close(self) -> None:
-        """Write what the reader takes within moments."""
+        """Write buffered lines, waiting up to `END_SECONDS` for the reader to take each piece."""
         self._write(END_SECONDS)
         super().close()
 
@@ -74,7 +74,7 @@ class LineHandler(logging.Handler):
 
 
 def write_taken(file: int, data: bytes, seconds: float = 0.0) -> bytes:
-    """Write to a file, pipe or terminal what is taken; return the rest.
+    """Write as much as a file, pipe or terminal takes; return the rest.
 
     Args:
         file: descriptor of the open file.

@@ -1,4 +1,4 @@
-"""What a field of a settings struct says about its command-line option.
+"""Command-line options as metadata of the fields of settings structs.
 
 A setting is written once, as a field of its struct:
 
@@ -23,9 +23,9 @@ import msgspec
 from twolane.common.errors import FieldError
 
 LARGEST_WHOLE = 1 << 48
-"""Whole numbers of settings without a bound of their own are at most this: none counts more."""
+"""Largest value of integer settings that state no maximum."""
 LARGEST_SEED = (1 << 63) - 1
-"""Seeds are signed numbers of 64 bits."""
+"""Largest seed, a signed integer of 64 bits."""
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -44,15 +44,15 @@ class Option(msgspec.Struct, frozen=True):
     alias: str | None = None
     """Second name of the option, with underscores."""
     factor: float = 1.0
-    """The option's number is the field's multiplied by this: 1e3 for milliseconds."""
+    """Factor from the field's unit to the option's: 1e3 for milliseconds."""
     none: float | None = None
-    """Number that the option takes for None."""
+    """Value of the option that stands for None."""
     infinite: bool = False
     """Whether the number may be infinite."""
     named: bool = False
-    """Whether the keys of KEY=VALUE are names, which are kept as they are."""
+    """Whether the keys of KEY=VALUE are arbitrary names, which are kept as they are."""
     variable: str | None = None
-    """Environment variable that replaces the option; by default `TWOLANE_` and the name."""
+    """Environment variable that sets the option; by default `TWOLANE_` and the name."""
     help: str | None = None
     """Help text where the field's docstring does not fit the option's unit."""
 
@@ -63,17 +63,17 @@ def milliseconds(panel: str, name: str, **more: Any) -> Option:
 
 
 class Nested(msgspec.Struct, frozen=True):
-    """Metadata of a field that is a settings struct itself: its options are the owner's, too."""
+    """Metadata of a field that is itself a settings struct, whose options its owner has, too."""
 
     prefix: str = ""
-    """Begins the name of each of its options."""
+    """Prefix of the names of its options."""
 
 
 class Setting(msgspec.Struct, frozen=True):
     """A field with an option, of a settings struct or of one nested in it."""
 
     path: tuple[str, ...]
-    """Names of the fields that lead to it."""
+    """Names of the fields from the outer struct to it."""
     kind: Any
     """Type of the field without metadata."""
     default: Any
@@ -91,12 +91,12 @@ class Setting(msgspec.Struct, frozen=True):
 
 @functools.cache
 def settings_of(struct: type[msgspec.Struct], prefix: str = "") -> tuple[Setting, ...]:
-    """Return the settings of a struct in the order of its fields, nested ones in their place."""
+    """Return the settings of a struct in the order of its fields, nested ones in place."""
     return tuple(_settings(struct, prefix))
 
 
 def check_ranges(struct: msgspec.Struct) -> None:
-    """Refuse numbers that are outside of the range of their field, or no numbers.
+    """Check that each number is finite and within the range of its field.
 
     Raises:
         FieldError: naming the first such field.
@@ -142,7 +142,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _in_unit(text: str, factor: float) -> str:
-    """Return a field's docstring for an option in milliseconds."""
+    """Return a field's docstring in the option's unit, seconds or milliseconds."""
     if factor == 1.0:
         return text
     return text.replace("seconds", "milliseconds").replace("Seconds", "Milliseconds")

@@ -1,5 +1,5 @@
-"""Names of full KV pages that do not depend on the server: a page's hash covers every token before
-it.
+"""Hashes of full KV pages that are the same on every server; each covers all tokens up to its
+page's end.
 
 The prefix tree, the KV events and whoever chooses a replica by prefix use the same hashes, so that
 the pages of a prompt can be looked up in what a server publishes.
@@ -11,13 +11,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 ROOT_HASH = 0
-"""The hash from which the first page of every sequence is hashed."""
+"""Parent hash of the first page of a sequence."""
 HASH_BYTES = 8
-"""A page's hash has this number of bytes, so that it fits an unsigned 64-bit integer."""
+"""Bytes of a page's hash, which is an unsigned 64-bit integer."""
 ADAPTER_MARK = b"lora"
-"""What the salt of an adapter's pages begins with; the adapter's digest follows."""
+"""First bytes of the salt of an adapter's pages; the adapter's digest follows."""
 DIGEST_BYTES = 32
-"""Bytes of a digest by SHA-256."""
+"""Bytes of a SHA-256 digest."""
 
 
 def page_key(tokens: Sequence[int], page: int, page_size: int, salt: bytes = b"") -> bytes:
@@ -49,7 +49,7 @@ def page_hashes(tokens: Sequence[int], page_size: int, salt: bytes = b"") -> Ite
 
 
 def salt_bytes(cache_salt: str | None, adapter: bytes = b"") -> bytes:
-    """Return what the first page's key begins with for a request.
+    """Return the salt of a request's first page.
 
     Args:
         cache_salt: of the request, if it has one.
@@ -60,7 +60,7 @@ def salt_bytes(cache_salt: str | None, adapter: bytes = b"") -> bytes:
 
 
 def adapter_of(salt: bytes) -> bytes:
-    """Return the digest of the adapter that computes pages of this salt; empty: none does."""
+    """Return the digest of the adapter that pages with this salt belong to; empty: none."""
     end = len(ADAPTER_MARK) + DIGEST_BYTES
     if not salt.startswith(ADAPTER_MARK) or len(salt) not in (end, end + DIGEST_BYTES):
         return b""

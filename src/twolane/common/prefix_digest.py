@@ -1,4 +1,4 @@
-"""What a server publishes of its prefix tree: the hashes of prefixes at certain lengths.
+"""Digest of a server's prefix tree that it publishes: hashes of prefixes at certain lengths.
 
 A *landmark* is a page at one of these lengths. They are close together at the beginning of a
 sequence, where instructions are shared, and `STRIDE_TOKENS` apart further on, so that a pool of a
@@ -17,11 +17,12 @@ from twolane.common.page_hash import HASH_BYTES, page_hashes
 STRIDE_TOKENS = 512
 """Tokens between two landmarks of a long prefix."""
 MOST_LANDMARKS = 4096
-"""Number of landmarks that a digest has at most; those of shorter prefixes come first."""
+"""Most landmarks of a digest; those of shorter prefixes take precedence."""
 
 
 def is_landmark(pages: int, page_size: int) -> bool:
-    """Whether a prefix of this many pages is published: a power of two, or a whole stride."""
+    """Return whether a prefix of this many pages is published: a power of two, or a multiple of the
+    stride."""
     stride = max(1, STRIDE_TOKENS // page_size)
     return pages % stride == 0 if pages >= stride else pages & (pages - 1) == 0
 
@@ -35,7 +36,7 @@ class Landmarks(NamedTuple):
 
     @classmethod
     def of(cls, prompt: Sequence[int], page_size: int, salt: bytes = b"") -> "Landmarks":
-        """Return those of a prompt; its last token is left out, for it is always computed.
+        """Return the landmarks of a prompt without its last token, which is always computed.
 
         Args:
             prompt: token ids.
@@ -64,7 +65,7 @@ class PrefixDigest(msgspec.Struct, frozen=True):
 
 
 class PrefixBook:
-    """The landmarks of a server, kept up to date by what its engine tells.
+    """The landmarks of a server, updated by changes that its engine reports.
 
     Args:
         page_size: tokens in a page.
@@ -78,7 +79,7 @@ class PrefixBook:
         self._digest: PrefixDigest | None = None
 
     def change(self, changes: Mapping[int, int]) -> None:
-        """Take in what changed: the length in pages by hash, 0 for what is gone."""
+        """Apply changes: prefix length in pages by hash; 0 removes the landmark."""
         for hashed, pages in changes.items():
             if pages:
                 self._pages[hashed] = pages

@@ -1,4 +1,4 @@
-"""What of this machine a process may use: cores, memory and files."""
+"""Cores, memory and open files that this process may use."""
 
 import contextlib
 import ctypes
@@ -14,20 +14,20 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OPENED = Path("/dev/fd")
 PR_SET_PDEATHSIG = 1
 MOST_FILES = 1 << 20
-"""A process asks the system for no more open files than this many."""
+"""Most open files that a process asks the system for."""
 
 
 def allowed_cores() -> list[int]:
-    """The numbers of the cores that this process may run on."""
+    """Return the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[int]:
-    """The numbers of the cores whose time this process gets: all that it may run on, or as many as
-    its control groups have time for, as with `docker run --cpus` and limits of Kubernetes. Beyond
-    that threads would stand still in turns, and the others wait for them."""
+    """Return as many of the allowed cores as control groups grant time for, as with `docker run
+    --cpus` and limits of Kubernetes: more threads would be throttled in turns, and the others wait
+    for them."""
     cores = allowed_cores()
     shares = (_cores_of(group, old) for group, old in _groups("cpu", proc, cgroups))
     time = min((share for share in shares if share is not None), default=float(len(cores)))
@@ -35,8 +35,8 @@ def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[int]:
 
 
 def pin_thread(cores: Sequence[int]) -> None:
-    """Let this thread, and those that it starts, run on these cores alone. Where control groups
-    bound the time and not the cores, the system chooses: others may be busy on these."""
+    """Pin this thread, and those that it starts, to these cores. Where control groups bound the
+    time and not the cores, the system chooses: others may be busy on these."""
     if not hasattr(os, "sched_setaffinity") or len(usable_cores()) < len(allowed_cores()):
         return
     with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
@@ -57,14 +57,14 @@ def yield_processor(niceness: int) -> None:
 
 
 def die_with_parent(wanted: bool = True) -> None:
-    """Have the system kill this process, whatever it does, when the thread that started it ends; or
-    no longer."""
+    """Have the system kill this process when the thread that started it ends, or no longer do
+    so."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as the system allows; return how many that is."""
+    """Raise the limit on open files as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -77,8 +77,8 @@ def raise_file_limit() -> int:
 
 
 def open_files(opened: Path = OPENED) -> int:
-    """Return how many files this process has open; 0: this system does not say, as in a container
-    without /proc."""
+    """Return the number of files that this process has open; 0: unknown, as in a container without
+    /proc."""
     try:
         return len(list(opened.iterdir()))
     except OSError:
@@ -86,8 +86,8 @@ def open_files(opened: Path = OPENED) -> int:
 
 
 def open_standard_files() -> None:
-    """Open what was closed of standard input, output and error, for this process and those that it
-    starts: else the next connection would get its number, and with it what libraries print."""
+    """Open those of standard input, output and error that are closed: else the next connection
+    would get their number, and with it what libraries print."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -98,8 +98,8 @@ def open_standard_files() -> None:
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes that can be allocated without swapping, and that its control groups leave this process:
-    those of a container, or of a service."""
+    """Return the bytes that this process can allocate without swapping and within the memory limits
+    of its control groups."""
     try:
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
@@ -115,8 +115,8 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:
-    """The folders of the groups around this process that may bound what a controller gives it, and
-    whether they are of the first version (Linux: cgroup-v2.rst; v1 cgroups.rst)."""
+    """Yield the folders of the control groups that may limit this process, and whether they are of
+    version 1 (Linux: cgroup-v2.rst; v1 cgroups.rst)."""
     try:
         lines = (proc / "self" / "cgroup").read_bytes().split(b"\n")
     except OSError:
@@ -133,8 +133,8 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, 
 
 
 def _left(group: Path, limit: str, used: str, cache: str) -> int | None:
-    """Bytes that a group leaves; page cache that is not in use counts as used there, and is given
-    up on demand."""
+    """Return the bytes that a group has left; inactive page cache counts as free, since it is
+    reclaimed on demand."""
     try:
         most, taken = (int((group / name).read_text()) for name in (limit, used))
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -144,8 +144,8 @@ def _left(group: Path, limit: str, used: str, cache: str) -> int | None:
 
 
 def _cores_of(group: Path, old: bool) -> float | None:
-    """Number of cores of whose time a group gets as much; None: there is no such group here, or it
-    has no bound."""
+    """Return the number of cores that a group's CPU quota amounts to; None: no such group, or no
+    quota."""
     try:
         if old:
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")

@@ -3,7 +3,7 @@
 from typing import Literal
 
 LaneName = Literal["prefill", "decode", "device"]
-"""The prefill lane, the decode lane, or the whole device (both phases as one batch)."""
+"""A lane: prefill, decode, or the whole device (both phases in one batch)."""
 
 LANES: tuple[LaneName, ...] = ("prefill", "decode", "device")
 EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
@@ -16,7 +16,7 @@ EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
 EstimatorName = Literal[
     "calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline", "serving-roofline"
 ]
-"""Those that are fitted on a profile; `estimate/catalog.py` has them."""
+"""Estimators that are fitted on a profile; `estimate/catalog.py` has them."""
 
 MachineKind = Literal["cpu", "cuda", "simulated"]
 """The kind of device that an engine runs on."""

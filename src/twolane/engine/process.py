@@ -144,7 +144,7 @@ def main() -> int:
     die_with_parent()  # a start may wait for long, such as for a file that does not come
     try:
         built = build(start.config, waker.wake, progress=port.tell_progress)
-        garbage.leave_out()
+        garbage.freeze()
         die_with_parent(False)  # from now on the pipe's end is seen, and the trace is written out
         port.tell(built.ready)
         run(built.engine, port)

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from twolane.common.files import naming
+from twolane.common.files import naming_file
 from twolane.common.vocabulary import LANES, LaneName
 
 log = logging.getLogger("twolane.trace")
@@ -73,7 +73,7 @@ class FileTrace(Trace):
         self._whole = 0
         """Bytes up to the end of the last event."""
         self._began = began
-        with naming(path):
+        with naming_file(path):
             self._put("[\n")
         self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
         for lane, thread in LANE_THREADS.items():

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from twolane.common.checked_json import UNREADABLE
-from twolane.common.files import write_whole
+from twolane.common.files import write_atomically
 from twolane.common.vocabulary import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.kernels.sizes import SIZES
@@ -214,7 +214,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
-        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=0))
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(self), indent=0))
 
     @classmethod
     def read(cls, path: Path) -> "Profile":

@@ -37,8 +37,8 @@ from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
-from twolane.router.state import Ask, total_load
-from twolane.router.table import Sent
+from twolane.router.state import RoutedRequest, total_load
+from twolane.router.table import SentRequest
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
 
@@ -182,11 +182,11 @@ class Ingress:
             await asyncio.shield(changing)
             self.metrics.count("answered")
             return
-        call, ask = await self._inquiry.ask(call)
+        call, routed = await self._inquiry.ask(call)
         tried: set[str] = set()
         lost = 0
         for attempt in range(1, MOST_TRIES + 1):
-            chosen, sent = await self._choose(ask, tried, call.homes)
+            chosen, sent = await self._choose(routed, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATES:
                 self.metrics.predicted.observe(chosen.ttft)
@@ -240,22 +240,22 @@ class Ingress:
         await answer(call.send, shown.status, shown.body, "application/json")
 
     async def _choose(
-        self, ask: Ask, tried: set[str], homes: frozenset[str]
-    ) -> tuple[Chosen, Sent]:
+        self, routed: RoutedRequest, tried: set[str], homes: frozenset[str]
+    ) -> tuple[Chosen, SentRequest]:
         """Send a request to a replica, not to one that was tried if there is another.
 
         Raises:
             ApiError: 429, or 503 when none is ready for a while.
         """
-        views = await self._awaited(lambda: self._pool.table.views(ask, self._pool.clock()))
+        views = await self._awaited(lambda: self._pool.table.views(routed, self._pool.clock()))
         views = [view for view in views if view.name in homes] or views
         views = [view for view in views if view.name not in tried] or views
-        choice = self._policy(ask, views)
+        choice = self._policy(routed, views)
         if isinstance(choice, NoReplica):
             headers = retry_after(choice.retry_after)
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)
-        return choice, self._pool.table.sent(choice.name, ask, self._pool.clock())
+        return choice, self._pool.table.sent(choice.name, routed, self._pool.clock())
 
     async def _awaited(self, ready: Callable[[], Sequence[T]]) -> Sequence[T]:
         """Wait until there are such replicas, and return them.

@@ -15,7 +15,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.calls import ClientCall, forwarded
 from twolane.fleet.pool import Member, Pool
-from twolane.router.state import Ask
+from twolane.router.state import RoutedRequest
 
 LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Paths whose prompts replicas can turn into landmarks."""
@@ -78,7 +78,7 @@ class Inquiry:
         self._responses: OrderedDict[str, str] = OrderedDict()
         """Names of the replicas that answered, by the response's id."""
 
-    async def ask(self, call: ClientCall) -> tuple[ClientCall, Ask]:
+    async def ask(self, call: ClientCall) -> tuple[ClientCall, RoutedRequest]:
         """Return the request with the tokens of its prompt, and what the router needs to know."""
         headers, body = Headers(scope=call.scope), call.body
         known = _known(body)
@@ -90,7 +90,7 @@ class Inquiry:
             if len(told) <= self._most_body:  # or the replica would refuse what its client may send
                 call = call._replace(body=told)
         asked = headers.get(SESSION_HEADER) or known.user
-        return call, Ask(
+        return call, RoutedRequest(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // BYTES_PER_TOKEN),
             output_tokens=known.most_output,
             landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),

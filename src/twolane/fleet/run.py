@@ -140,7 +140,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory())
-            garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
+            garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             announce(announcement(arguments[0], options, address_of(listener)))
             await first_of(stop.asked.wait(), serving)
             for task in (keeping, restarting, returning):

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import twolane
-from twolane.common.files import write_whole
+from twolane.common.files import write_atomically
 from twolane.common.resources import usable_cores
 
 COMMIT = "TWOLANE_COMMIT"
@@ -84,7 +84,7 @@ def save(path: Path, about: Provenance, content: Mapping[str, object]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_whole(path, json_bytes({"provenance": about, **content}))
+    write_atomically(path, json_bytes({"provenance": about, **content}))
 
 
 def json_bytes(content: object) -> bytes:

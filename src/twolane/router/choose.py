@@ -1,4 +1,4 @@
-"""The router: which replica gives a request its first token soonest, at the least cost to others.
+"""The `predicted` policy: the replica with the earliest first token at the least cost to others.
 
 A pure function of what is known of the replicas. It predicts the time to the first token at each
 replica: the prompts that are kept before this one and what is new of it, by the replica's own
@@ -13,38 +13,39 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
-from twolane.router.state import Ask
+from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 
 MOST_WORK_WEIGHT = 8.0
-"""The most weight of a request's own computation against the seconds that it waits."""
+"""Largest weight of a request's own prefill time relative to its waiting time."""
 MEMORY_SECONDS = 0.2
-"""Weight of the share of a replica's KV pages that are in use, in seconds."""
+"""Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer."""
 SESSION_TOLERANCE = 0.05
-"""Share by which a session's replica may be worse than the best, and the session stays."""
+"""A session stays at its replica while the cost there exceeds the lowest by at most this share."""
 FAIR_TURNS = 8
-"""A replica that keeps the bound gets one request of this many times the number of replicas."""
+"""A replica in time gets a request at the latest after this many requests per replica went
+elsewhere."""
 REFERENCE_PROMPT = PromptWork.of(1024, 0)
-"""Prompt by which the paces of replicas are compared."""
+"""Prompt by which replicas' paces are compared."""
 RETRY_SECONDS = (1, 60)
-"""The least and the most whole seconds that a refusal asks to wait."""
+"""Bounds on the whole seconds of a refusal's Retry-After."""
 
 
 class Chosen(NamedTuple):
-    """Where a request goes."""
+    """The replica chosen for a request."""
 
     name: str
     ttft: float
     """Predicted seconds to the first token; 0: not known."""
     reused: int
-    """Prompt tokens that the replica has."""
+    """Prompt tokens in the replica's prefix cache."""
 
 
 class NoReplica(NamedTuple):
-    """No replica can answer in time."""
+    """A refusal: no replica can answer in time."""
 
     retry_after: int
-    """Whole seconds after which one should."""
+    """Whole seconds after which to try again."""
     reason: str
 
 
@@ -53,22 +54,22 @@ class _Estimate(NamedTuple):
     ttft: float
     """Seconds to the first token."""
     cost: float
-    """What the choice is made by, in seconds."""
+    """Cost that the choice minimises, in seconds."""
     displaces: bool = False
-    """Whether a longer prompt is given up for it."""
+    """Whether the replica would give up a longer prompt for this one."""
 
 
-def choose(ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
-    """Return the replica for a request, or why none should have it.
+def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+    """Return the replica for a request, or a refusal.
 
     Args:
-        ask: the request.
+        request: the request.
         views: the replicas that could be sent it, as `Table.views` gives them.
     """
     if not views:
         return NoReplica(RETRY_SECONDS[0], "no replica is ready")
     usual, work = _usual_pace(views), _work_weight(views)
-    estimates = [_estimate(ask, view, view.pace or usual, work) for view in views]
+    estimates = [_estimate(request, view, view.pace or usual, work) for view in views]
     in_time = [each for each in estimates if each.view.ttft is None or each.ttft <= each.view.ttft]
     if not in_time:
         return _refusal(estimates)
@@ -83,20 +84,23 @@ def choose(ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
 
 
 def _usual_pace(views: Sequence[ReplicaView]) -> PromptPace:
-    """The middle pace of the replicas that know theirs."""
+    """Return the median pace of the replicas whose pace is known."""
     known = [view.pace for view in views if view.pace]
     known.sort(key=lambda pace: pace.seconds(REFERENCE_PROMPT))
     return known[len(known) // 2] if known else UNKNOWN
 
 
 def _work_weight(views: Sequence[ReplicaView]) -> float:
-    """Weight of computing: it delays nobody while a replica is idle, and else those who wait."""
+    """Return the weight of own prefill time: 1 while a replica is idle, and more as prompts queue
+    everywhere, which it delays."""
     return min(MOST_WORK_WEIGHT, 1.0 + min(view.queued.prompts for view in views))
 
 
-def _estimate(ask: Ask, view: ReplicaView, pace: PromptPace, work: float) -> _Estimate:
-    new = max(1, ask.prompt_tokens - view.reused)
-    missing = -(-(new + ask.output_tokens) // view.page_size) - view.pages_free
+def _estimate(
+    request: RoutedRequest, view: ReplicaView, pace: PromptPace, work: float
+) -> _Estimate:
+    new = max(1, request.prompt_tokens - view.reused)
+    missing = -(-(new + request.output_tokens) // view.page_size) - view.pages_free
     freed = max(0, missing) * view.page_size  # tokens of others, which must leave first
     if not pace:  # nothing was computed anywhere yet: the fewest tokens, then requests
         return _Estimate(view, 0.0, view.queued.tokens + freed + new + view.open)

@@ -1,55 +1,55 @@
-"""All routers by name: Twolane's own and those that it is compared with."""
+"""Routing policies by name: Twolane's own and those that it is compared with."""
 
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from twolane.router.choose import Chosen, NoReplica, choose
-from twolane.router.state import Ask
+from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 
 MOST_LANDMARKS = 1 << 17
-"""Number of landmarks that a replica's tree holds: clients choose how many prompts there are."""
+"""Most landmarks in a replica's tree, since clients choose how many prompts there are."""
 
 
 class Policy(Protocol):
-    """Chooses a replica; `views` are in order of their names."""
+    """A routing policy; `views` are in order of their names."""
 
-    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
-        """Return the choice for one request, which is then sent there."""
+    def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+        """Return the replica for one request, which is then sent there."""
 
 
 class RoundRobin:
-    """One replica after the other."""
+    """Sends requests to the replicas in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
 
-    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+    def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         self._turn += 1
         return _picked(views, lambda: views[self._turn % len(views)])
 
 
 class PowerOfTwo:
-    """The one with fewer open requests of two drawn ones (Mitzenmacher 2001)."""
+    """Sends a request to the less loaded of two random replicas (Mitzenmacher 2001)."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+    def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         return _picked(views, lambda: self.pick(views))
 
     def pick(self, views: Sequence[ReplicaView]) -> ReplicaView:
-        """Return the better of two."""
+        """Return the one of two random replicas with fewer open requests."""
         return min(self._random.sample(views, min(2, len(views))), key=lambda view: view.open)
 
 
 class LeastLoaded:
-    """The one with the fewest open requests."""
+    """Sends a request to the replica with the fewest open requests."""
 
-    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+    def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         return _picked(views, lambda: min(views, key=lambda view: (view.open, -view.passed_over)))
 
@@ -76,41 +76,41 @@ class RayPrefixAware:
         self._imbalanced, self._match = imbalanced, match
         self._two = PowerOfTwo(seed)
         self._trees: dict[str, dict[int, int]] = {}
-        """Landmarks that each replica was sent, with the tokens between it and the one before."""
+        """By replica: the landmarks sent to it, with the tokens between each and the one before."""
         self._sizes: dict[str, int] = {}
         self._most = most
 
-    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
+    def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
-        chosen = _picked(views, lambda: self._pick(ask, views))
+        chosen = _picked(views, lambda: self._pick(request, views))
         if isinstance(chosen, Chosen):
-            self._insert(chosen.name, ask)
+            self._insert(chosen.name, request)
         return chosen
 
-    def _pick(self, ask: Ask, views: Sequence[ReplicaView]) -> ReplicaView:
+    def _pick(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> ReplicaView:
         loads = [view.open for view in views]
         if max(loads) - min(loads) >= self._imbalanced:
             return self._two.pick(views)
-        matched = [self._matched(view.name, ask) for view in views]
+        matched = [self._matched(view.name, request) for view in views]
         longest = max(matched)
-        if longest >= self._match * ask.prompt_tokens:
+        if longest >= self._match * request.prompt_tokens:
             best = [view for view, found in zip(views, matched, strict=True) if found == longest]
         else:
             sizes = [self._sizes.get(view.name, 0) for view in views]
             best = [view for view, size in zip(views, sizes, strict=True) if size == min(sizes)]
         return self._two.pick(best)
 
-    def _matched(self, name: str, ask: Ask) -> int:
+    def _matched(self, name: str, request: RoutedRequest) -> int:
         tree, matched = self._trees.get(name, {}), 0
-        for tokens, landmark in zip(*ask.landmarks, strict=True):
+        for tokens, landmark in zip(*request.landmarks, strict=True):
             if landmark not in tree:
                 break
             matched = tokens
         return matched
 
-    def _insert(self, name: str, ask: Ask) -> None:
+    def _insert(self, name: str, request: RoutedRequest) -> None:
         tree, before = self._trees.setdefault(name, {}), 0
-        for tokens, landmark in zip(*ask.landmarks, strict=True):
+        for tokens, landmark in zip(*request.landmarks, strict=True):
             if landmark not in tree:
                 tree[landmark] = tokens - before
                 self._sizes[name] = self._sizes.get(name, 0) + tree[landmark]
@@ -133,4 +133,4 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "least-loaded": LeastLoaded,
     "ray-prefix": RayPrefixAware,
 }
-"""Makes a router, by name."""
+"""Constructors of policies by name."""

@@ -1,4 +1,5 @@
-"""The prompts that a replica computes before a new one: those that it keeps, by when they are due.
+"""Predicted prefill queue of a replica: its prompts in order of their deadlines, without those that
+it gives up.
 
 Where not all prompts can be in time, a replica gives up as few as possible: whenever one would be
 late, the longest so far steps back (Moore 1968; `systems.auto.order` does so). A router that counts
@@ -13,27 +14,28 @@ from typing import NamedTuple
 
 
 class QueuedPrompt(NamedTuple):
-    """A prompt that a replica has; times are on the router's clock."""
+    """A prompt queued at a replica; times are on the router's clock."""
 
     due: float
-    """When its first token is due."""
+    """Time at which its first token is due."""
     seconds: float
-    """Seconds that computing it takes."""
+    """Seconds that its prefill takes."""
     since: float = -math.inf
-    """When it came: it cannot begin before."""
+    """Arrival time, before which its prefill cannot begin."""
 
 
-class Ahead(NamedTuple):
-    """What is computed before a new prompt."""
+class WorkAhead(NamedTuple):
+    """Prefill work that a replica does before a new prompt."""
 
     until: float = -math.inf
-    """When the replica is through with it."""
+    """Time at which it is done."""
     longest: float = 0.0
-    """Seconds of the longest prompt among it that the replica would give up for a shorter one."""
+    """Prefill seconds of the longest prompt in it that the replica would give up for a shorter
+    one."""
 
 
 class ReplicaQueue:
-    """The prompts that a replica keeps.
+    """The prompts that a replica computes, in order of their deadlines.
 
     Args:
         begin: when it is through with what it has begun.
@@ -42,27 +44,28 @@ class ReplicaQueue:
 
     def __init__(self, begin: float, prompts: Sequence[QueuedPrompt] = ()) -> None:
         self._begin = begin
-        self._prompts = _kept(begin, sorted(prompts))
+        self._prompts = _without_late(begin, sorted(prompts))
         self._dues = [prompt.due for prompt in self._prompts]
-        self._ahead = [Ahead(begin)]
+        self._ahead = [WorkAhead(begin)]
         for prompt in self._prompts:
             before = self._ahead[-1]
             until = max(before.until, prompt.since) + prompt.seconds
-            self._ahead.append(Ahead(until, max(before.longest, prompt.seconds)))
+            self._ahead.append(WorkAhead(until, max(before.longest, prompt.seconds)))
 
-    def ahead(self, due: float) -> Ahead:
-        """Return what is computed before a prompt that is due then."""
+    def ahead(self, due: float) -> WorkAhead:
+        """Return the work before a prompt whose first token is due at `due`."""
         return self._ahead[bisect_right(self._dues, due)]
 
     def plus(self, prompt: QueuedPrompt, *, yields: bool) -> "ReplicaQueue":
-        """Return the queue with one prompt more, which may be given up, or is done in any case."""
+        """Return the queue with one more prompt, which is never given up unless it `yields`."""
         if yields:
             return ReplicaQueue(self._begin, [*self._prompts, prompt])
         return ReplicaQueue(max(self._begin, prompt.since) + prompt.seconds, self._prompts)
 
 
-def _kept(begin: float, prompts: Sequence[QueuedPrompt]) -> list[QueuedPrompt]:
-    """Leave out the fewest that must be late, the longest first; `prompts` are in order."""
+def _without_late(begin: float, prompts: Sequence[QueuedPrompt]) -> list[QueuedPrompt]:
+    """Return the prompts without the fewest that must be late, longest first; `prompts` are in
+    order."""
     at, given_up = begin, set()
     kept: list[tuple[float, int]] = []
     for i, prompt in enumerate(prompts):

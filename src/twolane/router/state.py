@@ -1,4 +1,4 @@
-"""What a replica publishes of itself, and what a router knows of a request."""
+"""State that a replica publishes, and the facts of a request that routing uses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
 FORMAT = 3
-"""Version of `ReplicaState`; a router leaves out a replica with another one."""
+"""Version of `ReplicaState`; a router skips replicas with another one."""
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica at one moment, as `GET /fleet/state` answers."""
+    """State of a replica at one moment, as `GET /fleet/state` answers."""
 
     format: int = FORMAT
     model: str = ""
@@ -24,31 +24,32 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = True
     """Whether requests can be served."""
     draining: bool = False
-    """Whether the replica lets its requests end and takes no more."""
+    """Whether the replica finishes its requests and accepts no more."""
     running: int = 0
     """Number of requests in decode."""
     waiting: int = 0
     """Number of requests without a first token."""
     prefilling: int = 0
-    """Number of these whose prompts are being computed."""
+    """Number of these in prefill."""
     queued: PromptWork = PromptWork()
-    """What is still to be computed for the requests without a first token."""
+    """Prefill work left of the requests without a first token."""
     yielding: list[WaitingPrompt] | None = None
-    """The largest queued prompts that may be given up for smaller ones; None: none ever is."""
+    """Largest queued prompts that may be given up for smaller ones; None: the system gives up
+    none."""
     prompt_pace: PromptPace = UNKNOWN
-    """Seconds that launches with prompts have lately taken, by what a prompt consists of."""
+    """Recent pace of the launches with prompts."""
     page_size: int = 1
     """Tokens in a KV page."""
     pages: int = 0
     """Number of KV pages of the pool."""
     pages_free: int = 0
-    """Number of KV pages that are free or hold only prefixes that nobody uses."""
+    """Number of KV pages that are free or hold unpinned cached prefixes."""
     slo: Slo = Slo()
-    """Bounds of requests that bring none."""
+    """Latency bounds of requests that set none."""
     attainment: float | None = None
-    """Share of the latest first tokens that came within their TTFT bound; None: no bound."""
+    """Share of recent first tokens within their TTFT bound; None: no bound."""
     digest: PrefixDigest | None = None
-    """Landmarks of the prefix tree; None: as in the version that the caller named."""
+    """Landmarks of the prefix tree; None: unchanged since the version that the caller named."""
 
     @classmethod
     def of(cls, ready: Ready, stats: Stats, prefixes: PrefixBook, known: int) -> "ReplicaState":
@@ -76,7 +77,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def total_load(states: Sequence[ReplicaState]) -> dict[str, int]:
-    """Return what /load says of these replicas together; `server_load` counts open requests."""
+    """Return the answer of /load for these replicas together; `server_load` counts open
+    requests."""
     running = sum(state.running for state in states)
     waiting = sum(state.waiting for state in states)
     prefilling = sum(state.prefilling for state in states)
@@ -91,15 +93,15 @@ def total_load(states: Sequence[ReplicaState]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a router knows of a request."""
+class RoutedRequest:
+    """The facts of a request that routing uses."""
 
     prompt_tokens: int
     output_tokens: int = 256
-    """The most tokens of the answer, or a guess."""
+    """Limit on the answer's tokens, or a guess."""
     landmarks: Landmarks = NO_LANDMARKS
-    """Empty: the prompt's tokens are not known, and nothing is known to be reused."""
+    """Landmarks of the prompt; empty: its tokens are unknown, and none count as reused."""
     ttft: float | None = None
-    """Bound in seconds on the time to the first token; None: the replica's."""
+    """TTFT bound in seconds; None: the replica's default."""
     session: str | None = None
-    """What the requests of one user or conversation have in common."""
+    """Key that the requests of one user or conversation share."""

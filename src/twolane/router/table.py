@@ -1,4 +1,4 @@
-"""What a router knows of its replicas: what they published, and what it has sent them since."""
+"""The router's table of replicas: their published state and the requests sent since."""
 
 import math
 from bisect import bisect_right
@@ -9,55 +9,55 @@ from typing import NamedTuple
 
 from twolane.common.prompt_work import PromptPace, PromptWork
 from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
-from twolane.router.state import FORMAT, Ask, ReplicaState
+from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 
 ASSUMED_SECONDS = 30.0
-"""Seconds for which the prefix of a request that was sent counts as known, published or not."""
+"""Seconds for which a sent request's prefix counts as cached, published or not."""
 MOST_SESSIONS = 65_536
-"""Number of sessions that are remembered; the one unused longest is forgotten first."""
+"""Most sessions in the table; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica as seen for one request."""
+    """A replica as a routing policy sees it for one request."""
 
     name: str
     queued: PromptWork
-    """What was to be computed before this request when the replica told its state."""
+    """Prefill work queued there."""
     pace: PromptPace
-    """Seconds that prompts take there."""
+    """Prefill pace of the replica."""
     wait: float | None
-    """Seconds until the replica is through with the prompts that it keeps before this one; None:
-    its pace is not known."""
+    """Seconds until the replica has computed the prompts before this one; None: its pace is
+    unknown."""
     longest: float
-    """Seconds of the longest of these that it would give up for a shorter one."""
+    """Prefill seconds of the longest of these that it would give up for a shorter one."""
     reused: int
-    """Prompt tokens of this request that the replica has."""
+    """Prompt tokens of this request in the replica's prefix cache."""
     pages_free: int
     pages: int
     page_size: int
     open: int
-    """Requests that the router has sent and that have not ended."""
+    """Number of requests that the router sent and that have not ended."""
     running: int
-    """Requests in decode."""
+    """Number of requests in decode."""
     ttft: float | None
-    """Bound in seconds on the first token of this request."""
+    """TTFT bound of this request in seconds."""
     passed_over: int
-    """Requests that were sent elsewhere since this replica got one."""
+    """Number of requests that went elsewhere since this replica got one."""
     home: bool
-    """Whether the replica had the session's latest request."""
+    """Whether the session's latest request went to this replica."""
 
 
-class Sent(NamedTuple):
-    """A request that a replica was sent."""
+class SentRequest(NamedTuple):
+    """A request that the router sent to a replica."""
 
     at: float
-    """When, on the router's clock."""
+    """Time of sending, on the router's clock."""
     due: float
-    """When its first token is due."""
+    """Time at which its first token is due."""
     work: PromptWork
     pages: int
-    """KV pages that it takes."""
+    """Number of KV pages that it takes."""
 
 
 @dataclass(slots=True)
@@ -67,44 +67,45 @@ class Replica:
     name: str
     state: ReplicaState
     asked_at: float
-    """When the state was asked for, on the router's clock."""
+    """Time at which the state was requested, on the router's clock."""
     known: frozenset[int] = frozenset()
     """Hashes of its landmarks."""
-    sent: list[Sent] = field(default_factory=list)
-    """Requests that the state may lack."""
+    sent: list[SentRequest] = field(default_factory=list)
+    """Requests that the published state may not include."""
     queue: ReplicaQueue | None = None
-    """Its prompts in order; None: their seconds are not known."""
+    """Its predicted prefill queue; None: its pace is unknown."""
     assumed: dict[int, float] = field(default_factory=dict)
-    """Hashes of landmarks that requests will have put there, with when they were sent."""
+    """By hash of a landmark that sent requests will cache: the time of sending."""
     open: int = 0
     last_sent: int = 0
-    """Number of the last request that it got."""
+    """Sequence number of the last request sent to it."""
 
     def has(self, landmark: int) -> bool:
-        """Whether a prefix is there, or will be."""
+        """Return whether the replica has a prefix cached, or will have."""
         return landmark in self.known or landmark in self.assumed
 
-    def reused(self, ask: Ask) -> int:
-        """Prompt tokens of a request that the replica has; shorter prefixes of one are there."""
-        tokens, hashes = ask.landmarks
+    def reused(self, request: RoutedRequest) -> int:
+        """Return the number of a request's prompt tokens that the replica has cached; with a prefix
+        it has all shorter ones."""
+        tokens, hashes = request.landmarks
         found = bisect_right(range(len(hashes)), False, key=lambda i: not self.has(hashes[i]))
         return tokens[found - 1] if found else 0
 
-    def bound(self, ask: Ask, reused: int) -> float | None:
-        """Bound in seconds on a request's first token."""
-        if ask.ttft is not None:
-            return ask.ttft
-        return self.state.slo.first_token(ask.prompt_tokens - reused)
+    def bound(self, request: RoutedRequest, reused: int) -> float | None:
+        """Return the TTFT bound of a request in seconds; None: no bound."""
+        if request.ttft is not None:
+            return request.ttft
+        return self.state.slo.first_token(request.prompt_tokens - reused)
 
     def queued(self) -> PromptWork:
-        """What was to be computed, as published, with what was sent since."""
+        """Return the published prefill work plus that of the requests sent since."""
         work = self.state.queued
         for sent in self.sent:
             work = work.plus(sent.work)
         return work
 
     def form_queue(self) -> None:
-        """Put in order what the state tells, and what was sent since."""
+        """Rebuild the queue from the published state and the requests sent since."""
         pace, state = self.state.prompt_pace, self.state
         yielding = state.yielding or []
         begun = state.queued
@@ -116,8 +117,8 @@ class Replica:
         for sent in self.sent:
             self.lengthen_queue(sent)
 
-    def lengthen_queue(self, sent: Sent) -> None:
-        """Put a request into the queue."""
+    def lengthen_queue(self, sent: SentRequest) -> None:
+        """Add a sent request to the queue."""
         if self.queue is not None:
             prompt = QueuedPrompt(sent.due, self.state.prompt_pace.seconds(sent.work), sent.at)
             self.queue = self.queue.plus(prompt, yields=self.state.yielding is not None)
@@ -139,7 +140,7 @@ class Table:
         return self._replicas[name]
 
     def publish(self, name: str, state: ReplicaState, asked_at: float) -> None:
-        """Take in a replica's answer to what was asked at that time."""
+        """Record the state that a replica published in answer to a query at `asked_at`."""
         replica = self._replicas.get(name)
         if replica is None:
             replica = self._replicas[name] = Replica(name, state, asked_at)
@@ -157,21 +158,23 @@ class Table:
         """Forget a replica."""
         self._replicas.pop(name, None)
 
-    def views(self, ask: Ask, now: float) -> list[ReplicaView]:
-        """Return the replicas that can be sent a request, in order of their names."""
-        home = self._homes.get(ask.session) if ask.session is not None else None
-        return [self._view(each, ask, now, home) for each in self._usable(ask)]
+    def views(self, request: RoutedRequest, now: float) -> list[ReplicaView]:
+        """Return the replicas that can take a request, in order of their names."""
+        home = self._homes.get(request.session) if request.session is not None else None
+        return [self._view(each, request, now, home) for each in self._usable()]
 
-    def _usable(self, ask: Ask) -> Iterator[Replica]:
+    def _usable(self) -> Iterator[Replica]:
         for name in sorted(self._replicas):
             state = self._replicas[name].state
             if state.ready and not state.draining and state.format == FORMAT:
                 yield self._replicas[name]
 
-    def _view(self, replica: Replica, ask: Ask, now: float, home: str | None) -> ReplicaView:
+    def _view(
+        self, replica: Replica, request: RoutedRequest, now: float, home: str | None
+    ) -> ReplicaView:
         state = replica.state
-        reused = replica.reused(ask)
-        bound = replica.bound(ask, reused)
+        reused = replica.reused(request)
+        bound = replica.bound(request, reused)
         ahead = replica.queue and replica.queue.ahead(now + (math.inf if bound is None else bound))
         return ReplicaView(
             name=replica.name,
@@ -190,32 +193,32 @@ class Table:
             home=replica.name == home,
         )
 
-    def sent(self, name: str, ask: Ask, now: float) -> Sent:
-        """Note that a request goes to a replica; return what `ended` takes."""
+    def sent(self, name: str, request: RoutedRequest, now: float) -> SentRequest:
+        """Record that a request goes to a replica; return the value to pass to `ended`."""
         replica = self._replicas[name]
-        reused = replica.reused(ask)
-        new = ask.prompt_tokens - reused
-        pages = -(-(new + ask.output_tokens) // replica.state.page_size)
-        bound = replica.bound(ask, reused)
+        reused = replica.reused(request)
+        new = request.prompt_tokens - reused
+        pages = -(-(new + request.output_tokens) // replica.state.page_size)
+        bound = replica.bound(request, reused)
         due = now + (math.inf if bound is None else bound)
-        sent = Sent(now, due, PromptWork.of(new, reused), pages)
+        sent = SentRequest(now, due, PromptWork.of(new, reused), pages)
         replica.sent.append(sent)
         replica.lengthen_queue(sent)
-        for landmark in ask.landmarks.hashes:
+        for landmark in request.landmarks.hashes:
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now
         replica.open += 1
         self._requests += 1
         replica.last_sent = self._requests
-        if ask.session is not None:
-            self._homes[ask.session] = name
-            self._homes.move_to_end(ask.session)
+        if request.session is not None:
+            self._homes[request.session] = name
+            self._homes.move_to_end(request.session)
             if len(self._homes) > MOST_SESSIONS:
                 self._homes.popitem(last=False)
         return sent
 
-    def ended(self, name: str, sent: Sent | None = None) -> None:
-        """Note that a request of a replica has ended, however it did.
+    def ended(self, name: str, sent: SentRequest | None = None) -> None:
+        """Record that a request at a replica has ended, in whatever way.
 
         Args:
             name: of the replica.

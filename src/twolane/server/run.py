@@ -163,7 +163,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         ticking = asyncio.create_task(tick(service))
         try:
             entry.app = await application(service, config, options)
-            garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
+            garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.common.prefix_digest import Landmarks, PrefixBook
 from twolane.engine.build import Built, assemble
 from twolane.engine.loop import turn
@@ -21,8 +21,8 @@ from twolane.results.record import Record
 from twolane.results.result import Result
 from twolane.router.choose import Chosen
 from twolane.router.policies import POLICIES, Policy
-from twolane.router.state import Ask, ReplicaState
-from twolane.router.table import Sent, Table
+from twolane.router.state import ReplicaState, RoutedRequest
+from twolane.router.table import SentRequest, Table
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
 from twolane.sim.lanes import SimLanes
@@ -127,7 +127,7 @@ class FleetSimulation:
         self._prompts = PromptMaker(config.bench.vocab_range, config.bench.workload.seed)
         self._table = Table()
         self._versions: dict[str, int] = {}
-        self._at: dict[str, tuple[str, Sent]] = {}
+        self._at: dict[str, tuple[str, SentRequest]] = {}
         """Each open request: its replica, and what the router knows of it."""
 
     @property
@@ -182,14 +182,14 @@ class FleetSimulation:
         prompt = self._prompts.token_ids(index, request)
         page_size = self.replicas[0].built.engine.state.kv.page_size
         landmarks = Landmarks.of(prompt, page_size)
-        ask = Ask(len(prompt), request.output_tokens, landmarks)
-        choice = self._policy(ask, self._table.views(ask, now))
+        routed = RoutedRequest(len(prompt), request.output_tokens, landmarks)
+        choice = self._policy(routed, self._table.views(routed, now))
         if not isinstance(choice, Chosen):
             self.refused += 1
             problem = Refused(str(index), "refused", choice.reason)
             self._ledger.hear(now, Outputs([], [problem], self.replicas[0].built.engine.stats()))
             return None
-        sent = self._table.sent(choice.name, ask, now)
+        sent = self._table.sent(choice.name, routed, now)
         self.sent[choice.name] += 1
         self._at[str(index)] = choice.name, sent
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0)
@@ -251,7 +251,7 @@ def simulate_fleet(
     fleet = FleetSimulation(config, replicas, policy or POLICIES[router](), requests, ledger)
     ledger.stop = lambda: setattr(fleet, "stopped", True)
     try:
-        with uncollected():
+        with gc_disabled():
             fleet.run()
     finally:
         for replica in fleet.replicas:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from twolane.common.errors import FieldError
-from twolane.common.files import naming
-from twolane.common.garbage import uncollected
+from twolane.common.files import naming_file
+from twolane.common.garbage import gc_disabled
 from twolane.engine.build import Built, assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
@@ -107,7 +107,7 @@ def simulate(
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
     ledger.stop = lambda: setattr(port, "stopped", True)
     try:
-        with uncollected():  # a tenth of the time; what the loop drops has no cycles
+        with gc_disabled():  # a tenth of the time; what the loop drops has no cycles
             run(built.engine, port)
     finally:
         built.close()
@@ -131,7 +131,7 @@ def show(config: SimulateConfig, result_file: Path | None, requests_file: Path |
 
         simulation = simulate(config, requests, count)
     if result_file is not None:
-        with naming(result_file):
+        with naming_file(result_file):
             result_file.write_bytes(result_json(simulation.result))
     if requests_file is not None:
         save_requests(requests_file, simulation.served)

@@ -14,7 +14,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.common import garbage
-from twolane.common.files import naming
+from twolane.common.files import naming_file
 from twolane.results.result import MEASURE, BenchConfig
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _run(config: BenchConfig) -> "Result":
                 loop.add_signal_handler(number, _stop_once, loop, stop)
             return await run(config, stop=stop, on_change=show)
 
-        garbage.leave_out()  # it would show up as latency
+        garbage.freeze()  # it would show up as latency
         return asyncio.run(main())
 
 
@@ -135,7 +135,7 @@ def _finish(result: "Result", save_result: bool, result_file: Path | None) -> No
 
     path = result_file or (Path(default_name(result)) if save_result else None)
     if path is not None:
-        with naming(path):
+        with naming_file(path):
             path.write_bytes(result_json(result))
     Console().print(summary(result))
     if path is not None:

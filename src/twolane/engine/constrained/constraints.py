@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from twolane.common.grammars import AMBIGUOUS, matcher_of, problem_of, takes_too_long
+from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
 from twolane.common.resources import usable_cores, yield_processor
 
 KEPT_MATCHERS = 128
@@ -124,7 +124,7 @@ class Constraint:
                 self.matcher.consume_token(token)
                 self._seconds += time.thread_time() - began
                 self._taken += 1
-                self.ambiguous = takes_too_long(self._seconds, self._taken)
+                self.ambiguous = matching_takes_too_long(self._seconds, self._taken)
 
     def mask(self, words: bytes) -> bytes | GrammarError:
         """Return a bit for each token of the model, the lowest first: whether it may be next.

@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import AMBIGUOUS, matcher_of, problem_of, takes_too_long
+from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
 from twolane.frontend import fenced
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
@@ -134,7 +134,7 @@ def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence
         mask = matcher.compute_bitmask()
         if (problem := problem_of(matcher)) is None:
             seconds += seconds_to_take(matcher, mask, longest)
-            problem = AMBIGUOUS if takes_too_long(seconds, taken) else problem_of(matcher)
+            problem = AMBIGUOUS if matching_takes_too_long(seconds, taken) else problem_of(matcher)
     if problem is not None:
         raise FieldError(field, f"cannot be served: {problem}")
 

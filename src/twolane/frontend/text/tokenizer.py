@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from twolane.common.files import keep
+from twolane.common.files import write_cache
 from twolane.frontend.text.template_form import TemplateForm
 from twolane.model.load.hub import ModelSource, cache_dir
 
@@ -121,7 +121,7 @@ def add_note(source: ModelSource, note: str) -> None:
     file = load_file(source)
     if source.tokenizer is not None and note not in file.notes:
         noted = msgspec.structs.replace(file, notes=[*file.notes, note])
-        keep(_kept(source.tokenizer), msgspec.json.encode(noted))
+        write_cache(_kept(source.tokenizer), msgspec.json.encode(noted))
 
 
 def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
@@ -239,5 +239,5 @@ def _convert(name: str, path: Path, kept: Path) -> bytes:
             said = run.stderr.strip().splitlines()
             raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
         data = made.read_bytes()
-    keep(kept, data)
+    write_cache(kept, data)
     return data

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from twolane.common.files import keep
+from twolane.common.files import write_cache
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.products import skinny_gemm
@@ -477,7 +477,7 @@ def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]
 def write_ways(record: Path, ways: Ways) -> None:
     """Keep what was chosen."""
     names = {_label(*key): way.name for key, way in ways.items()}
-    keep(record, json.dumps(names).encode())
+    write_cache(record, json.dumps(names).encode())
 
 
 def _label(case: Case, rows: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from twolane.common.files import keep, user_cache
+from twolane.common.files import user_cache, write_cache
 
 log = logging.getLogger("twolane.kernels")
 
@@ -104,7 +104,7 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
     if (kept := _kept(path)) is not None:
         return kept
     cubin = _compile(source, arguments)
-    keep(path, _digest(cubin) + cubin)
+    write_cache(path, _digest(cubin) + cubin)
     return cubin
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.products.dispatch import GpuProducts
@@ -186,7 +186,7 @@ class DecodeGraphs:
         """
         shares = partitions.decode_units
         gc.collect()
-        with uncollected():  # to free device memory or events while a graph is captured ends it
+        with gc_disabled():  # to free device memory or events while a graph is captured ends it
             timed_on = shares_to_time(shares)
             for place, units in enumerate(shares):
                 if (timed := timed_on.get(units)) is not None:

@@ -135,7 +135,7 @@ def main() -> int:
         return 0
     with failure_told(start):
         runner = machine.runner(sizes, lambda *_: None)
-    garbage.leave_out()
+    garbage.freeze()
     try:
         log, reports = read_log(start.answers), AdapterReports(start)
         FollowerLanes(runner, machine.partitions, log, reports).follow()

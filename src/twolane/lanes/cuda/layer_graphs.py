@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twolane.common.garbage import uncollected
+from twolane.common.garbage import gc_disabled
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
@@ -133,7 +133,7 @@ class LayerGraphs:
             progress: told the share that is done.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
-        with uncollected():  # to free device memory or events while a graph is captured ends it
+        with gc_disabled():  # to free device memory or events while a graph is captured ends it
             self._choose_sizes(partitions.capture_stream("prefill", self._whole))
             for place, units in enumerate(shares):
                 progress(place / len(shares))

@@ -113,7 +113,7 @@ def main() -> int:
         runner = machine.runner(sizes, lambda *_: None)
     assert isinstance(runner, CudaPromptRunner)
     machine.meet_ready()
-    garbage.leave_out()
+    garbage.freeze()
     try:
         log, reports = read_log(start.answers), AdapterReports(start)
         PromptLanes(runner, machine, log, reports, start.files[0]).follow()

