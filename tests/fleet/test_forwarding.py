@@ -12,7 +12,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from tests.server.serving import PATIENCE
-from twolane.fleet.lost import Unreached, unless_lost
+from twolane.fleet.lost import ReplicaUnreachable, unless_lost
 from twolane.router.state import ReplicaState
 
 from .scripted import STREAM, Script, Scripted, Writer, chunk, fleet_of, whole
@@ -194,7 +194,7 @@ def test_each_request_counts_once_by_its_end() -> None:
 def test_who_cannot_be_reached_has_not_seen_the_request() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
-            with pytest.raises(Unreached):
+            with pytest.raises(ReplicaUnreachable):
                 await unless_lost(asyncio.Event(), session.get("http://127.0.0.1:1/"))
 
     asyncio.run(run())
@@ -345,12 +345,12 @@ def test_an_adapter_is_had_by_all_servers_but_lost_ones_which_get_it_later() -> 
                 assert status == 200
                 assert name in fleet.pool.changes.adapters
             lost.script = picky
-            fleet.pool.leave_out(fleet.pool.members["replica-2"])
+            fleet.pool.exclude(fleet.pool.members["replica-2"])
             await fleet.until(lambda: len(fleet.pool.serving) == 2)
             assert fleet.pool.members["replica-2"].adapters.keys() == {"some", "other"}
             member = fleet.pool.members["replica-2"]
             member.adapters["other"] = json.dumps({"lora_name": "other"}).encode()  # another one
-            fleet.pool.leave_out(member)
+            fleet.pool.exclude(member)
             await fleet.until(lambda: member.phase == "serving")
             assert member.adapters == {
                 name: body for name, body in fleet.pool.changes.adapters.items() if name != "heavy"

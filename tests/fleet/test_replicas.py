@@ -266,11 +266,11 @@ def test_a_fleet_that_is_stopped_refuses_new_requests_at_once() -> None:
 def test_a_server_that_is_told_to_end_is_not_missed(monkeypatch, caplog) -> None:
     async def run() -> None:
         async with fleet_of(Scripted(well), Scripted(well), ready=1) as fleet:
-            watches = set(fleet.pool._busy)
+            watches = set(fleet.pool._tasks)
 
             async def stop(name: str, patience: float) -> None:
                 fleet.hosts.servers[name].alive = fleet.hosts.servers[name].well = False
-                while patience and watches & fleet.pool._busy:
+                while patience and watches & fleet.pool._tasks:
                     await asyncio.sleep(0.005)
 
             monkeypatch.setattr(fleet.hosts, "stop", stop)

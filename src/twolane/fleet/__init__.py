@@ -1,1 +1,1 @@
-"""Several replicas behind one address: their processes, their watch, the router, the ingress."""
+"""Several replicas behind one address: processes, health checks, routing and the ingress."""

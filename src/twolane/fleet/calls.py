@@ -1,4 +1,4 @@
-"""A client's request at the fleet's address: its target and headers for a replica, its answer."""
+"""A client's request to the fleet: its target and headers for a replica, and its answer."""
 
 from typing import NamedTuple
 
@@ -11,31 +11,31 @@ from twolane.server.http.errors import ApiError
 HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "host", "te", "trailer")
 )
-"""Headers that belong to one connection."""
+"""Headers that concern one connection only (hop-by-hop)."""
 NOT_FORWARDED = HOP_HEADERS | {
     *("content-length", "accept-encoding", "expect"),
     *("x-forwarded-for", "x-forwarded-proto"),  # replicas believe them, and clients can invent them
     "origin",  # the fleet answers for a browser's page, so that its headers stand in answers once
 }
-"""Headers of a request that a replica does not get."""
+"""Headers of a request that are not forwarded to a replica."""
 ANSWERED_FOR = HOP_HEADERS | {"date"}
-"""Headers of a replica's answer that the fleet gives itself."""
+"""Headers of a replica's answer that the fleet sets itself."""
 
 
 DISCONNECT = "disconnect"
-"""What the metrics call the outcome of a request whose client has left."""
+"""Outcome in the metrics of a request whose client disconnected."""
 
 
 class ClientCall(NamedTuple):
-    """A request, and where its answer goes."""
+    """A client's request and the ASGI `send` of its answer."""
 
     scope: Scope
     body: bytes
     send: Send
     arrived: float
-    """When it came, on the pool's clock."""
+    """Time of arrival on the pool's clock."""
     homes: frozenset[str] = frozenset()
-    """The replicas that have what it needs; none: all have it."""
+    """Replicas that have the request's adapter or earlier response; empty: any will do."""
 
     @property
     def path(self) -> str:
@@ -45,14 +45,14 @@ class ClientCall(NamedTuple):
 
 
 def target(scope: Scope) -> str:
-    """Return path and query as the client wrote them, for the address of a replica."""
+    """Return path and query as the client wrote them, to append to a replica's address."""
     query = scope["query_string"]
     whole = scope["raw_path"] + (b"?" + query if query else b"")
     return str(whole.replace(b"#", b"%23").decode("ascii"))
 
 
 def check_target(scope: Scope) -> None:
-    """Refuse a target that is no path: what is joined to a replica's address must not change it.
+    """Refuse a target that is not a path and would change a replica's address.
 
     Raises:
         ApiError: 404.
@@ -62,7 +62,7 @@ def check_target(scope: Scope) -> None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Read a body.
+    """Read a request's body.
 
     Raises:
         ApiError: see `BodyReader`; or the client is gone.
@@ -77,14 +77,15 @@ async def read_body(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-async def left(receive: Receive) -> None:
-    """Wait until the client has left."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def forwarded(scope: Scope) -> CIMultiDict[str]:
-    """The client's headers for a replica, as often as they came, and the client's address."""
+def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
+    """Return the headers to forward to a replica: the client's, repeated ones included, and its
+    address."""
     headers = [(name.decode("latin-1"), as_sent(value)) for name, value in scope["headers"]]
     kept = CIMultiDict((name, value) for name, value in headers if name not in NOT_FORWARDED)
     if (client := scope.get("client")) is not None:
@@ -93,8 +94,8 @@ def forwarded(scope: Scope) -> CIMultiDict[str]:
 
 
 def as_sent(value: bytes) -> str:
-    """Return the text of a header that the client library writes as the same bytes, if it can be
-    had: the library writes UTF-8."""
+    """Return the text that the client library, which writes UTF-8, turns into the same bytes, where
+    there is one."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -102,24 +103,24 @@ def as_sent(value: bytes) -> str:
 
 
 def retry_after(seconds: int) -> dict[str, str]:
-    """The header of a refusal that says when to come again."""
+    """Return the Retry-After header of a refusal."""
     return {"Retry-After": str(seconds)}
 
 
-async def start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-    """Begin an answer."""
+async def start_answer(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    """Send an answer's status and headers."""
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 async def answer_json(send: Send, status: int, content: object) -> None:
-    """Answer with an object, as a whole."""
+    """Send an answer with a JSON body."""
     await answer(send, status, msgspec.json.encode(content), "application/json")
 
 
 async def answer(send: Send, status: int, body: bytes, content_type: str) -> None:
-    """Answer with a body, as a whole."""
+    """Send an answer with a body."""
     length = b"%d" % len(body)
-    await start(
+    await start_answer(
         send, status, [(b"content-type", content_type.encode()), (b"content-length", length)]
     )
     await send({"type": "http.response.body", "body": body})

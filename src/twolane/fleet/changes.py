@@ -1,4 +1,5 @@
-"""Requests that change every replica: adapters are loaded and unloaded, prefix caches are emptied.
+"""Requests that are broadcast to every replica: loading and unloading adapters, emptying prefix
+caches.
 
 What is loaded is remembered, so that a replica that starts later, or was silent meanwhile, is told
 before it gets requests.
@@ -14,34 +15,36 @@ import aiohttp
 import msgspec
 
 from twolane.common.checked_json import UNREADABLE
-from twolane.fleet.hosts import ReplicaAddress
-from twolane.fleet.lost import BrokenOff, unless_lost
+from twolane.fleet.lost import ReplicaLost, unless_lost
 
 log = logging.getLogger("twolane.fleet")
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-EVERYWHERE = frozenset((LOAD, UNLOAD, "/reset_prefix_cache"))
-"""Paths of these requests."""
+BROADCAST_PATHS = frozenset((LOAD, UNLOAD, "/reset_prefix_cache"))
+"""Paths of requests that are broadcast."""
 LOST = 503
-"""Status that stands for the answer of a replica that gave none."""
+"""Status that stands for a missing answer of a replica."""
 LOCKED_SECONDS = 300.0
-"""Seconds within which a replica must have made a change for which others wait; else it counts as
-lost."""
+"""Seconds within which a replica must have made a change that blocks other changes; else it counts
+as lost."""
 
 
 class Changed(Protocol):
-    """A replica, as far as changes are concerned."""
+    """The part of a replica that `Changes` uses."""
 
     name: str
-    place: ReplicaAddress | None
     adapters: dict[str, bytes]
-    """Bodies of the requests that loaded its adapters, by their names."""
+    """Bodies of the requests that loaded its adapters, by adapter name."""
     lost: asyncio.Event
-    """Set when nothing more can be expected of it."""
+    """Set when the replica is lost."""
+
+    @property
+    def url(self) -> str:
+        """URL of the replica."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What a replica answered."""
+    """A replica's answer to a change."""
 
     status: int
     body: bytes = b""
@@ -52,7 +55,7 @@ class _Adapter(msgspec.Struct):
 
 
 class Changes:
-    """Makes changes at all replicas, one after the other.
+    """Makes changes at all replicas, one change after the other.
 
     Args:
         session: for requests to replicas.
@@ -71,10 +74,10 @@ class Changes:
         self._headers = headers
         self._lock = asyncio.Lock()
         self.adapters: dict[str, bytes] = {}
-        """The adapters that every replica is to have, as `Changed.adapters`."""
+        """Adapters that every replica should have, as in `Changed.adapters`."""
 
     async def make(self, path: str, body: bytes, headers: Mapping[str, str]) -> Mapping[str, Reply]:
-        """Make a change at all replicas that take requests; return their answers by their names.
+        """Make a change at all serving replicas; return their answers by replica name.
 
         An adapter that one of them cannot load is unloaded by the others. A replica that gave no
         answer has the status `LOST`; it has to be brought up to date before it gets requests.
@@ -94,7 +97,8 @@ class Changes:
             return replies
 
     async def _unload_all(self, body: bytes, headers: Mapping[str, str]) -> Mapping[str, Reply]:
-        """Not behind other changes: it is answered when the last answer with the adapter ends."""
+        """Unload without waiting for other changes: replicas answer when the last request with the
+        adapter ends."""
         name = _name(body)
         loaded = self.adapters.pop(name, None)
         replies = await self._ask_all(self._members(), UNLOAD, body, headers, None)
@@ -115,7 +119,8 @@ class Changes:
         return dict(zip([each.name for each in members], replies, strict=True))
 
     async def bring_up_to_date(self, member: Changed) -> None:
-        """Have a replica load and unload what it has missed, also while that takes time."""
+        """Load and unload adapters at a replica until it has all changes, including those made
+        meanwhile."""
         async with self._lock:
             refused: set[str] = set()
             while (missed := self._missed(member, refused)) is not None:
@@ -127,11 +132,12 @@ class Changes:
                 )
                 if reply.status != 200:
                     refused.add(missed)
-                    said = reply.body.decode(errors="replace")
-                    log.error("%s does not have adapter %r: %s", member.name, missed, said)
+                    problem = reply.body.decode(errors="replace")
+                    log.error("%s could not load adapter %r: %s", member.name, missed, problem)
 
     def _missed(self, member: Changed, refused: Container[str]) -> str | None:
-        """Name of an adapter that a replica is to unload, if it has it, or else to load."""
+        """Return the name of an adapter that a replica must unload, if it has it, or else load;
+        None: none."""
         for name, body in member.adapters.items():
             if self.adapters.get(name) != body:
                 return name
@@ -153,13 +159,12 @@ class Changes:
         headers: Mapping[str, str],
         within: float | None,
     ) -> Reply:
-        assert member.place is not None
         headers = {"Content-Type": "application/json", **headers}
-        posted = self._post(member.place.url + path, body, headers)
+        posted = self._post(member.url + path, body, headers)
         try:
             async with asyncio.timeout(within):
                 reply = await unless_lost(member.lost, posted)
-        except (BrokenOff, TimeoutError) as error:
+        except (ReplicaLost, TimeoutError) as error:
             return Reply(LOST, str(error).encode())
         if reply.status == 200 and path == LOAD:
             member.adapters[_name(body)] = body
@@ -173,7 +178,8 @@ class Changes:
 
 
 def _name(body: bytes) -> str:
-    """Name of the adapter in a request; empty: a replica refuses it."""
+    """Return the adapter's name in a request's body; empty: the body is invalid, and replicas
+    refuse it."""
     with suppress(*UNREADABLE):
         return msgspec.json.decode(body, type=_Adapter).lora_name
     return ""

@@ -1,4 +1,4 @@
-"""Sends a request to one replica, and its answer back as it comes."""
+"""Forwards a request to one replica and streams its answer back."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 from yarl import URL
 
-from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded, start, target
+from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded_headers, start_answer, target
 from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
-from twolane.fleet.lost import BrokenOff, unless_lost
+from twolane.fleet.lost import ReplicaLost, unless_lost
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen
@@ -20,11 +20,11 @@ log = logging.getLogger("twolane.fleet")
 
 REPLICA_HEADER = "x-replica"
 PREDICTED_HEADER = "x-predicted-ttft-ms"
-"""Header of answers: milliseconds to the first token as the router predicted, 0 if unknown."""
+"""Header of answers: predicted TTFT in milliseconds, 0 if unknown."""
 
 
 class ReadAhead:
-    """What has come of a replica's answer and was not written to its client (`HeldOutput`): up to
+    """Bytes received of a replica's answer and not yet written to the client (`HeldOutput`): up to
     twice aiohttp's `read_bufsize`, and what was received at once."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
@@ -43,17 +43,17 @@ class ReadAhead:
         return self.held == 0
 
     def take(self, piece: bytes) -> None:
-        """Note a piece that is written now."""
+        """Count a piece that is being written."""
         self._taken += len(piece)
         self.on_growth(len(piece))
 
     def end(self) -> None:
-        """Hold nothing more: the answer has ended, or is given up."""
+        """Count nothing as held any more: the answer has ended or is given up."""
         self._content = None
 
 
 class Forwarder:
-    """Has replicas answer.
+    """Forwards requests to replicas.
 
     Args:
         pool: the replicas.
@@ -75,25 +75,24 @@ class Forwarder:
         self._metrics = metrics
 
     async def forward(self, call: ClientCall, chosen: Chosen, *, last: bool) -> bool:
-        """Have a replica answer; whether it did, or else another one may be asked: one that is not
-        the last answers no request that it is too full for.
+        """Forward a request and its answer; return False if another replica may be tried: one that
+        is not the last answers no request that it is too full for.
 
         Raises:
-            BrokenOff: the replica is gone, and the answer has not begun.
+            ReplicaLost: the replica is gone, and the answer has not begun.
         """
         member = self._pool.members[chosen.name]
-        assert member.place is not None
         request = self._session.request(
             call.scope["method"],
-            URL(member.place.url + target(call.scope), encoded=True),
+            URL(member.url + target(call.scope), encoded=True),
             data=call.body,
-            headers=forwarded(call.scope),
+            headers=forwarded_headers(call.scope),
             allow_redirects=False,
         )
         answer = await unless_lost(member.lost, request)
         try:
             if not 200 <= answer.status < 600:
-                raise BrokenOff(f"it answered with status {answer.status}")
+                raise ReplicaLost(f"it answered with status {answer.status}")
             if answer.status in (429, 503) and not last:
                 return False
             headers = [
@@ -106,10 +105,10 @@ class Forwarder:
             if answer.content_type == "text/event-stream":
                 await self._stream(call, member, answer, headers)
                 return True
-            # Nothing is sent before all of it is here, so that it can be tried again.
+            # Nothing is sent before all of it has arrived, so that another replica can be tried.
             whole = await unless_lost(member.lost, answer.read())
             self._inquiry.note_response(call, member, whole[:RESPONSE_HEAD])
-            await start(call.send, answer.status, headers)
+            await start_answer(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
             self._metrics.count("answered")
             return True
@@ -123,7 +122,7 @@ class Forwarder:
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],
     ) -> None:
-        """Send events on as they come; one that breaks off ends with an error event."""
+        """Forward events as they come; a stream that breaks off ends with an error event."""
         ahead = ReadAhead(answer.content)
         connection: Connection | None = call.scope.get("state", {}).get(CONNECTION)
         if connection is not None:
@@ -145,13 +144,13 @@ class Forwarder:
         first, send = await anext(pieces, b""), call.send
         self._inquiry.note_response(call, member, first[:RESPONSE_HEAD])
         self._metrics.first_events.observe(self._pool.clock() - call.arrived)
-        await start(send, answer.status, headers)
+        await start_answer(send, answer.status, headers)
         outcome = "answered"
         try:
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for piece in pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except BrokenOff as error:
+        except ReplicaLost as error:
             log.warning("%s: an answer was interrupted: %s", member.name, error)
             outcome = "broken_off"
             body = _failure(call.path)
@@ -163,10 +162,10 @@ class Forwarder:
 async def _pieces(
     member: Member, answer: aiohttp.ClientResponse, ahead: ReadAhead
 ) -> AsyncIterator[bytes]:
-    """Yield what comes of an answer.
+    """Yield the pieces of an answer as they arrive.
 
     Raises:
-        BrokenOff: see `unless_lost`.
+        ReplicaLost: see `unless_lost`.
     """
     while piece := await unless_lost(member.lost, answer.content.readany()):
         ahead.take(piece)
@@ -174,6 +173,6 @@ async def _pieces(
 
 
 def _failure(path: str) -> bytes:
-    """The event with which a stream ends that its replica does not go on with."""
+    """Return the error event that ends a stream whose replica is lost."""
     body = error_for(path, error_body(503, "the replica is gone", "replica_gone"))
     return named_event(body) if path.startswith(ANTHROPIC_PATH) else event(body)

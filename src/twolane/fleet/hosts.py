@@ -1,4 +1,4 @@
-"""Where replicas run: as processes of this one, or as Ray's actors."""
+"""Hosts of replicas: child processes of this one, or Ray actors."""
 
 import asyncio
 import logging
@@ -11,21 +11,21 @@ from twolane.fleet.process import ReplicaProcess, StartError
 log = logging.getLogger("twolane.fleet")
 
 PLACE_SECONDS = 15.0
-"""Seconds between two lines about a replica for which the cluster has no room."""
+"""Seconds between two log lines about a replica for which the cluster has no room."""
 ACTOR_SECONDS = 10.0
-"""Seconds within which an actor must answer; it does nothing but hold a process."""
+"""Seconds within which an actor must answer; it only holds a process."""
 
 
 class ReplicaAddress(NamedTuple):
-    """Where a replica answers."""
+    """URL and process of a replica."""
 
     url: str
     pid: int
-    """Number of its process, on its machine."""
+    """Process id on the replica's machine."""
 
 
 class Hosts(Protocol):
-    """Starts and ends replicas."""
+    """Starts and stops replicas."""
 
     async def start(self, name: str) -> ReplicaAddress:
         """Start a replica; return when it serves.
@@ -35,7 +35,7 @@ class Hosts(Protocol):
         """
 
     async def alive(self, name: str) -> bool:
-        """Whether a replica's process has not ended."""
+        """Return whether a replica's process is running."""
 
     async def stop(self, name: str, patience: float) -> None:
         """Ask a replica to end, and kill it after `patience` seconds."""
@@ -45,7 +45,7 @@ class Hosts(Protocol):
 
 
 class LocalHosts:
-    """Replicas as processes of this one.
+    """Runs replicas as child processes.
 
     Args:
         arguments: of `twolane serve`.
@@ -61,10 +61,10 @@ class LocalHosts:
 
     async def start(self, name: str) -> ReplicaAddress:
         """See `Hosts.start`."""
-        how = self._arguments, "127.0.0.1", self._environment
-        process = await asyncio.to_thread(ReplicaProcess, *how)
+        arguments = self._arguments, "127.0.0.1", self._environment
+        process = await asyncio.to_thread(ReplicaProcess, *arguments)
         self._processes[name] = process  # so that it can be stopped before it serves
-        return ReplicaAddress(await asyncio.to_thread(process.announced), process.pid)
+        return ReplicaAddress(await asyncio.to_thread(process.wait_for_url), process.pid)
 
     async def alive(self, name: str) -> bool:
         """See `Hosts.alive`."""
@@ -82,20 +82,21 @@ class LocalHosts:
 
 
 class Actor:
-    """What Ray runs: it holds one replica, which is killed with it."""
+    """The Ray actor that holds one replica, which is killed with it."""
 
     def start(
         self, arguments: Sequence[str], host: str | None, environment: Mapping[str, str]
     ) -> ReplicaAddress:
-        """Start the replica on the actor's machine; it listens at `host`, or where Ray does."""
+        """Start the replica on the actor's machine, listening at `host` or at the node's
+        address."""
         import ray
 
         host = host or ray.util.get_node_ip_address()
         self._process = ReplicaProcess(arguments, host, environment)
-        return ReplicaAddress(self._process.announced(), self._process.pid)
+        return ReplicaAddress(self._process.wait_for_url(), self._process.pid)
 
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process is running."""
         return self._process.alive
 
     def stop(self, patience: float) -> None:
@@ -104,7 +105,7 @@ class Actor:
 
 
 class RayHosts:
-    """Replicas as actors of a Ray cluster, each with its CPUs and GPUs on one machine.
+    """Runs replicas as actors of a Ray cluster, each with its CPUs and GPUs on one machine.
 
     Args:
         arguments: of `twolane serve`.
@@ -134,8 +135,8 @@ class RayHosts:
         try:
             import ray
         except ImportError as error:
-            what = f"--hosts ray needs an extra: pip install 'twolane[ray]' ({error})"
-            raise ValueError(what) from error
+            problem = f"--hosts ray needs an extra: pip install 'twolane[ray]' ({error})"
+            raise ValueError(problem) from error
         own: dict[str, Any] = {}
         if address is None:  # its scheduler counts; it binds nobody to cores
             own = {"num_cpus": max(1, round(cpus * most + 0.5)), "object_store_memory": 80 << 20}
@@ -143,8 +144,8 @@ class RayHosts:
         ray.init(address=address, namespace="twolane", log_to_driver=True, **own)
         if address is None and (there := ray.cluster_resources().get("GPU", 0)) < replicas * gpus:
             ray.shutdown()
-            what = f"is {gpus:g} for each of {replicas}, and Ray finds {there:g} GPUs here"
-            raise FieldError("replica_gpus", what)
+            problem = f"is {gpus:g} for each of {replicas} replicas, but Ray finds {there:g} GPUs"
+            raise FieldError("replica_gpus", problem)
         self._ray, self._wanted = ray, f"{cpus:g} CPUs and {gpus:g} GPUs"
         self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
         self._host = "127.0.0.1" if address is None else None
@@ -157,8 +158,8 @@ class RayHosts:
         actor = self._class.remote()
         try:
             await self._placed(name, actor)
-            how = self._arguments, self._host, self._environment
-            started: ReplicaAddress = await actor.start.remote(*how)
+            arguments = self._arguments, self._host, self._environment
+            started: ReplicaAddress = await actor.start.remote(*arguments)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise StartError(str(error).strip().splitlines()[-1]) from error
@@ -166,7 +167,7 @@ class RayHosts:
         return started
 
     async def _placed(self, name: str, actor: Any) -> None:
-        """Wait for a machine that has room for an actor; say so now and then."""
+        """Wait until Ray has placed an actor; log the wait now and then."""
         placed = asyncio.wrap_future(actor.__ray_ready__.remote().future())
         while not (await asyncio.wait({placed}, timeout=PLACE_SECONDS))[0]:
             free = await asyncio.to_thread(self._ray.available_resources)

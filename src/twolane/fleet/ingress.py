@@ -1,5 +1,5 @@
-"""The one address: an ASGI application that has each request answered by the replica that the
-router chooses.
+"""ASGI application at the fleet's address that forwards each request to the replica that the router
+chooses.
 
 A request whose answer has not begun is sent to another replica if its own is gone, drains or is
 full. An answer that has begun and breaks off ends with an error event, or a closed connection where
@@ -22,17 +22,17 @@ from twolane.fleet.calls import (
     answer,
     answer_json,
     check_target,
-    forwarded,
-    left,
+    forwarded_headers,
     read_body,
     retry_after,
-    start,
+    start_answer,
     target,
+    wait_for_disconnect,
 )
-from twolane.fleet.changes import EVERYWHERE, LOST
+from twolane.fleet.changes import BROADCAST_PATHS, LOST
 from twolane.fleet.forward import Forwarder
-from twolane.fleet.inquiry import GENERATES, LANDMARKS, Inquiry
-from twolane.fleet.lost import BrokenOff, Unreached
+from twolane.fleet.inquiry import GENERATING_PATHS, LANDMARKS, Inquiry
+from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
 from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
@@ -46,20 +46,20 @@ log = logging.getLogger("twolane.fleet")
 T = TypeVar("T")
 
 REDIRECTED = (*LANDMARKS, "/v1/messages")
-"""Not `RESPONSES`: the fleet has to know which replica stores a response."""
+"""Paths that `direct` redirects; not `RESPONSES`, since the fleet must know where responses are
+stored."""
 LOADS = ("/load", "/v1/load")
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 NO_DASHBOARD = "a fleet has no dashboard: open that of a server, at a url that GET /fleet names"
-"""A page that asked for its data here would get those of another server each time."""
+"""Error of /dashboard, whose requests for data would reach another server each time."""
 MOST_TRIES = 4
-"""Replicas that a request is sent to until one begins to answer."""
+"""Most replicas that a request is tried at."""
 MOST_LOST = 2
-"""Replicas that may be lost while they have a request: it may be what ends them, and is sent to no
-more."""
+"""Lost replicas after which a request is not tried again: it may be what kills them."""
 RETRY_UNREADY = 5
-"""Whole seconds after which a client should come again when no replica is ready."""
+"""Retry-After in whole seconds when no replica is ready."""
 WAIT_SECONDS = 30.0
-"""Seconds that a request waits for a replica that is ready."""
+"""Seconds that a request waits for a ready replica."""
 
 
 class Ingress:
@@ -81,7 +81,7 @@ class Ingress:
         self._inquiry = Inquiry(pool, session, most_body)
         self._forwarder = Forwarder(pool, session, self._inquiry, self.metrics)
         self._changing: set[asyncio.Task[None]] = set()
-        """Changes of all replicas that go on without their clients."""
+        """Running changes of all replicas, which do not end with their clients."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -102,15 +102,15 @@ class Ingress:
             await self._serve(scope, receive, send)
 
     def overview(self) -> dict[str, object]:
-        """Return what /fleet shows: every replica, and what it last said."""
+        """Return the answer of /fleet: every replica with its latest state."""
         return {
             "router": self._pool.options.router,
             "replicas": [
                 {
                     "name": member.name,
                     "phase": member.phase,
-                    "url": None if member.place is None else member.place.url,
-                    "pid": None if member.place is None else member.place.pid,
+                    "url": None if member.address is None else member.address.url,
+                    "pid": None if member.address is None else member.address.pid,
                     "open": member.open,
                     "served": member.served,
                     "state": msgspec.structs.replace(member.state, digest=None),
@@ -120,7 +120,7 @@ class Ingress:
         }
 
     def load(self) -> dict[str, int]:
-        """Return what /load says: the sums of what all serving replicas last said."""
+        """Return the answer of /load: sums over the latest states of all serving replicas."""
         states = [member.state for member in self._pool.serving]
         return {**total_load(states), "replicas": len(states)}
 
@@ -145,7 +145,7 @@ class Ingress:
             body = await read_body(receive)
             call = ClientCall(scope, body, noted, self._pool.clock())
             answering = asyncio.create_task(self._try_all(call))
-            gone = asyncio.create_task(left(receive))
+            gone = asyncio.create_task(wait_for_disconnect(receive))
             try:
                 await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if answering.done():
@@ -169,12 +169,12 @@ class Ingress:
             await refuse(ApiError(500, "internal error", code="internal_error"), path, send)
 
     async def _try_all(self, call: ClientCall) -> None:
-        """Send a request to one replica after the other until one answers.
+        """Forward a request to one replica after the other until one answers.
 
         Raises:
             ApiError: 429 or 503.
         """
-        if call.path in EVERYWHERE and call.scope["method"] == "POST":
+        if call.path in BROADCAST_PATHS and call.scope["method"] == "POST":
             # Some replicas would be changed and others not if this ended with the client.
             changing = asyncio.create_task(self._change_all(call))
             self._changing.add(changing)
@@ -188,7 +188,7 @@ class Ingress:
         for attempt in range(1, MOST_TRIES + 1):
             chosen, sent = await self._choose(routed, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
-            if call.path in GENERATES:
+            if call.path in GENERATING_PATHS:
                 self.metrics.predicted.observe(chosen.ttft)
             member = self._pool.members[chosen.name]
             tried.add(member.name)
@@ -202,9 +202,9 @@ class Ingress:
                 last = attempt == MOST_TRIES or tried >= self._able(call)
                 if await self._forwarder.forward(call, chosen, last=last):
                     return
-            except BrokenOff as error:
+            except ReplicaLost as error:
                 log.warning("%s: %s", member.name, error)
-                lost += not isinstance(error, Unreached)
+                lost += not isinstance(error, ReplicaUnreachable)
                 if lost == MOST_LOST:
                     message = f"{lost} replicas were lost while they had this request"
                     raise ApiError(503, message, code="unavailable") from error
@@ -213,36 +213,35 @@ class Ingress:
             finally:
                 member.leave()
                 self._pool.table.ended(member.name, sent)
-        raise ApiError(503, "no replica could answer", code="unavailable", headers=retry_after(1))
+        raise _unavailable("no replica could answer", 1)
 
     def _able(self, call: ClientCall) -> set[str]:
-        """Names of the replicas that a request may be sent to."""
+        """Return the names of the replicas that may get a request."""
         serving = {member.name for member in self._pool.serving}
         return serving & call.homes or serving
 
     async def _change_all(self, call: ClientCall) -> None:
-        """Have all replicas that take requests make a change, and the others later.
+        """Make a change at all serving replicas now, and at the others before they serve.
 
         Raises:
             ApiError: 503, there is none.
         """
         await self._awaited(lambda: self._pool.serving)
-        replies = await self._pool.changes.make(call.path, call.body, forwarded(call.scope))
+        replies = await self._pool.changes.make(call.path, call.body, forwarded_headers(call.scope))
         for name, reply in replies.items():
             if reply.status == LOST and name in self._pool.members:
-                self._pool.leave_out(self._pool.members[name])
-        said = [reply for reply in replies.values() if reply.status != LOST]
-        if not said:
-            raise ApiError(
-                503, "no replica could answer", code="unavailable", headers=retry_after(1)
-            )
-        shown = max(said, key=lambda reply: reply.status)
-        await answer(call.send, shown.status, shown.body, "application/json")
+                self._pool.exclude(self._pool.members[name])
+        answers = [reply for reply in replies.values() if reply.status != LOST]
+        if not answers:
+            raise _unavailable("no replica could answer", 1)
+        worst = max(answers, key=lambda reply: reply.status)
+        await answer(call.send, worst.status, worst.body, "application/json")
 
     async def _choose(
         self, routed: RoutedRequest, tried: set[str], homes: frozenset[str]
     ) -> tuple[Chosen, SentRequest]:
-        """Send a request to a replica, not to one that was tried if there is another.
+        """Choose a replica for a request, an untried one if there is any, and record the choice in
+        the table.
 
         Raises:
             ApiError: 429, or 503 when none is ready for a while.
@@ -258,7 +257,7 @@ class Ingress:
         return choice, self._pool.table.sent(choice.name, routed, self._pool.clock())
 
     async def _awaited(self, ready: Callable[[], Sequence[T]]) -> Sequence[T]:
-        """Wait until there are such replicas, and return them.
+        """Wait until `ready` returns replicas, and return them.
 
         Raises:
             ApiError: 503, there are none for a while, or will be none.
@@ -268,15 +267,19 @@ class Ingress:
             if self._pool.closing:
                 raise ApiError(503, "the fleet is shutting down", code="unavailable")
             if self._pool.clock() > end:
-                headers = retry_after(RETRY_UNREADY)
-                raise ApiError(503, "no replica is ready", code="unavailable", headers=headers)
+                raise _unavailable("no replica is ready", RETRY_UNREADY)
             await asyncio.sleep(self._pool.options.probe_seconds)
         return found
 
 
+def _unavailable(problem: str, retry_seconds: int) -> ApiError:
+    return ApiError(503, problem, code="unavailable", headers=retry_after(retry_seconds))
+
+
 async def _redirect(call: ClientCall, member: Member) -> None:
-    """Tell the client where to ask."""
-    assert member.place is not None
-    place = member.place.url + target(call.scope)
-    await start(call.send, 307, [(b"location", place.encode()), (b"content-length", b"0")])
+    """Redirect the client to a replica."""
+    location = member.url + target(call.scope)
+    await start_answer(
+        call.send, 307, [(b"location", location.encode()), (b"content-length", b"0")]
+    )
     await call.send({"type": "http.response.body", "body": b""})

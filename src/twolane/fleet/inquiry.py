@@ -1,4 +1,4 @@
-"""What a router has to know of a request: read from its body, or asked of a replica."""
+"""Facts of a request that routing uses, read from its body or asked of a replica."""
 
 import asyncio
 import hashlib
@@ -13,32 +13,33 @@ from starlette.datastructures import Headers
 
 from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
-from twolane.fleet.calls import ClientCall, forwarded
+from twolane.fleet.calls import ClientCall, forwarded_headers
 from twolane.fleet.pool import Member, Pool
 from twolane.router.state import RoutedRequest
 
 LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-"""Paths whose prompts replicas can turn into landmarks."""
+"""Paths whose prompts have landmarks, with the last part of the replica's path that computes
+them."""
 RESPONSES = "/v1/responses"
-GENERATES = (*LANDMARKS, RESPONSES, "/v1/messages")
+GENERATING_PATHS = (*LANDMARKS, RESPONSES, "/v1/messages")
 RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
-"""An id of a response: the first one in an answer of `RESPONSES`, or in the first event of its
-stream, is its own."""
+"""A response's id: the first match in an answer of `RESPONSES`, or in its first event, is its
+own."""
 RESPONSE_HEAD = 1024
-"""Bytes at the beginning of an answer within which its id stands."""
+"""First bytes of an answer, which contain its id."""
 KNOWN_RESPONSES = 65536
-"""Number of responses of which the fleet knows the replica that may have stored them."""
+"""Most responses whose replica is remembered."""
 LANDMARK_SECONDS = 1.0
-"""Seconds within which a replica must say the landmarks of a prompt; else it counts as new."""
+"""Seconds within which a replica must return a prompt's landmarks; else none are known."""
 BYTES_PER_TOKEN = 4
-"""Bytes of a body for each prompt token where nothing else is known."""
+"""Assumed bytes of a body for each prompt token where the prompt is not tokenised."""
 USUAL_OUTPUT, MOST_OUTPUT = 256, 1 << 20
-"""Tokens of an answer whose request names none, and the most that the router believes."""
+"""Assumed tokens of an answer without a limit, and the largest limit that the router counts."""
 SESSION_HEADER = "x-session-id"
 
 
 class _Body(msgspec.Struct):
-    """What the router reads of a request's body."""
+    """Fields of a request's body that the router reads."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -48,13 +49,13 @@ class _Body(msgspec.Struct):
 
     @property
     def most_output(self) -> int:
-        """Tokens that the answer may have, as far as a router believes it."""
+        """Limit on the answer's tokens as the router counts it."""
         asked = self.max_completion_tokens or self.max_tokens or USUAL_OUTPUT
         return min(max(asked, 1), MOST_OUTPUT)
 
 
 class _Landmarks(msgspec.Struct):
-    """The answer of /fleet/landmarks."""
+    """An answer of /fleet/landmarks."""
 
     prompt_tokens: int
     tokens: list[int]
@@ -63,7 +64,7 @@ class _Landmarks(msgspec.Struct):
 
 
 class Inquiry:
-    """Finds out what the router has to know of requests.
+    """Collects the facts of requests that routing uses.
 
     Args:
         pool: the replicas.
@@ -76,19 +77,19 @@ class Inquiry:
         self._session = session
         self._most_body = most_body
         self._responses: OrderedDict[str, str] = OrderedDict()
-        """Names of the replicas that answered, by the response's id."""
+        """Name of the replica that answered, by response id."""
 
     async def ask(self, call: ClientCall) -> tuple[ClientCall, RoutedRequest]:
-        """Return the request with the tokens of its prompt, and what the router needs to know."""
+        """Return the request, with its prompt's tokens if known, and the facts for the router."""
         headers, body = Headers(scope=call.scope), call.body
         known = _known(body)
         call = call._replace(homes=self._homes(call.path, known))
         found = None
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
             found = await self._landmarks(call, LANDMARKS[call.path])
-            told = _with_tokens(body, found)
-            if len(told) <= self._most_body:  # or the replica would refuse what its client may send
-                call = call._replace(body=told)
+            extended = _with_tokens(body, found)
+            if len(extended) <= self._most_body:  # a replica refuses larger ones
+                call = call._replace(body=extended)
         asked = headers.get(SESSION_HEADER) or known.user
         return call, RoutedRequest(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // BYTES_PER_TOKEN),
@@ -99,15 +100,15 @@ class Inquiry:
         )
 
     def note_response(self, call: ClientCall, member: Member, begun: bytes) -> None:
-        """Remember which replica may have stored a response, by how its answer begins."""
+        """Remember from the head of an answer which replica may have stored the response."""
         if call.path == RESPONSES and (found := RESPONSE_ID.search(begun)):
             self._responses[found[1].decode()] = member.name
             if len(self._responses) > KNOWN_RESPONSES:
                 self._responses.popitem(last=False)
 
     def _homes(self, path: str, known: _Body) -> frozenset[str]:
-        """Names of the replicas that have a request's adapter or its earlier response; none: any
-        will do, or there is none, as that will say."""
+        """Return the replicas that have a request's adapter or earlier response; empty: any will
+        do, or none has it and will say so."""
         response = known.previous_response_id
         if path.startswith(f"{RESPONSES}/"):
             response = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
@@ -119,16 +120,16 @@ class Inquiry:
         return frozenset(each.name for each in serving if known.model in each.adapters)
 
     async def _landmarks(self, call: ClientCall, kind: str) -> _Landmarks | None:
-        """Ask the least busy replica for a prompt's landmarks; None: it does not say."""
+        """Ask the replica with the fewest open requests for a prompt's landmarks; None: no
+        answer."""
         member = min(self._pool.serving, key=lambda each: each.open)
-        assert member.place is not None
         try:
             async with (
                 asyncio.timeout(LANDMARK_SECONDS),
                 self._session.post(
-                    f"{member.place.url}/fleet/landmarks/{kind}?token_ids=true",
+                    f"{member.url}/fleet/landmarks/{kind}?token_ids=true",
                     data=call.body,
-                    headers=forwarded(call.scope),
+                    headers=forwarded_headers(call.scope),
                 ) as answer,
             ):
                 if answer.status != 200:  # the replica that it is sent to says what is wrong
@@ -139,9 +140,9 @@ class Inquiry:
 
 
 def _bound(path: str, asked: str) -> float | None:
-    """Seconds to the first token: as a header asks, or None, the replica's. What generates nothing
-    has no bound, and is never refused."""
-    if path not in GENERATES:
+    """Return the TTFT bound in seconds that a header sets; None: the replica's default. Requests
+    that generate nothing have no bound and are never refused."""
+    if path not in GENERATING_PATHS:
         return math.inf
     with suppress(ValueError):  # the replica says what is wrong
         if 0.0 < (seconds := float(asked) / 1e3) < math.inf:
@@ -150,19 +151,19 @@ def _bound(path: str, asked: str) -> float | None:
 
 
 def _known(body: bytes) -> _Body:
-    """Read what the router wants to know of a body, which may be anything."""
+    """Read the router's fields of a body; an invalid body has none."""
     with suppress(*UNREADABLE):
         return msgspec.json.decode(body, type=_Body)
     return _Body()
 
 
 def session_key(name: str) -> str:
-    """Return what stands for a session in the router's table: clients choose how long names are."""
+    """Return a key of fixed length for a session, since clients choose how long names are."""
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).hexdigest()
 
 
 def _with_tokens(body: bytes, found: _Landmarks | None) -> bytes:
-    """A body, with the tokens of its prompt if they are known and change nothing else.
+    """Return a body with its prompt's tokens added, if they are known and change nothing else.
 
     A replica has read the body as an object with fields, so that it begins with a brace.
     """

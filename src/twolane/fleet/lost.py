@@ -9,23 +9,23 @@ import aiohttp
 T = TypeVar("T")
 
 
-class BrokenOff(Exception):
-    """A replica is gone while it answered, or before it did."""
+class ReplicaLost(Exception):
+    """A replica was lost while it answered, or before."""
 
 
-class Unreached(BrokenOff):
-    """A replica could not be connected to, so that it has not seen the request."""
+class ReplicaUnreachable(ReplicaLost):
+    """No connection to a replica, which has therefore not seen the request."""
 
 
 async def unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
-    """Wait for a replica.
+    """Wait for work of a replica unless the replica is lost.
 
     Args:
         lost: is set when nothing more can be expected of it.
         work: what it does.
 
     Raises:
-        BrokenOff: it failed, or is lost.
+        ReplicaLost: it failed, or is lost.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(lost.wait())
@@ -33,13 +33,13 @@ async def unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise BrokenOff("it does not answer any more")
+        raise ReplicaLost("it does not answer any more")
     except aiohttp.ClientConnectorError as error:
-        raise Unreached(str(error)) from error
+        raise ReplicaUnreachable(str(error)) from error
     except aiohttp.ClientPayloadError as error:  # whose message is of chunks and lengths
-        raise BrokenOff("its connection ended within the answer") from error
+        raise ReplicaLost("its connection ended within the answer") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise BrokenOff(str(error) or type(error).__name__) from error
+        raise ReplicaLost(str(error) or type(error).__name__) from error
     finally:
         gone.cancel()
         if not task.done():

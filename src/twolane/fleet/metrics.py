@@ -1,4 +1,4 @@
-"""What `/metrics` of a fleet says: its replicas, its answers, and how well it predicts."""
+"""Metrics of a fleet: its replicas, outcomes of requests, and the router's predictions."""
 
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 class ReplicaCollector(Collector):
-    """Gauges of the replicas.
+    """Collects the gauges of the replicas.
 
     Args:
         members: returns all of them.
@@ -27,7 +27,7 @@ class ReplicaCollector(Collector):
         self._members = members
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the replicas by phase, and what each has to do."""
+        """Yield the number of replicas by phase, and the load of each."""
         members = list(self._members())
         phases = Count(member.phase for member in members)
         replicas = GaugeMetricFamily(f"{PREFIX}replicas", "Replicas", labels=["phase"])
@@ -48,7 +48,7 @@ class ReplicaCollector(Collector):
 
 
 class FleetMetrics:
-    """The fleet's figures.
+    """The fleet's metrics.
 
     Args:
         members: returns all replicas.
@@ -75,7 +75,7 @@ class FleetMetrics:
         )
 
     def count(self, outcome: str) -> None:
-        """Count a request by what came of it."""
+        """Count a request by its outcome."""
         self.requests.labels(outcome).inc()
 
     def render(self) -> bytes:

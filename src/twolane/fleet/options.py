@@ -1,4 +1,4 @@
-"""Settings of a fleet, beside those of its replicas."""
+"""Settings of a fleet, besides those of its replicas."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded",
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet needs to know beside the options of `twolane serve`."""
+    """Settings of a fleet, besides the options of `twolane serve`."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
@@ -64,7 +64,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The least and the most servers.
+        """Smallest and largest number of servers.
 
         Raises:
             FieldError: they contradict each other.
@@ -72,6 +72,6 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
         least = self.replicas if self.min_replicas is None else self.min_replicas
         most = self.replicas if self.max_replicas is None else self.max_replicas
         if not least <= self.replicas <= most:
-            what = f"is {self.replicas}, and must be between min-replicas and max-replicas"
-            raise FieldError("replicas", what)
+            problem = f"must be between min-replicas and max-replicas, not {self.replicas}"
+            raise FieldError("replicas", problem)
         return least, most

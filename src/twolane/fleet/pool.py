@@ -1,4 +1,4 @@
-"""The replicas of a fleet: started, asked for their state, replaced, drained and scaled."""
+"""The replicas of a fleet: started, polled, replaced, drained and scaled."""
 
 import asyncio
 import logging
@@ -22,53 +22,59 @@ from twolane.router.table import Table
 log = logging.getLogger("twolane.fleet")
 
 END_SECONDS = 10.0
-"""Seconds that a replica may take to end beside those for its answers."""
+"""Seconds that a replica may take to end, besides those for its open answers."""
 RETRY_SECONDS = 5.0
-"""Seconds until a replica that could not start is tried again."""
+"""Seconds before a failed start is tried again."""
 Phase = Literal["starting", "serving", "out", "draining"]
 
 
 @dataclass(eq=False)
 class Member:
-    """One replica."""
+    """A replica of the pool."""
 
     name: str
-    place: ReplicaAddress | None = None
+    address: ReplicaAddress | None = None
     phase: Phase = "starting"
-    """Where it is in its life; a replica that is `out` tells no state and gets no requests."""
-    heard_at: float = 0.0
-    """When it last said its state, on the pool's clock."""
+    """Phase of its life; a replica that is `out` does not report its state and gets no requests."""
+    reported_at: float = 0.0
+    """Time of its latest reported state, on the pool's clock."""
     version: int = -1
     """Version of the replica's digest that the table has, or -1 without one."""
     state: ReplicaState = field(default_factory=lambda: ReplicaState(ready=False))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when open answers of the replica cannot be expected to go on."""
+    """Set when the replica counts as lost, which ends its open answers."""
     open: int = 0
-    """Requests that the ingress has sent and that have not ended."""
+    """Number of requests that the ingress sent and that have not ended."""
     served: int = 0
-    """Requests that the ingress has sent."""
+    """Number of requests that the ingress sent."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no request is open."""
     adapters: dict[str, bytes] = field(default_factory=dict)
-    """Bodies of the requests that loaded its adapters, by their names."""
+    """Bodies of the requests that loaded its adapters, by adapter name."""
     stopped: bool = False
-    """Whether it has been told to end, so that it is not missed."""
+    """Whether it was told to end, so that its silence is no failure."""
+
+    @property
+    def url(self) -> str:
+        """URL of a replica that has started."""
+        assert self.address is not None
+        return self.address.url
 
     def enter(self) -> None:
-        """Note that a request goes there."""
+        """Count a request that is sent to the replica."""
         self.open += 1
         self.served += 1
         self.idle.clear()
 
     def leave(self) -> None:
-        """Note that a request has ended."""
+        """Count the end of a request."""
         self.open -= 1
         if not self.open:
             self.idle.set()
 
 
 class Pool:
-    """Keeps as many replicas as are wanted, and the router's table up to date.
+    """Keeps the wanted number of replicas running and the router's table up to date.
 
     Args:
         hosts: where replicas run.
@@ -96,11 +102,11 @@ class Pool:
         self._serial = 0
         self._target = options.replicas
         self._successors = 0
-        """Replicas that take the place of one that still serves."""
+        """Number of starting replicas whose predecessor still serves."""
         self._trend = Trend()
-        self._busy: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.closing = False
-        """Whether all replicas are being ended."""
+        """Whether all replicas are being stopped."""
         self.started = asyncio.Event()
         """Set when the first replica serves."""
         self.failure: str | None = None
@@ -117,7 +123,7 @@ class Pool:
         return [each for each in self.members.values() if each.phase != "draining"]
 
     async def run(self) -> None:
-        """Keep the replicas, for ever."""
+        """Start the replicas, then scale until the pool closes."""
         for _ in range(self._target):
             self._start()
         while not self.closing:
@@ -125,10 +131,10 @@ class Pool:
             self._scale()
 
     async def close(self) -> None:
-        """End all replicas: those that serve have `drain_seconds` for their answers."""
+        """Stop all replicas; open answers have `drain_seconds` to end."""
         self.closing = True
         await asyncio.gather(*(self._end(each) for each in list(self.members.values())))
-        for task in self._busy:
+        for task in self._tasks:
             task.cancel()
         await self._hosts.close()
 
@@ -158,12 +164,12 @@ class Pool:
         member = Member(f"replica-{self._serial}")
         member.idle.set()
         self.members[member.name] = member
-        self._keep(self._bring_up(member))
+        self._spawn(self._bring_up(member))
         return member
 
     async def _bring_up(self, member: Member) -> None:
         try:
-            member.place = await self._hosts.start(member.name)
+            member.address = await self._hosts.start(member.name)
         except (StartError, OSError) as error:  # such as no memory for one more process
             if self.closing:
                 return
@@ -173,12 +179,12 @@ class Pool:
             self.members.pop(member.name, None)
             self.started.set()
             return
-        log.info("%s serves at %s (process %d)", member.name, *member.place)
-        member.heard_at = self.clock()
+        log.info("%s serves at %s (process %d)", member.name, *member.address)
+        member.reported_at = self.clock()
         await self._watch(member)
 
     async def _watch(self, member: Member) -> None:
-        """Ask a replica for its state until it is gone."""
+        """Poll a replica's state until it is removed."""
         while member.name in self.members and not self.closing:
             asked_at = self.clock()
             answer = await self._ask(member)
@@ -188,18 +194,17 @@ class Pool:
                 if member.phase in ("starting", "out"):
                     member.lost.clear()
                     await self.changes.bring_up_to_date(member)
-                self._heard(member, answer, asked_at)
-            elif await self._missed(member):
+                self._reported(member, answer, asked_at)
+            elif await self._missed_report(member):
                 return
             await asyncio.sleep(self.options.probe_seconds)
 
     async def _ask(self, member: Member) -> ReplicaState | None:
-        assert member.place is not None
         try:
             async with (
                 asyncio.timeout(self.options.probe_timeout),
                 self._session.get(
-                    f"{member.place.url}/fleet/state?known={member.version}", headers=self._headers
+                    f"{member.url}/fleet/state?known={member.version}", headers=self._headers
                 ) as answer,
             ):
                 if answer.status != 200:
@@ -208,8 +213,8 @@ class Pool:
         except (aiohttp.ClientError, OSError, *UNREADABLE):
             return None
 
-    def _heard(self, member: Member, state: ReplicaState, asked_at: float) -> None:
-        member.heard_at, member.state = asked_at, state
+    def _reported(self, member: Member, state: ReplicaState, asked_at: float) -> None:
+        member.reported_at, member.state = asked_at, state
         if state.digest is not None:
             member.version = state.digest.version
         if member.phase in ("starting", "out"):
@@ -219,32 +224,32 @@ class Pool:
         if member.phase == "serving":
             self.table.publish(member.name, state, asked_at)
 
-    async def _missed(self, member: Member) -> bool:
-        """A replica did not answer: send it nothing; whether it has been given up."""
-        silent = self.clock() - member.heard_at
+    async def _missed_report(self, member: Member) -> bool:
+        """Handle a missed report: send the replica nothing; return whether it has been given up."""
+        silent = self.clock() - member.reported_at
         if member.phase == "serving":
-            log.warning("%s does not report its state: it gets no requests", member.name)
-        self.leave_out(member)
+            log.warning("%s does not report its state and gets no requests", member.name)
+        self.exclude(member)
         alive = await self._hosts.alive(member.name)
         if alive and silent < self.options.silent_seconds:
             return False
         member.lost.set()
         if alive and silent < self.options.replace_seconds:
             return False
-        how = f"has not answered for {silent:.0f} s" if alive else "has died"
-        log.error("%s %s", member.name, how)
+        problem = f"has not reported its state for {silent:.0f} s" if alive else "has died"
+        log.error("%s %s", member.name, problem)
         self.members.pop(member.name, None)
         await self._hosts.stop(member.name, 0.0)
         return True
 
-    def leave_out(self, member: Member) -> None:
-        """Send a replica nothing until it says its state again, and is up to date."""
+    def exclude(self, member: Member) -> None:
+        """Send a replica nothing until it reports its state again and has all changes."""
         if member.phase == "serving":
             member.phase, member.version = "out", -1
         self.table.remove(member.name)
 
     def _scale(self) -> None:
-        """Start what is missing, and drain what is too much."""
+        """Start missing replicas, and drain one that is superfluous."""
         states = [each.state for each in self.serving]
         present = len(self.present) - self._successors
         if present >= self._target:
@@ -254,13 +259,13 @@ class Pool:
         for _ in range(self._target - present):
             self._start()
         if present > self._target and (serving := self.serving):
-            log.info("%d replicas are %d more than needed", present, present - self._target)
+            log.info("scaling down from %d replicas to %d", present, self._target)
             least = min(serving, key=lambda each: (each.open, -int(each.name.split("-")[1])))
             least.phase = "draining"
-            self._keep(self._end(least))
+            self._spawn(self._end(least))
 
     async def _end(self, member: Member) -> None:
-        """Send a replica nothing more, wait for its answers, and stop it."""
+        """Drain a replica and stop it."""
         member.phase = "draining"
         self.table.remove(member.name)
         try:
@@ -274,12 +279,12 @@ class Pool:
         self.members.pop(member.name, None)
         log.info("%s has been stopped", member.name)
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._busy.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._done)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
-        self._busy.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the watch of a replica failed", exc_info=error)
+            log.error("watching a replica failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""One replica: a `twolane serve` in a process of its own."""
+"""A replica as a child process that runs `twolane serve`."""
 
 import os
 import signal
@@ -8,9 +8,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from twolane.common.resources import PR_SET_PDEATHSIG
+
 START_SECONDS = 600.0
 """Seconds within which a replica must have loaded its model."""
-PR_SET_PDEATHSIG = 1
 LAUNCH = (
     "import ctypes, os, signal, sys\n"
     f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)\n"
@@ -19,7 +20,7 @@ LAUNCH = (
     "from twolane.cli.main import main\n"
     "main()\n"
 )
-"""Serves, and is killed when the process that started it has gone."""
+"""Program of the child process, which is killed when its parent ends."""
 
 
 class StartError(Exception):
@@ -27,7 +28,7 @@ class StartError(Exception):
 
 
 class ReplicaProcess:
-    """A running server. It is killed when the thread that started it ends.
+    """A server process, killed when the thread that started it ends.
 
     Args:
         arguments: of `twolane serve`, without host and port.
@@ -59,11 +60,11 @@ class ReplicaProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def stop(self, patience: float) -> None:
-        """Ask it to end, and kill it after `patience` seconds; return when it has ended."""
+        """Ask the process to end, kill it after `patience` seconds, and wait for its end."""
         if patience > 0 and self.alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
@@ -73,8 +74,8 @@ class ReplicaProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def announced(self) -> str:
-        """Wait until it serves; return its URL.
+    def wait_for_url(self) -> str:
+        """Wait until the server accepts requests; return its URL.
 
         Raises:
             StartError: it ended before.
@@ -90,12 +91,14 @@ class ReplicaProcess:
         urls = [part for part in parts if part.startswith("http")]
         if not urls:
             self.stop(0.0)
-            raise StartError(f"a replica ended with status {self._process.returncode}")
-        threading.Thread(target=self._read_on, daemon=True).start()
+            raise StartError(
+                f"the server ended with status {self._process.returncode} before it was ready"
+            )
+        threading.Thread(target=self._discard_output, daemon=True).start()
         return urls[0]
 
-    def _read_on(self) -> None:
-        """Take whatever else it prints, so that it never waits for a reader."""
+    def _discard_output(self) -> None:
+        """Discard further output, so that the process never blocks on it."""
         assert self._process.stdout is not None
         with suppress(ValueError, OSError):
             while self._process.stdout.read(65536):

@@ -1,4 +1,4 @@
-"""`twolane fleet`: from its start to its end."""
+"""`twolane fleet` from start to end."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ from twolane.server.run import (
 log = logging.getLogger("twolane.fleet")
 
 FILES_EACH = 3
-"""Open files that a client's connection takes: its own, and those to two replicas."""
+"""Open files per client connection: its own, and those to two replicas."""
 
 
 def serve_fleet(
@@ -69,7 +69,7 @@ def serve_fleet(
 def application(
     pool: Pool, session: aiohttp.ClientSession, shared: ServerOptions, output: UnsentOutput
 ) -> ASGIApp:
-    """Return what serves the fleet's address; its door is that of every replica.
+    """Return the ASGI application at the fleet's address, with the same gate as a replica.
 
     Args:
         pool: the replicas.
@@ -86,19 +86,19 @@ def application(
 
 
 def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
-    """Return where replicas run."""
+    """Return the hosts that the options ask for."""
     if options.hosts == "local":
         if options.replica_gpus:
-            raise FieldError("replica_gpus", "needs Ray, and --hosts is local")
+            raise FieldError("replica_gpus", "needs --hosts ray, not local")
         return LocalHosts(arguments)
     _, most = options.bounds
     room = options.replica_cpus, options.replica_gpus, options.replicas
-    # One more than there may be: a restart starts a successor first.
+    # A restart starts a successor first, so there may be one more replica than `most`.
     return RayHosts(arguments, options.ray_address, *room, most + 1)
 
 
 def announcement(model: str, options: FleetOptions, address: str) -> str:
-    """Return the two lines that are printed once a server takes requests.
+    """Return the two lines that are printed once the fleet accepts requests.
 
     As those of `twolane serve`: parts by " | ", of which the second is the address.
     """
@@ -119,7 +119,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
         loop.set_exception_handler(LoopErrors())
         stop = Stop()
         loop.add_signal_handler(signal.SIGHUP, again.set)
-        # Answers may take as long as they do: who watches the replicas ends them.
+        # Answers may take any time: the pool ends those of lost replicas.
         session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0),
@@ -155,7 +155,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
 
 
 async def _restart(pool: Pool, asked: asyncio.Event) -> None:
-    """Restart all replicas whenever that is asked for."""
+    """Restart all replicas whenever `asked` is set."""
     while True:
         await asked.wait()
         asked.clear()
@@ -163,4 +163,4 @@ async def _restart(pool: Pool, asked: asyncio.Event) -> None:
         if await pool.restart():
             log.info("all replicas have been restarted")
         else:
-            log.error("a new replica did not start: the other replicas are not restarted")
+            log.error("restart stopped: a new replica could not start")

@@ -1,4 +1,4 @@
-"""How many replicas there should be, from what they report."""
+"""Autoscaling: the number of replicas, from the states that they report."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,15 @@ from twolane.fleet.options import FleetOptions
 from twolane.router.state import ReplicaState
 
 LEAST_ATTAINMENT = 0.95
-"""Share of the first tokens within their bound below which a replica is added."""
+"""Attainment of the TTFT bound below which a replica is added."""
 SPARE_LOAD = 0.5
-"""Share of the load for one more replica that the others may have when one is stopped."""
+"""Share of the scale-up thresholds that the load must stay below with one replica fewer, for one to
+be stopped."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Since when the load asks for more or for fewer replicas, on the caller's clock."""
+    """Times since which the load has been high or low, on the caller's clock."""
 
     high_since: float | None = None
     low_since: float | None = None
@@ -23,7 +24,7 @@ class Trend:
 def wanted(
     states: Sequence[ReplicaState], present: int, now: float, trend: Trend, options: FleetOptions
 ) -> tuple[int, Trend]:
-    """Return how many replicas there should be, one more or less at a time, and what to remember.
+    """Return the wanted number of replicas, which changes by one at a time, and the new trend.
 
     Args:
         states: of the replicas that take requests.
@@ -51,7 +52,7 @@ def wanted(
 
 
 def _high(states: Sequence[ReplicaState], options: FleetOptions, replicas: float) -> bool:
-    """Whether the load of all is too much for this many replicas."""
+    """Return whether the total load is too high for this number of replicas."""
     seconds = sum(each.prompt_pace.seconds(each.queued) for each in states)
     open_ = sum(each.running + each.waiting for each in states)
     late = any(
