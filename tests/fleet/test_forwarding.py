@@ -59,6 +59,27 @@ def test_a_server_gets_what_the_client_wrote_and_who_it_is() -> None:
     assert "X-Odd: \u00fc".encode().decode("latin-1").lower() in lines
 
 
+def test_headers_that_a_connection_names_end_with_it() -> None:
+    ends = ("Connection: X-Hop , keep-alive", "X-Hop: 1", "Proxy-Connection: close", "X-End: 1")
+    server = Scripted(saying(whole(ANSWER, "200 OK", *ends)))
+    sent = {"connection": "keep-alive,X-Mine", "X-Mine": "1", "Proxy-Connection": "a", "X-All": "1"}
+
+    async def run() -> set[str]:
+        async with (
+            fleet_of(server) as fleet,
+            fleet.client.get(fleet.base + "/v1/models", headers=sent) as answer,
+        ):
+            return {name.lower() for name in answer.headers}
+
+    came = asyncio.run(run())
+    assert "x-end" in came
+    assert not came & {"x-hop", "proxy-connection"}
+    (head,) = server.heads
+    got = {line.partition(":")[0].lower() for line in head.split("\r\n")}
+    assert "x-all" in got
+    assert not got & {"x-mine", "proxy-connection"}
+
+
 def test_a_fragment_in_a_target_stays_part_of_the_path() -> None:
     server = Scripted(well)
 

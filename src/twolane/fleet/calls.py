@@ -1,5 +1,6 @@
 """A client's request to the fleet: its target and headers for a replica, and its answer."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -9,9 +10,13 @@ from starlette.types import Receive, Scope, Send
 from twolane.server.http.errors import ApiError
 
 HOP_HEADERS = frozenset(
-    ("connection", "keep-alive", "transfer-encoding", "upgrade", "host", "te", "trailer")
+    (
+        *("connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade", "host"),
+        *("te", "trailer"),
+    )
 )
-"""Headers that concern one connection only (hop-by-hop)."""
+"""Headers that concern one connection only (hop-by-hop), whether or not its `Connection` header
+names them."""
 NOT_FORWARDED = HOP_HEADERS | {
     *("content-length", "accept-encoding", "expect"),
     *("x-forwarded-for", "x-forwarded-proto"),  # replicas believe them, and clients can invent them
@@ -83,14 +88,29 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+def named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> frozenset[str]:
+    """Return the lower-case names of the headers that `Connection` headers name: they concern this
+    connection only (RFC 9110, 7.6.1)."""
+    named = b",".join(value for name, value in headers if name.lower() == b"connection")
+    return frozenset(name.strip().lower() for name in named.decode("latin-1").split(","))
+
+
 def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
     """Return the headers to forward to a replica: the client's, repeated ones included, and its
     address."""
+    dropped = NOT_FORWARDED | named_by_connection(scope["headers"])
     headers = [(name.decode("latin-1"), as_sent(value)) for name, value in scope["headers"]]
-    kept = CIMultiDict((name, value) for name, value in headers if name not in NOT_FORWARDED)
+    kept = CIMultiDict((name, value) for name, value in headers if name not in dropped)
     if (client := scope.get("client")) is not None:
         kept["x-forwarded-for"] = client[0]
     return kept
+
+
+def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a replica's answer to send to the client, repeated ones included."""
+    dropped = ANSWERED_FOR | named_by_connection(headers)
+    lower = [(name.lower(), value) for name, value in headers]
+    return [(name, value) for name, value in lower if name.decode("latin-1") not in dropped]
 
 
 def as_sent(value: bytes) -> str:

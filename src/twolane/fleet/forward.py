@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 from yarl import URL
 
-from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded_headers, start_answer, target
+from twolane.fleet.calls import ClientCall, answer_headers, forwarded_headers, start_answer, target
 from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
 from twolane.fleet.lost import ReplicaLost, unless_lost
 from twolane.fleet.metrics import FleetMetrics
@@ -95,11 +95,7 @@ class Forwarder:
                 raise ReplicaLost(f"it answered with status {answer.status}")
             if answer.status in (429, 503) and not last:
                 return False
-            headers = [
-                (name.lower(), value)
-                for name, value in answer.raw_headers
-                if name.lower().decode("latin-1") not in ANSWERED_FOR
-            ]
+            headers = answer_headers(answer.raw_headers)
             headers.append((REPLICA_HEADER.encode(), member.name.encode()))
             headers.append((PREDICTED_HEADER.encode(), b"%d" % round(1e3 * chosen.ttft)))
             if answer.content_type == "text/event-stream":
