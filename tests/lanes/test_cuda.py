@@ -17,8 +17,10 @@ from torch import distributed as dist
 import twolane
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
+from twolane.lanes.cuda.decode_graphs import LevelGraphs
 from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
+from twolane.lanes.cuda.machine import _log_graphs
 from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.followers import FollowerStart, adapter_key
 from twolane.lanes.following import AdapterReports
@@ -54,6 +56,19 @@ def test_an_adapter_that_a_gpus_rank_cannot_read_does_not_end_the_rank(
     FollowerLanes(runner, partitions, iter(log), AdapterReports(start)).follow()
     told = [store.get(adapter_key(number, 1)).decode() for number in range(2)]
     assert told == ["the files in bad have changed", ""]
+
+
+def test_memory_that_other_processes_freed_is_not_called_that_of_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "twolane")
+    levels = {8: LevelGraphs({}, {}, 3 << 20, 1.0, 0.5), 16: LevelGraphs({}, {}, -1 << 20, 1.0, 0)}
+    _log_graphs("decode", levels)
+    assert caplog.messages == [
+        "decode graphs on 8 SMs: 1.0 s, after 0.5 s of tuning;"
+        " the device's free memory fell by 3 MiB",
+        "decode graphs on 16 SMs: 1.0 s, after 0.0 s of tuning",
+    ]
 
 
 class Device:

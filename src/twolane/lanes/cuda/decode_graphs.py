@@ -70,7 +70,8 @@ class LevelGraphs:
     finish: dict[int, torch.cuda.CUDAGraph]
     """By bucket."""
     bytes: int
-    """Device memory that capturing took."""
+    """By how much the device's free memory fell meanwhile: other processes' doing, too, so that it
+    may be negative."""
     seconds: float
     tuning_seconds: float
     """That choosing its matrix products took, before."""

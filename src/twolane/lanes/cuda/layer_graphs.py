@@ -66,7 +66,7 @@ class PassGraphs:
     layers: dict[tuple[int, bool], list[_Layer]]
     """By size, and whether rows may have adapters."""
     bytes: int
-    """Device memory that capturing took."""
+    """See `LevelGraphs.bytes`."""
     seconds: float
     tuning_seconds: float
     """That choosing its matrix products took, before."""

@@ -274,14 +274,10 @@ class CudaMachine:
 
 def _log_graphs(lane: LaneName, levels: Mapping[int, LevelGraphs | PassGraphs]) -> None:
     for units, graphs in levels.items():
-        log.info(
-            "%s graphs on %d SMs: %.0f MiB, %.1f s, after %.1f s of tuning",
-            lane,
-            units,
-            graphs.bytes / 2**20,
-            graphs.seconds,
-            graphs.tuning_seconds,
-        )
+        took = f"{graphs.seconds:.1f} s, after {graphs.tuning_seconds:.1f} s of tuning"
+        if graphs.bytes > 0:  # other processes may have freed more than was taken
+            took += f"; the device's free memory fell by {graphs.bytes / 2**20:.0f} MiB"
+        log.info("%s graphs on %d SMs: %s", lane, units, took)
 
 
 def _reserve_pinned() -> None:
