@@ -1,5 +1,6 @@
 """Ranks have the parts of a model, and together they compute what one rank computes."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from twolane.model.mlp import Experts
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
-from twolane.parallel.group import CpuGroup, RankLost, connected
+from twolane.parallel.group import LOOPBACK, CpuGroup, RankLost, connected, meeting_place
 
 TOKENS = [5, 17, 3, 250, 99, 128, 8, 64, 201, 31]
 EIGHT = ModelSpec("llama", 3, 64, 8, 2, 8, 96, 256, 128, qkv_bias=True, o_bias=True, mlp_bias=True)
@@ -50,7 +51,7 @@ EIGHT = ModelSpec("llama", 3, 64, 8, 2, 8, 96, 256, 128, qkv_bias=True, o_bias=T
 
 def groups(size: int) -> list[CpuGroup]:
     """Ranks that are threads here."""
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = meeting_place()
 
     def rank(number: int) -> CpuGroup:
         return CpuGroup(number, size, dist.TCPStore("127.0.0.1", meeting.port, is_master=False))
@@ -405,3 +406,11 @@ def test_how_to_sum_is_asked_of_several_gpus_alone(way: str) -> None:
     with pytest.raises(FieldError, match="all_reduce") as refused:
         load(settings, lambda *_: None)
     assert refused.value.field == "all_reduce"
+
+
+def test_no_other_host_reaches_the_place_where_ranks_meet() -> None:
+    store = meeting_place()
+    socket.create_connection((LOOPBACK, store.port)).close()
+    # Another address of this host's: what is bound to all of them would answer.
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", store.port), timeout=5.0):
+        pass

@@ -13,13 +13,12 @@ from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
-from torch import distributed as dist
 
 from twolane.lanes import base
 from twolane.lanes.base import Ticket
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import AdapterRecord, Record, encode
-from twolane.parallel.group import RankLost
+from twolane.parallel.group import RankLost, meeting_place
 
 LENGTH_BYTES = 4
 """Bytes, little-endian, of the length before each record of the log."""
@@ -135,7 +134,7 @@ class Followers:
         files: Sequence[int] = (),
     ) -> None:
         self.size = settings.ranks
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = meeting_place()
         """Where the ranks meet."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called from a thread of its own when a rank is lost."""

@@ -1,5 +1,6 @@
 """What ranks do together. Every lane has a channel of its own."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,8 @@ from torch import distributed as dist
 
 from twolane.common.vocabulary import LaneName
 
+LOOPBACK = "127.0.0.1"
+"""Address at which ranks of one host connect to each other."""
 PATIENCE_SECONDS = 600.0
 """A collective fails when another rank has not come to it after this many seconds. Rank 0 holds a
 rank for lost long before: it knows how long a launch should take."""
@@ -148,6 +151,24 @@ class CpuGroup:
             ) from error
 
 
+def meeting_place() -> dist.TCPStore:
+    """A store for the ranks of this host, which no other host can reach.
+
+    PyTorch's own socket listens on every address of the host, and whoever connects may change what
+    the ranks tell each other.
+    """
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
 def meet(
     rank: int, size: int, store: dist.Store, check: Callable[[], None], note: str = ""
 ) -> list[str]:
@@ -240,6 +261,6 @@ def awaited(future: "Future[T]", waiting: Callable[[], None]) -> T:
 def gloo(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:
     """Connect to the other ranks of this host."""
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = timedelta(seconds=PATIENCE_SECONDS)
     return dist.ProcessGroupGloo(store, rank, size, options)
