@@ -25,8 +25,8 @@ from twolane.frontend.fields import (
     read_prompt,
     read_prompts,
 )
-from twolane.frontend.foreign import check_settings
 from twolane.frontend.generation import Generation, GenerationOptions
+from twolane.frontend.other_servers import check_settings
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta

@@ -16,7 +16,7 @@ from twolane.cli.main import Commands, app, main
 from twolane.cli.serve import NO_OPTIONS
 from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
-from twolane.frontend.foreign import UNSERVED
+from twolane.frontend.other_servers import UNSERVED
 from twolane.server.options import ServerOptions
 
 from ..server.serving import PATIENCE, write_tiny_model

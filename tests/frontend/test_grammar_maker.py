@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from twolane.common.errors import FieldError
-from twolane.frontend.fence import Limits
 from twolane.frontend.parsers.reasoning import ThinkingMarks
+from twolane.frontend.sandbox import Limits
 from twolane.frontend.structured import maker
 from twolane.frontend.structured.jobs import (
     Calls,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.frontend.forms import Asked, Forms
+from twolane.frontend.answer_formats import FormatOptions, ModelFormats
 from twolane.frontend.parsers import unclosed
 from twolane.frontend.parsers.json_call import JsonCall, arguments_object
 from twolane.frontend.parsers.json_prefix import ObjectPrefix
@@ -510,8 +510,10 @@ def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
     ],
 )
 def test_an_answer_goes_on_with_the_thinking_that_it_is_given(continued, read):
-    asked = Asked(tools=[Tool("f", None)])
-    form = Forms("{{ tools }}<tool_call></think>").of(asked, "a" + (continued or ""), continued)
+    asked = FormatOptions(tools=[Tool("f", None)])
+    form = ModelFormats("{{ tools }}<tool_call></think>").of(
+        asked, "a" + (continued or ""), continued
+    )
     reader = form.reader()
     reader.read("So</think>No", ended=True)
     assert (reader.content, reader.thinking) == read
@@ -547,7 +549,9 @@ def test_a_call_with_which_the_thinking_ends_is_a_call(text, thinking, content, 
     """And a draft, which has something behind it, or is cut, is thinking."""
     tools = [Tool("weather", {"type": "object", "properties": {"days": {"type": "integer"}}})]
     reader = (
-        Forms("{{ tools }}<tool_call><function=</think>").of(Asked(tools), "<think>\n").reader()
+        ModelFormats("{{ tools }}<tool_call><function=</think>")
+        .of(FormatOptions(tools), "<think>\n")
+        .reader()
     )
     parts = cuts(text, places)
     for i, part in enumerate(parts):
@@ -703,7 +707,7 @@ def test_arguments_in_thinking_come_as_one_piece():
 def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     """Magistral's are, and text without special tokens would lack them."""
     for hidden in (True, False):
-        form = Forms("[/THINK]", hides=lambda _, h=hidden: h).of(Asked(), "a")
+        form = ModelFormats("[/THINK]", hides=lambda _, h=hidden: h).of(FormatOptions(), "a")
         assert (form.thinking, form.shows_special) == (WAYS[1], hidden)
     reader = form.reader()
     reader.read("[THINK]Hm[/THINK]Yes", ended=True)

@@ -20,15 +20,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from twolane.frontend.fenced import limit_memory
+from twolane.frontend.sandboxed import limit_memory
 
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 3 << 30
 """Bytes of memory that the process may take; beyond, an input fails."""
 SECONDS = 5.0
-"""An input that takes longer is a fault, or is ended where there is a fence."""
+"""An input that takes longer is a fault, or is ended where there is a sandbox."""
 INPUTS_EACH = 200
-"""A process behind the fence runs this many inputs at most."""
+"""A process in the sandbox runs this many inputs at most."""
 ANSWER_BYTES = 1000
 """An outcome is cut to this many bytes."""
 PIECES = (
@@ -135,8 +135,8 @@ class Target:
 
     refusals: tuple[type[BaseException], ...] = ()
     """What it may raise."""
-    fenced = False
-    """Whether it runs behind a fence, where it may also end its process or take too long."""
+    sandboxed = False
+    """Whether it runs in a sandbox, where it may also end its process or take too long."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -187,9 +187,9 @@ class Bodies(Target):
 
 
 class Templates(Target):
-    """Chat templates, as a worker of the fence runs them."""
+    """Chat templates, as a worker of the sandbox runs them."""
 
-    fenced = True
+    sandboxed = True
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
@@ -256,9 +256,9 @@ def both_read(readers: tuple[Callable[[Path], object], ...], path: Path) -> None
 
 
 class Tokenizers(Target):
-    """tokenizer.json, tokenizer_config.json and texts, as a worker of the fence reads them."""
+    """tokenizer.json, tokenizer_config.json and texts, as a worker of the sandbox reads them."""
 
-    fenced = True
+    sandboxed = True
 
     def __init__(self, folder: Path) -> None:
         from twolane.frontend.text.codec import TextCodec, TextError
@@ -338,7 +338,7 @@ def outcome_of(target: Target, data: bytes) -> str:
     return "taken"
 
 
-class Fence:
+class Sandbox:
     """Runs inputs in a forked process, which is replaced when one ends it or takes too long.
 
     Args:
@@ -396,7 +396,7 @@ def fuzz(name: str, begin: int, end: int, seed: int, folder: Path) -> tuple[Coun
     target = TARGETS[name](folder)
     corpus = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
     outcomes: Counter[str] = Counter()
-    faults, fence = [], Fence(target)
+    faults, sandbox = [], Sandbox(target)
     for number in range(begin, end):
         draw = random.Random(f"{name} {seed} {number}")
         data = draw.choice(corpus)
@@ -404,14 +404,14 @@ def fuzz(name: str, begin: int, end: int, seed: int, folder: Path) -> tuple[Coun
         data = corpus[number] if number < len(corpus) else mutated(data, corpus, draw)
         (folder.parent / "last").write_bytes(data)
         began = time.process_time()  # a busy machine may take long for nothing
-        outcome = fence.outcome_of(data) if target.fenced else outcome_of(target, data)
+        outcome = sandbox.outcome_of(data) if target.sandboxed else outcome_of(target, data)
         outcomes[outcome.partition(":")[0]] += 1
         if outcome.startswith("fault"):
             faults.append(f"{name} {number} {outcome}")
-        if time.process_time() - began > SECONDS and not target.fenced:
+        if time.process_time() - began > SECONDS and not target.sandboxed:
             outcomes["slow"] += 1
             faults.append(f"{name} {number}: {time.process_time() - began:.1f} s")
-    fence.end()
+    sandbox.end()
     return outcomes, faults
 
 

@@ -301,7 +301,7 @@ def test_a_connection_too_many_takes_the_place_of_one_that_waited_longest(excess
     new = come(waited or 0.0)
     gone = [each for each in (*idle, new) if each.transport.closed]
     assert gone == {"the idle one's": idle[:1], "closed": [new]}.get(place, [])
-    assert new.crowded == (place in ("none", "closed"))
+    assert new.probes_only == (place in ("none", "closed"))
     assert len(state.connections) == others + len(idle) + 1 - len(gone)
     assert not new.waiting.keys() & {*gone}
     loop.close()

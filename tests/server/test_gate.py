@@ -308,7 +308,7 @@ def test_beyond_the_bound_on_connections_only_probes_are_served():
         (True, "/livez", True),
         (False, "/v1/models", True),
     ):
-        state = {"connection": SimpleNamespace(crowded=crowded)}
+        state = {"connection": SimpleNamespace(probes_only=crowded)}
         reached, sent = passing(path, state, x_api_key="one")
         assert bool(reached) == served
         if not served:

@@ -42,9 +42,9 @@ def checker_of(served):
     """The process that checks bodies, once there is one."""
     small = {"prompt": [5], "max_tokens": 1, "metadata": {"a": "x" * 70_000}}
     assert served.request("/v1/completions", small)[0] == 200
-    for nursery in children(served.process.pid):
-        if b"body_check_worker" in Path(f"/proc/{nursery}/cmdline").read_bytes():
-            [worker] = children(nursery)
+    for zygote in children(served.process.pid):
+        if b"body_check_worker" in Path(f"/proc/{zygote}/cmdline").read_bytes():
+            [worker] = children(zygote)
             return worker
     raise AssertionError("large bodies are checked in no other process")
 

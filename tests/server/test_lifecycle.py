@@ -18,9 +18,9 @@ import aiohttp
 import pytest
 
 from twolane.engine.messages import Stats
-from twolane.frontend.fence import Fence, Limits
-from twolane.frontend.forms import Forms
+from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
+from twolane.frontend.sandbox import Limits, Sandbox
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
@@ -178,9 +178,9 @@ def test_streams_are_whole_and_in_order(tiny, whole, version, late):
 @asynccontextmanager
 async def slow_service():
     """A service whose tokenizer takes half a second a text; see `count_slowly`."""
-    fence = Fence("tests.frontend.fenced_programs", b"slow", Limits(seconds=600.0))
-    await fence.start()
-    service = service_of(Texts(TextCodec(None), fence))
+    sandbox = Sandbox("tests.frontend.sandboxed_programs", b"slow", Limits(seconds=600.0))
+    await sandbox.start()
+    service = service_of(Texts(TextCodec(None), sandbox))
     try:
         await service.texts.encode("its worker is there")
         yield service
@@ -203,7 +203,7 @@ def service_of(texts):
         watchers=[],
         wait_for_gap=no_wait,
     )
-    return Service(engine, texts, "slow", ServerOptions(max_queue=9), forms=Forms(None))
+    return Service(engine, texts, "slow", ServerOptions(max_queue=9), formats=ModelFormats(None))
 
 
 async def ask(service, path, body, leaves=None):
@@ -241,7 +241,7 @@ def test_a_client_that_leaves_is_not_tokenised_for():
             asked = {"prompt": ["held"] * 9}
             asking = asyncio.create_task(ask(service, "/v1/completions", asked, leaves=leaves))
             async with asyncio.timeout(PATIENCE):
-                while not any(lane._waiting for lane in service.texts._lanes):
+                while not any(queue._waiting for queue in service.texts._queues):
                     await asyncio.sleep(0.01)
                 leaves.set()
                 status, _ = await asking
@@ -258,9 +258,9 @@ def test_stopping_refuses_what_is_being_tokenised():
             bodies = ({"prompt": ["held", "b"]}, {"prompt": "held"}, {"prompt": "held, too"})
             asked = [asyncio.create_task(ask(service, "/v1/completions", b)) for b in bodies]
             asked.append(asyncio.create_task(ask(service, "/tokenize", bodies[1])))
-            short, long = service.texts._lanes  # lists are long work
+            short, long = service.texts._queues  # lists are long work
             async with asyncio.timeout(PATIENCE):
-                while sum(map(len, short._turns._lines.values())) < 2 or not long._waiting:
+                while sum(map(len, short._lock._lines.values())) < 2 or not long._waiting:
                     await asyncio.sleep(0.01)
             await service.close()
             answers = [*await asyncio.gather(*asked), await ask(service, "/tokenize", bodies[1])]

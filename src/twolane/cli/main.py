@@ -10,7 +10,7 @@ import twolane
 from twolane.cli.errors import INTERRUPTED, fail, told
 from twolane.cli.lazy import LazyCommands
 from twolane.common.resources import open_standard_files
-from twolane.frontend.foreign import unserved
+from twolane.frontend.other_servers import unserved
 
 PLAIN = (
     ("Invalid value: ", ""),

@@ -4,15 +4,15 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.fence import Crowded
 from twolane.frontend.fields import kept_tokens
 from twolane.frontend.messages import turns_of
+from twolane.frontend.sandbox import QueueFull
 from twolane.frontend.text.codec import SWITCHES, TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
 from twolane.server.admission import Admission
 from twolane.server.availability import Availability
-from twolane.server.http.errors import ApiError, ContextExceeded, crowded
+from twolane.server.http.errors import ApiError, ContextExceeded, queue_full
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
@@ -182,8 +182,8 @@ class PromptReader:
         except TextError as error:
             self._availability.check()  # it may have been given up for that
             raise refused_text(error, param) from error
-        except Crowded as error:
-            raise crowded("long texts wait to be tokenised") from error
+        except QueueFull as error:
+            raise queue_full("long texts wait to be tokenised") from error
 
     def _check_length(self, length: int, param: str) -> None:
         """Refuse a text so long that tokenising it would hold others up."""

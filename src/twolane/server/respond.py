@@ -11,8 +11,8 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from twolane.frontend.forms import AnswerForm
 from twolane.frontend.generation import Generation, GenerationFailed, GenerationRefused
+from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.calls import Call
 from twolane.server.http.connection import CONNECTION, Connection
@@ -93,7 +93,7 @@ class EventStream(StreamingResponse):
 
 async def begin_chat(
     request: Request, service: Service, chat: ChatRequest, call: Call, names: Mapping[str, str]
-) -> tuple[list[int], AnswerForm, Generation]:
+) -> tuple[int, AnswerReader | None, Generation]:
     """Hand a conversation to the engine; return its prompt's tokens and the form of its answer.
 
     `names` are the client's of the chat request's fields, where they differ.
@@ -103,11 +103,13 @@ async def begin_chat(
         ApiError: the conversation cannot be served.
     """
     tokens = (await unless_gone(request, service.prompts.of_chat(chat))).tokens
-    form = await unless_gone(request, service.forms.of(chat, tokens))
-    if (wanted := form.wanted) is not None:
-        field = names.get(wanted.field, wanted.field)
-        form = form._replace(wanted=msgspec.structs.replace(wanted, field=field))
-    return tokens, form, service.generate(chat, [tokens], call, form)
+    answer_format = await unless_gone(request, service.formats.resolve(chat, tokens))
+    if (job := answer_format.grammar_job) is not None:
+        field = names.get(job.field, job.field)
+        job = msgspec.structs.replace(job, field=field)
+        answer_format = answer_format._replace(grammar_job=job)
+    reader = answer_format.reader and answer_format.reader()
+    return len(tokens), reader, service.generate(chat, [tokens], call, answer_format)
 
 
 async def respond(

@@ -23,8 +23,8 @@ from twolane.common.errors import FieldError
 from twolane.common.log_lines import log_to, write_taken
 from twolane.common.resources import open_files, raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
+from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
-from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
@@ -222,7 +222,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         sampling = {}
     for field, value in sampling.items():
         log.info("the default of %s is %g, as the model recommends", field, value)
-    forms = Forms(
+    formats = ModelFormats(
         texts.template_source,
         options.tool_call_parser,
         reasons=options.reasoning_parser == "auto",
@@ -235,7 +235,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         name,
         options,
         sampling,
-        forms,
+        formats,
         embedding,
     )
 

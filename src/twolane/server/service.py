@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
+from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError
-from twolane.frontend.forms import FREE, AnswerForm, Forms
 from twolane.frontend.generation import Generation, GenerationOptions
 from twolane.frontend.pooling import NO_EMBEDDING, Embedding
 from twolane.frontend.text.codec import TextError
@@ -18,8 +18,8 @@ from twolane.frontend.text.texts import Texts
 from twolane.sampling import SamplingParams
 from twolane.server.accounting import RequestAccounting, span_attributes
 from twolane.server.admission import Admission
-from twolane.server.answer_forms import AnswerForms
 from twolane.server.availability import Availability
+from twolane.server.format_resolver import FormatResolver
 from twolane.server.http.body_checks import BodyChecker
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError, ContextExceeded
@@ -47,7 +47,7 @@ class Service:
         options: bounds of the queue, whether requests may have a priority, names of the metrics.
         embedding: what embeddings the model gives.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
-        forms: of the model's answers; None: they are found from its chat template.
+        formats: of the model's answers; None: they are found from its chat template.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Service:
         model_name: str,
         options: ServerOptions,
         sampling: Mapping[str, Any] = MappingProxyType({}),
-        forms: Forms | None = None,
+        formats: ModelFormats | None = None,
         embedding: Embedding = NO_EMBEDDING,
     ) -> None:
         self.engine = engine
@@ -89,8 +89,8 @@ class Service:
         """Where requests are traced, if they are."""
         self.availability = Availability(engine)
         self.prompts = PromptReader(engine, texts, self.admission, self.availability)
-        forms = forms or Forms(texts.template_source)
-        self.forms = AnswerForms(engine, texts.codec, forms, self.availability)
+        formats = formats or ModelFormats(texts.template_source)
+        self.formats = FormatResolver(engine, texts.codec, formats, self.availability)
         self.body_checker = BodyChecker()
         """Checks large bodies in a separate process."""
 
@@ -136,7 +136,7 @@ class Service:
         body: GenerationBody,
         prompts: Sequence[list[int]],
         call: Call,
-        form: AnswerForm = FREE,
+        answer_format: AnswerFormat = FREE_TEXT,
     ) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -144,34 +144,34 @@ class Service:
             body: the request.
             prompts: tokens of each prompt, which fit the context.
             call: the HTTP call, which is admitted here.
-            form: what the answers look like.
+            answer_format: what the answers look like.
 
         Raises:
             ApiError: 400, 429 or 503.
         """
-        params = self._params(body, prompts, form)
+        params = self._params(body, prompts, answer_format)
         name = self.check_model(body.model)
         lora = None if name == self.model_name else name
         self.availability.check()
         account = self._admit(body, params, prompts, call, lora)
-        text = replace(body.text_options, thinking=form.thinking)
-        if form.shows_special:
+        text = replace(body.text_options, thinking=answer_format.thinking)
+        if answer_format.shows_special:
             text = replace(text, skip_special_tokens=False)
         options = GenerationOptions(
             body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora
         )
-        if form.wanted is not None:
-            options = options._replace(asks_for_grammar=form.wanted.field)
+        if answer_format.grammar_job is not None:
+            options = options._replace(asks_for_grammar=answer_format.grammar_job.field)
         every = [params] * len(prompts)
         try:
-            if form.grammar is not None:
-                self.forms.send_vocabulary()
+            if answer_format.grammar is not None:
+                self.formats.send_vocabulary()
             return Generation(self.engine, self.codec, prompts, every, options, account)
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
     def _params(
-        self, body: GenerationBody, prompts: Sequence[list[int]], form: AnswerForm
+        self, body: GenerationBody, prompts: Sequence[list[int]], answer_format: AnswerFormat
     ) -> SamplingParams:
         """The sampling parameters of a request that can be served.
 
@@ -180,8 +180,8 @@ class Service:
         """
         params = self.sampling(body, prompts)
         try:
-            if form.grammar is not None:
-                params = replace(params, grammar=form.grammar)
+            if answer_format.grammar is not None:
+                params = replace(params, grammar=answer_format.grammar)
             self.codec.check_stop(body.stop_strings)
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
@@ -264,8 +264,8 @@ class Service:
         ]
 
     async def close(self) -> None:
-        """End the programs that run behind fences."""
+        """End the sandboxes."""
         self.availability.draining = True
         await self.body_checker.close()
-        await self.forms.close()
+        await self.formats.close()
         await self.texts.close()

@@ -42,7 +42,7 @@ class ContextFree(msgspec.Struct, frozen=True, tag=True):
 class Calls(msgspec.Struct, frozen=True, tag=True):
     """Calls of tools."""
 
-    form: str
+    format: str
     """How the model writes calls, a name of `tool_calls.FORMATS`."""
     tools: Sequence[Tool]
     several: bool
@@ -51,7 +51,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """Whether the model may also answer without a call."""
 
 
-Wanted = Schema | SchemaText | Regex | Choices | ContextFree
+OutputConstraint = Schema | SchemaText | Regex | Choices | ContextFree
 """The answers that a request may ask for."""
 
 
@@ -60,7 +60,7 @@ class GrammarJob(msgspec.Struct, frozen=True):
 
     field: str
     """The field of the request that asks for it."""
-    answer: Wanted | Calls
+    answer: OutputConstraint | Calls
     thinking: ThinkingMarks | None = None
     """How the model thinks before it answers; None: it does not."""
 
@@ -73,16 +73,16 @@ class GrammarSetup(msgspec.Struct, frozen=True):
     eos_token_ids: Sequence[int]
 
 
-class Made(msgspec.Struct, frozen=True, tag=True):
+class MadeGrammar(msgspec.Struct, frozen=True, tag=True):
     """A grammar in the form that the engine matches."""
 
     grammar: str
 
 
-class WrongGrammar(msgspec.Struct, frozen=True, tag=True):
+class InvalidGrammar(msgspec.Struct, frozen=True, tag=True):
     """Why there is no grammar, as a clause about the field."""
 
     problem: str
 
 
-Result = Made | WrongGrammar
+Result = MadeGrammar | InvalidGrammar

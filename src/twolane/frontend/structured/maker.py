@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.frontend.fence import LONG_WORK_NICENESS, Fence, FenceError, Limits
-from twolane.frontend.structured.jobs import GrammarJob, GrammarSetup, Made, Result
+from twolane.frontend.sandbox import LONG_WORK_NICENESS, Limits, Sandbox, SandboxError
+from twolane.frontend.structured.jobs import GrammarJob, GrammarSetup, MadeGrammar, Result
 
 MODULE = "twolane.frontend.structured.worker"
 LONG_JOB = 1 << 14
@@ -29,37 +29,37 @@ class GrammarMaker:
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         setup = msgspec.msgpack.encode(GrammarSetup(tokenizer, eos_token_ids))
-        self._fence = Fence(MODULE, setup, LIMITS)
-        self._lanes = (
-            self._fence.lane(SHORT_WORK_NICENESS),
-            self._fence.lane(LONG_WORK_NICENESS),
+        self._sandbox = Sandbox(MODULE, setup, LIMITS)
+        self._queues = (
+            self._sandbox.queue(SHORT_WORK_NICENESS),
+            self._sandbox.queue(LONG_WORK_NICENESS),
         )
 
-    async def make(self, asked: GrammarJob, client: str = "") -> str:
+    async def make(self, job: GrammarJob, client: str = "") -> str:
         """Return a grammar that the engine can match.
 
         Args:
-            asked: what it is of.
+            job: what it is of.
             client: who asks; all clients have their turns.
 
         Raises:
             FieldError: it is wrong, has parts that are not implemented, or takes too much.
-            Crowded: too many grammars wait.
+            QueueFull: too many grammars wait.
         """
         try:
-            job = msgspec.msgpack.encode(asked)
+            data = msgspec.msgpack.encode(job)
         except (OverflowError, ValueError) as error:
             why = "a number of it is beyond 64 bits" if isinstance(error, OverflowError) else error
-            raise FieldError(asked.field, f"cannot be served: {why}") from error
+            raise FieldError(job.field, f"cannot be served: {why}") from error
         try:
-            said = await self._lanes[len(job) >= LONG_JOB].run([job], client)
-        except FenceError as error:
-            raise FieldError(asked.field, f"cannot be served: {error}") from error
+            said = await self._queues[len(data) >= LONG_JOB].run([data], client)
+        except SandboxError as error:
+            raise FieldError(job.field, f"cannot be served: {error}") from error
         made = msgspec.msgpack.decode(said, type=Result)
-        if isinstance(made, Made):
+        if isinstance(made, MadeGrammar):
             return made.grammar
-        raise FieldError(asked.field, made.problem)
+        raise FieldError(job.field, made.problem)
 
     async def close(self) -> None:
         """End the process."""
-        await self._fence.close()
+        await self._sandbox.close()

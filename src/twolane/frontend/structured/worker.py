@@ -1,4 +1,4 @@
-"""Makes grammars and tries them, behind a fence. A program of its own: see `maker`.
+"""Makes grammars and tries them, in a sandbox. A program of its own: see `maker`.
 
 A client's grammar may be made to take much time, memory or stack. What is tried here is all that
 the engine does with it until the first token, so that a grammar that breaks something breaks only
@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
 from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
-from twolane.frontend import fenced
+from twolane.frontend import sandboxed
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
     Calls,
@@ -23,13 +23,13 @@ from twolane.frontend.structured.jobs import (
     ContextFree,
     GrammarJob,
     GrammarSetup,
-    Made,
+    InvalidGrammar,
+    MadeGrammar,
+    OutputConstraint,
     Regex,
     Result,
     Schema,
     SchemaText,
-    Wanted,
-    WrongGrammar,
 )
 from twolane.frontend.structured.tools import calls_grammar, strict_grammar
 
@@ -40,14 +40,14 @@ STACK = 2 << 20
 """Grammars are made with a stack of this many bytes: a quarter of that of the engine's threads."""
 
 
-def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
+def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Read the vocabulary."""
     setup = msgspec.msgpack.decode(given, type=GrammarSetup)
     try:
         vocabulary = LLTokenizer(setup.tokenizer, eos_token=list(setup.eos_token_ids))
     except ValueError as error:  # it does not go with the model
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
-        wrong = msgspec.msgpack.encode(WrongGrammar(problem))
+        wrong = msgspec.msgpack.encode(InvalidGrammar(problem))
         return b"", lambda _: wrong
     longest = longest_tokens(vocabulary)
     added = msgspec.json.decode(setup.tokenizer).get("added_tokens", ())
@@ -74,29 +74,29 @@ def longest_tokens(vocabulary: LLTokenizer) -> Sequence[int]:
 
 
 def result(
-    asked: GrammarJob,
+    job: GrammarJob,
     token_of: grammars.TokenOf,
     vocabulary: LLTokenizer,
     longest: Sequence[int],
 ) -> Result:
     """Return the grammar, or why it cannot be served."""
     try:
-        made = grammars.made_grammar(maker(asked, token_of), asked.field)
-        try_out(made, asked.field, vocabulary, longest)
+        made = grammars.made_grammar(maker(job, token_of), job.field)
+        try_out(made, job.field, vocabulary, longest)
     except FieldError as error:
-        return WrongGrammar(error.problem)
-    return Made(made)
+        return InvalidGrammar(error.problem)
+    return MadeGrammar(made)
 
 
-def maker(asked: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
+def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return what makes the grammar."""
-    make = answer_maker(asked.answer, token_of)
-    if (thinking := asked.thinking) is None:
+    make = answer_maker(job.answer, token_of)
+    if (thinking := job.thinking) is None:
         return make
     return lambda: grammars.behind_thinking(make(), token_of, thinking)
 
 
-def answer_maker(answer: Wanted | Calls, token_of: grammars.TokenOf) -> grammars.Maker:
+def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return what makes the grammar of an answer without thinking."""
     match answer:
         case Schema(schema):
@@ -150,4 +150,4 @@ def seconds_to_take(matcher: LLMatcher, mask: bytes, longest: Sequence[int]) -> 
 
 
 if __name__ == "__main__":
-    fenced.run(set_up)
+    sandboxed.run(set_up)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.common.surrogates import with_whole_characters
-from twolane.frontend.fenced import TookTooLong, within
+from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
@@ -206,7 +206,7 @@ class TextCodec:
 
     Args:
         tokenizer: None for a model that has none. Its chat template is compiled in the main thread,
-            and neither that nor running it is safe but behind a fence: see `Texts`.
+            and neither that nor running it is safe but in a sandbox: see `Texts`.
     """
 
     def __init__(self, tokenizer: ModelTokenizer | None) -> None:

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from twolane.common.checked_json import read_json
-from twolane.frontend.fenced import SETUP_MEMORY, TookTooLong, limit_memory, within
+from twolane.frontend.sandboxed import SETUP_MEMORY, TookTooLong, limit_memory, within
 from twolane.frontend.text.decoder_regexes import check_decoder
 from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate

@@ -1,4 +1,4 @@
-"""What the programs of a checkpoint are asked behind their fence, and what they answer."""
+"""What the programs of a checkpoint are asked in their sandbox, and what they answer."""
 
 import array
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Text to tokens by the programs of a checkpoint, which run behind a fence."""
+"""Text to tokens by the programs of a checkpoint, which run in a sandbox."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from twolane.frontend.fence import LONG_WORK_NICENESS, Fence, FenceError, Lane, Limits
+from twolane.frontend.sandbox import LONG_WORK_NICENESS, JobQueue, Limits, Sandbox, SandboxError
 from twolane.frontend.text.codec import TextCodec, TextError, no_tokenizer
 from twolane.frontend.text.jobs import (
     Chat,
@@ -43,12 +43,12 @@ class Texts:
 
     Args:
         codec: turns tokens into text, here.
-        fence: the checkpoint's programs; None: it has none.
+        sandbox: the checkpoint's programs; None: it has none.
         loaded: what they are.
     """
 
     def __init__(
-        self, codec: TextCodec, fence: Fence | None = None, loaded: Loaded | None = None
+        self, codec: TextCodec, sandbox: Sandbox | None = None, loaded: Loaded | None = None
     ) -> None:
         self.codec = codec
         self.template_source = None if loaded is None else loaded.template
@@ -56,10 +56,10 @@ class Texts:
         self.has_chat_template = loaded is not None and loaded.has_chat
         """Whether `chat` can work without tools."""
         self._variables = frozenset() if loaded is None else loaded.variables
-        self._fence = fence
-        self._lanes: tuple[Lane, Lane] | None = None
-        if fence is not None:
-            self._lanes = fence.lane(), fence.lane(LONG_WORK_NICENESS)
+        self._sandbox = sandbox
+        self._queues: tuple[JobQueue, JobQueue] | None = None
+        if sandbox is not None:
+            self._queues = sandbox.queue(), sandbox.queue(LONG_WORK_NICENESS)
 
     @classmethod
     async def load(cls, source: ModelSource, limits: Limits = Limits()) -> "Texts":  # noqa: B008
@@ -71,24 +71,24 @@ class Texts:
         if source.tokenizer is None:
             return cls(TextCodec(None))
         setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer)))
-        fence = Fence("twolane.frontend.text.worker", setup, limits)
+        sandbox = Sandbox("twolane.frontend.text.worker", setup, limits)
         try:
-            await fence.start()
-            loaded = msgspec.msgpack.decode(fence.said, type=Loaded)
+            await sandbox.start()
+            loaded = msgspec.msgpack.decode(sandbox.said, type=Loaded)
             file, tokenizer = await asyncio.to_thread(read_file, loaded.file, decodes_only=True)
-        except FenceError as error:
+        except SandboxError as error:
             raise ValueError(f"{source.name}: the tokenizer cannot be loaded: {error}") from error
         except BaseException:
-            await fence.close()
+            await sandbox.close()
             raise
         for note in file.notes:
             log.warning("%s: %s", source.name, note)
         if tokenizer is None:
-            await fence.close()
+            await sandbox.close()
             return cls(TextCodec(None))
         # Decoding takes microseconds a token and is done here; the template runs there alone.
         return cls(
-            TextCodec(replace(tokenizer, chat_template=None, tool_template=None)), fence, loaded
+            TextCodec(replace(tokenizer, chat_template=None, tool_template=None)), sandbox, loaded
         )
 
     def has_variable(self, name: str) -> bool:
@@ -108,7 +108,7 @@ class Texts:
 
         Raises:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
-            Crowded: too many texts wait.
+            QueueFull: too many texts wait.
         """
         job = Encode(text, add_special_tokens)
         return unpacked((await self._encoded(job, TOKENIZER, client, long)).tokens)
@@ -120,7 +120,7 @@ class Texts:
 
         Raises:
             TextError: see `TextCodec.chat`; or the template failed or took too much.
-            Crowded: too many texts wait.
+            QueueFull: too many texts wait.
         """
         job = Chat([dict(message) for message in messages], how)
         return unpacked((await self._encoded(job, TEMPLATE, client, long)).tokens)
@@ -130,7 +130,7 @@ class Texts:
         texts.
 
         Raises:
-            TextError, Crowded: see `chat`.
+            TextError, QueueFull: see `chat`.
         """
         listed = await self._ask(job, TEMPLATE, client, True)
         assert isinstance(listed, Listed)
@@ -141,7 +141,7 @@ class Texts:
 
         Raises:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
-            Crowded: too many texts wait.
+            QueueFull: too many texts wait.
         """
         decoded = await self._ask(Decode(packed(tokens)), TOKENIZER, client, True)
         assert isinstance(decoded, Decoded)
@@ -149,8 +149,8 @@ class Texts:
 
     async def close(self) -> None:
         """End the checkpoint's programs."""
-        if self._fence is not None:
-            await self._fence.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
 
     async def _encoded(self, job: Encode | Chat, what: str, client: str, long: bool) -> Encoded:
         encoded = await self._ask(job, what, client, long)
@@ -158,15 +158,15 @@ class Texts:
         return encoded
 
     async def _ask(self, job: Job, what: str, client: str, long: bool) -> Result:
-        if self._lanes is None:
+        if self._queues is None:
             raise no_tokenizer()
         try:
             data = msgspec.msgpack.encode(job)
         except (ValueError, OverflowError, TypeError) as error:
             raise TextError(f"the text cannot be tokenised: {error}") from error
         try:
-            said = await self._lanes[long or len(data) >= LONG_TEXT].run([data], client)
-        except FenceError as error:
+            said = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
+        except SandboxError as error:
             raise TextError(f"the model's {what} failed: {error}") from error
         result: Result = read_result(said)
         if isinstance(result, WrongText):

@@ -1,11 +1,11 @@
-"""The tokenizer and chat template of a checkpoint, behind a fence. A program of its own."""
+"""The tokenizer and chat template of a checkpoint, in a sandbox. A program of its own."""
 
 import os
 from pathlib import Path
 
 import msgspec
 
-from twolane.frontend import fenced
+from twolane.frontend import sandboxed
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import (
     Chat,
@@ -29,7 +29,7 @@ from twolane.model.load.hub import ModelSource
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
+def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Load the programs of a checkpoint.
 
     Raises:
@@ -79,8 +79,8 @@ def listed(codec: TextCodec, tokens: list[int], listing: Listing) -> Listed:
 
 
 def main() -> None:
-    """Run behind a fence."""
-    fenced.run(set_up)
+    """Run in a sandbox."""
+    sandboxed.run(set_up)
 
 
 if __name__ == "__main__":

@@ -46,11 +46,10 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         model = service.check_model(body.model)
         chat = body.as_chat(has_variable)
         try:
-            tokens, form, generation = await begin_chat(request, service, chat, call, RENAMED)
+            tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
             raise renamed(error) from error
-        reader = form.reader and form.reader()
-        answer = MessageAnswer(model, len(tokens), reader, shows_thinking=body.shows_thinking)
+        answer = MessageAnswer(model, tokens, reader, shows_thinking=body.shows_thinking)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.post(

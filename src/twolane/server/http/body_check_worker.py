@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from twolane.frontend import fenced
+from twolane.frontend import sandboxed
 from twolane.frontend.body import IGNORED
 from twolane.server.http import strict_json
 from twolane.server.http.body_checks import IGNORING, BodyRefusal
@@ -72,7 +72,7 @@ def refusal(error: ApiError) -> BodyRefusal:
     return BodyRefusal(error.status_code, error.message, error.code, error.param)
 
 
-def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:
+def set_up(_: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Import the models of requests once, before workers are forked."""
     for module in ("openai.protocol", "openai.response_request", "anthropic.request"):
         importlib.import_module(f"twolane.server.{module}")
@@ -80,4 +80,4 @@ def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:
 
 
 if __name__ == "__main__":
-    fenced.run(set_up)
+    sandboxed.run(set_up)

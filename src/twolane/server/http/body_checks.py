@@ -10,8 +10,8 @@ import msgspec
 from pydantic import BaseModel
 
 from twolane.frontend.body import IGNORED
-from twolane.frontend.fence import LONG_WORK_NICENESS, Crowded, Fence, FenceError, Limits
-from twolane.server.http.errors import ApiError, crowded
+from twolane.frontend.sandbox import LONG_WORK_NICENESS, Limits, QueueFull, Sandbox, SandboxError
+from twolane.server.http.errors import ApiError, queue_full
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
@@ -35,8 +35,8 @@ class BodyChecker:
     """Checks bodies, in turn for all clients, in a process that starts with the first body."""
 
     def __init__(self) -> None:
-        self._fence = Fence(MODULE, b"", LIMITS)
-        self._lane = self._fence.lane(LONG_WORK_NICENESS)
+        self._sandbox = Sandbox(MODULE, b"", LIMITS)
+        self._queue = self._sandbox.queue(LONG_WORK_NICENESS)
         self._closed = False
 
     async def check(self, model: type[BaseModel], body: Sequence[bytes]) -> None:
@@ -48,10 +48,10 @@ class BodyChecker:
         unknown = "" if IGNORED.get() is None else IGNORING
         name = f"{model.__module__}:{model.__qualname__}{unknown}\n".encode()
         try:
-            said = await self._lane.run([name, *body], CLIENT.get())
-        except Crowded as error:
-            raise crowded("large bodies wait to be read") from error
-        except (FenceError, OSError, EOFError) as error:
+            said = await self._queue.run([name, *body], CLIENT.get())
+        except QueueFull as error:
+            raise queue_full("large bodies wait to be read") from error
+        except (SandboxError, OSError, EOFError) as error:
             if self._closed:
                 message = "the server is shutting down"
                 raise ApiError(503, message, code="unavailable") from error
@@ -63,4 +63,4 @@ class BodyChecker:
     async def close(self) -> None:
         """End the process."""
         self._closed = True
-        await self._fence.close()
+        await self._sandbox.close()

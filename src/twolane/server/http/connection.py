@@ -149,7 +149,7 @@ class Connection(H11Protocol):
     told_at: ClassVar[float]
     """When the log was last told that there are too many connections."""
 
-    crowded = False
+    probes_only = False
     """Whether there were too many connections when this one came: only probes are served on it."""
     _arrival: asyncio.TimerHandle | None = None
     _progress: asyncio.TimerHandle
@@ -183,7 +183,7 @@ class Connection(H11Protocol):
             if waited > GRACE_SECONDS or excess > CROWD:
                 longest.close_now()
                 return
-        self.crowded = True
+        self.probes_only = True
         if excess > CROWD:
             self.close_now()
         if time.monotonic() - type(self).told_at > LOG_SECONDS:

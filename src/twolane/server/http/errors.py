@@ -63,7 +63,7 @@ class ApiError(HTTPException):
         )
 
 
-def crowded(waiting: str) -> ApiError:
+def queue_full(waiting: str) -> ApiError:
     """Return the refusal of work on a request that has to wait behind too much of its kind.
 
     Args:

@@ -147,7 +147,7 @@ def check_room(scope: Scope) -> None:
         ApiError: 503.
     """
     connection = scope.get("state", {}).get("connection")
-    if connection is not None and connection.crowded and scope["path"] not in PROBES:
+    if connection is not None and connection.probes_only and scope["path"] not in PROBES:
         headers = {"Retry-After": "1", "Connection": "close"}
         message = "too many connections: all are busy"
         raise ApiError(503, message, code="too_many_connections", headers=headers)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, model_validator
 
 from twolane.common.errors import FieldError
+from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.fields import (
     INT32_MAX,
@@ -27,9 +28,8 @@ from twolane.frontend.fields import (
     Whole,
     prompt_list,
 )
-from twolane.frontend.forms import Asked
 from twolane.frontend.messages import Messages
-from twolane.frontend.structured.jobs import Wanted
+from twolane.frontend.structured.jobs import OutputConstraint
 from twolane.sampling import MOST_LOGPROBS, SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
 from twolane.server.openai.tools import (
@@ -213,16 +213,16 @@ class GenerationBody(TextFields, SamplingFields):
         return self
 
     @property
-    def asked(self) -> Asked:
+    def format_options(self) -> FormatOptions:
         """What is asked of the form of the answers."""
-        return Asked(wanted=self._wanted)
+        return FormatOptions(constraint=self._constraint)
 
     @property
-    def _wanted(self) -> tuple[str, Wanted] | None:
+    def _constraint(self) -> tuple[str, OutputConstraint] | None:
         if self.structured_outputs is not None:
-            return "structured_outputs", self.structured_outputs.wanted()
-        wanted = None if self.response_format is None else self.response_format.wanted()
-        return None if wanted is None else ("response_format", wanted)
+            return "structured_outputs", self.structured_outputs.constraint()
+        constraint = None if self.response_format is None else self.response_format.constraint()
+        return None if constraint is None else ("response_format", constraint)
 
     def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the engine's form of the sampling fields; `defaults`: of those not given.
@@ -313,17 +313,17 @@ class ChatRequest(GenerationBody, Rendering):
         return self.messages[-1].text if self.continue_final_message else None
 
     @property
-    def asked(self) -> Asked:
-        """See `GenerationBody.asked`."""
+    def format_options(self) -> FormatOptions:
+        """See `GenerationBody.format_options`."""
         tools = offered(self.tools or (), self.tool_choice)
         if not tools:
-            return Asked(wanted=self._wanted)
-        return Asked(
+            return FormatOptions(constraint=self._constraint)
+        return FormatOptions(
             tools=[tool.tool() for tool in tools],
             enforced=enforced(tools, self.tool_choice),
             named=isinstance(self.tool_choice, NamedChoice),
             several=self.parallel_tool_calls is not False,
-            wanted=self._wanted,
+            constraint=self._constraint,
         )
 
     @property

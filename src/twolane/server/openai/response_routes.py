@@ -46,14 +46,14 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         body = body.resolved(store.finder())
         chat = body.as_chat(history)
         try:
-            tokens, form, generation = await begin_chat(request, service, chat, call, RENAMED)
+            tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
             raise renamed(error) from error
         answer = ResponseAnswer(
             model,
-            len(tokens),
+            tokens,
             body.repeated,
-            form.reader and form.reader(),
+            reader,
             called_tools(body.all_tools),
             partial(keep, store, [*history, *body.turns] if body.store is not False else None),
         )

@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI, Request, Response
 
-from twolane.frontend.forms import AnswerForm
+from twolane.frontend.answer_formats import AnswerFormat
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.gone import unless_gone
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo
@@ -34,11 +34,11 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         model = service.check_model(body.model)
         prompts = await unless_gone(request, service.prompts.of_completion(body))
         tokens = [prompt.tokens for prompt in prompts]
-        form = await unless_gone(request, service.forms.of(body, tokens[0]))
-        options = answer_options(body, service, form, service.prompts.echo(body, prompts))
+        answer_format = await unless_gone(request, service.formats.resolve(body, tokens[0]))
+        options = answer_options(body, service, answer_format, service.prompts.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", model, tokens, writer, options)
-        generation = service.generate(body, tokens, call, form)
+        generation = service.generate(body, tokens, call, answer_format)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.post(
@@ -50,15 +50,16 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         model = service.check_model(body.model)
         tokens = [(await unless_gone(request, service.prompts.of_chat(body))).tokens]
-        form = await unless_gone(request, service.forms.of(body, tokens[0]))
-        options, writer = answer_options(body, service, form), logprob_writer(body, service)
+        answer_format = await unless_gone(request, service.formats.resolve(body, tokens[0]))
+        options = answer_options(body, service, answer_format)
+        writer = logprob_writer(body, service)
         answer = Answer("chat", model, tokens, writer, options)
-        generation = service.generate(body, tokens, call, form)
+        generation = service.generate(body, tokens, call, answer_format)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
 
 def answer_options(
-    body: GenerationBody, service: Service, form: AnswerForm, echo: Echo | None = None
+    body: GenerationBody, service: Service, answer_format: AnswerFormat, echo: Echo | None = None
 ) -> AnswerOptions:
     """Return what a request wants to see."""
     return AnswerOptions(
@@ -69,8 +70,8 @@ def answer_options(
         echo=echo,
         continuous_usage=body.continuous_usage,
         include_usage=body.include_usage,
-        parsed=form.reader,
-        forced_call=form.forced_call,
+        parsed=answer_format.reader,
+        forced_call=answer_format.forced_call,
         reasoning_field=service.reasoning_field,
     )
 

@@ -39,7 +39,7 @@ class ResponseFormat(Body):
             raise wrong("json_schema", 'is required with the type "json_schema", and only there')
         return self
 
-    def wanted(self) -> jobs.Schema | None:
+    def constraint(self) -> jobs.Schema | None:
         """Return what the answer is to be; None: it is free."""
         if self.type == "text":
             return None
@@ -73,7 +73,7 @@ class StructuredOutputs(Body):
             raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
         return self
 
-    def wanted(self) -> jobs.Wanted:
+    def constraint(self) -> jobs.OutputConstraint:
         """Return what the answer is to be."""
         if self.regex is not None:
             return jobs.Regex(self.regex)

@@ -16,14 +16,14 @@ from twolane.frontend.parsers.reasoning import (
 )
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
-from twolane.frontend.structured.jobs import Calls, GrammarJob, Wanted
+from twolane.frontend.structured.jobs import Calls, GrammarJob, OutputConstraint
 from twolane.frontend.structured.tools import Tool, parameter_types
 
 
-class AnswerForm(NamedTuple):
+class AnswerFormat(NamedTuple):
     """The form of one request's answers."""
 
-    wanted: GrammarJob | None = None
+    grammar_job: GrammarJob | None = None
     """What makes the grammar of the answers; None: they are free."""
     grammar: str | None = None
     """That grammar, when it is made."""
@@ -37,10 +37,10 @@ class AnswerForm(NamedTuple):
     """How the model thinks before these answers; None: it does not."""
 
 
-FREE = AnswerForm()
+FREE_TEXT = AnswerFormat()
 
 
-class Asked(NamedTuple):
+class FormatOptions(NamedTuple):
     """What a request asks of the form of its answers."""
 
     tools: Sequence[Tool] = ()
@@ -51,17 +51,17 @@ class Asked(NamedTuple):
     """Whether the request names the one tool to call."""
     several: bool = True
     """Whether more than one call may be made."""
-    wanted: tuple[str, Wanted] | None = None
+    constraint: tuple[str, OutputConstraint] | None = None
     """The field that asks for a grammar, and what it is of."""
 
 
-def grammar_alone(asked: Asked) -> AnswerForm:
+def grammar_alone(options: FormatOptions) -> AnswerFormat:
     """Return the form of an answer to a plain prompt, which only a grammar can hold."""
-    assert asked.wanted is not None
-    return AnswerForm(GrammarJob(*asked.wanted))
+    assert options.constraint is not None
+    return AnswerFormat(GrammarJob(*options.constraint))
 
 
-class Forms:
+class ModelFormats:
     """The forms that the served model knows.
 
     Args:
@@ -85,66 +85,68 @@ class Forms:
         """How the model thinks before it answers; None: it does not."""
         self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
 
-    def of(self, asked: Asked, prompt: str, continued: str | None = None) -> AnswerForm:
+    def of(self, options: FormatOptions, prompt: str, continued: str | None = None) -> AnswerFormat:
         """Return the form of the answers to a conversation.
 
         Args:
-            asked: of the request.
+            options: of the request.
             prompt: the end of the rendered prompt.
             continued: the text of the message that the answer goes on with; None: it is a new one.
 
         Raises:
             FieldError: a field asks for what the model cannot do.
         """
-        if asked.enforced and asked.wanted is not None:
-            raise FieldError("tool_choice", f"cannot be combined with {asked.wanted[0]}")
-        if not (self.thinking or asked.tools or asked.wanted):
-            return FREE
+        if options.enforced and options.constraint is not None:
+            raise FieldError("tool_choice", f"cannot be combined with {options.constraint[0]}")
+        if not (self.thinking or options.tools or options.constraint):
+            return FREE_TEXT
         thinking = self._thinking(prompt, continued)
-        return AnswerForm(
-            wanted=self._wanted(asked, thinking),
-            reader=self._reader(asked, thinking),
-            shows_special=bool(asked.tools) or (thinking is not None and self._hides_thinking),
-            forced_call=asked.named,
+        return AnswerFormat(
+            grammar_job=self._grammar_job(options, thinking),
+            reader=self._reader(options, thinking),
+            shows_special=bool(options.tools) or (thinking is not None and self._hides_thinking),
+            forced_call=options.named,
             thinking=thinking,
         )
 
     def _thinking(self, prompt: str, continued: str | None) -> ThinkingMarks | None:
-        how = self.thinking
-        if how is None:
+        marks = self.thinking
+        if marks is None:
             return None
-        opened = ends_in_thinking(how, prompt, continued)
-        closed = continued is not None or prompt.rstrip().endswith(how.end)
-        return msgspec.structs.replace(how, opened=opened) if opened or not closed else None
+        opened = ends_in_thinking(marks, prompt, continued)
+        closed = continued is not None or prompt.rstrip().endswith(marks.end)
+        return msgspec.structs.replace(marks, opened=opened) if opened or not closed else None
 
-    def _wanted(self, asked: Asked, thinking: ThinkingMarks | None) -> GrammarJob | None:
-        if asked.enforced:
-            several = asked.several and not asked.named
-            calls = Calls(self._known_calls(), asked.enforced, several, free=False)
+    def _grammar_job(
+        self, options: FormatOptions, thinking: ThinkingMarks | None
+    ) -> GrammarJob | None:
+        if options.enforced:
+            several = options.several and not options.named
+            calls = Calls(self._known_calls(), options.enforced, several, free=False)
             return GrammarJob("tools", calls, thinking)
-        if asked.wanted is not None:
-            return GrammarJob(*asked.wanted, thinking)
-        if any(tool.strict for tool in asked.tools):
-            calls = Calls(self._known_calls(), asked.tools, asked.several, free=True)
+        if options.constraint is not None:
+            return GrammarJob(*options.constraint, thinking)
+        if any(tool.strict for tool in options.tools):
+            calls = Calls(self._known_calls(), options.tools, options.several, free=True)
             return GrammarJob("tools", calls, thinking)
         return None
 
     def _reader(
-        self, asked: Asked, thinking: ThinkingMarks | None
+        self, options: FormatOptions, thinking: ThinkingMarks | None
     ) -> Callable[[], AnswerReader] | None:
-        if not (thinking or asked.tools):
+        if not (thinking or options.tools):
             return None
-        types = parameter_types(asked.tools)
-        form = FORMATS[self._known_calls()] if asked.tools else None
+        types = parameter_types(options.tools)
+        calls = FORMATS[self._known_calls()] if options.tools else None
 
         def reader() -> AnswerReader:
             thoughts = None if thinking is None else ReasoningParser(thinking)
-            if form is None:
-                return AnswerReader(thoughts, several=asked.several)
-            find = partial(ToolCallParser, form, types)
-            ends_in_calls = thinking is not None and not form.bare
+            if calls is None:
+                return AnswerReader(thoughts, several=options.several)
+            find = partial(ToolCallParser, calls, types)
+            ends_in_calls = thinking is not None and not calls.bare
             unclosed = CallsInThinking(find, types) if ends_in_calls else None
-            return AnswerReader(thoughts, find(), unclosed=unclosed, several=asked.several)
+            return AnswerReader(thoughts, find(), unclosed=unclosed, several=options.several)
 
         return reader
 

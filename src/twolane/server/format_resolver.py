@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from twolane.common.errors import FieldError
+from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats, grammar_alone
 from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.fence import Crowded
-from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
+from twolane.frontend.sandbox import QueueFull
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import TextCodec
 from twolane.server.availability import Availability
-from twolane.server.http.errors import ApiError, crowded
+from twolane.server.http.errors import ApiError, queue_full
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.protocol import ChatRequest, GenerationBody
 
@@ -17,29 +17,33 @@ SEEN_TOKENS = 32
 """The end of a prompt in which the marks of thinking are looked for, in tokens."""
 
 
-class AnswerForms:
+class FormatResolver:
     """Finds the form of each answer, and has the grammar made that the form asks for.
 
     Args:
         engine: a running engine.
         codec: the tokenizer of its model.
-        forms: what the model's answers may look like.
+        formats: what the model's answers may look like.
         availability: whether anything is served.
     """
 
     def __init__(
-        self, engine: EngineClient, codec: TextCodec, forms: Forms, availability: Availability
+        self,
+        engine: EngineClient,
+        codec: TextCodec,
+        formats: ModelFormats,
+        availability: Availability,
     ) -> None:
         self._engine = engine
         self._codec = codec
-        self._forms = forms
+        self._formats = formats
         self._availability = availability
         self._maker: GrammarMaker | None = None
         """What makes grammars, from the first one on."""
         self._vocabulary_sent = False
         """Whether the engine has the tokenizer."""
 
-    async def of(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerForm:
+    async def resolve(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerFormat:
         """Return the form of the answers to a prompt.
 
         Args:
@@ -49,18 +53,19 @@ class AnswerForms:
         Raises:
             ApiError: 400, a field asks for what cannot be served; 429; 503.
         """
-        asked, chat = body.asked, isinstance(body, ChatRequest)
-        if asked.wanted is None and not (chat and (asked.tools or self._forms.thinking)):
-            return FREE
+        options, chat = body.format_options, isinstance(body, ChatRequest)
+        if options.constraint is None and not (chat and (options.tools or self._formats.thinking)):
+            return FREE_TEXT
         try:
             if not self._codec.has_tokenizer:
-                raise FieldError((asked.wanted or ("tools",))[0], "needs a model with a tokenizer")
+                field, *_ = options.constraint or ("tools",)
+                raise FieldError(field, "needs a model with a tokenizer")
             end = self._codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
             if isinstance(body, ChatRequest):
-                form = self._forms.of(asked, end, body.continued)
+                answer_format = self._formats.of(options, end, body.continued)
             else:
-                form = grammar_alone(asked)
-            return await self._with_grammar(form)
+                answer_format = grammar_alone(options)
+            return await self._with_grammar(answer_format)
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
@@ -79,23 +84,24 @@ class AnswerForms:
         if self._maker is not None:
             await self._maker.close()
 
-    async def _with_grammar(self, form: AnswerForm) -> AnswerForm:
+    async def _with_grammar(self, answer_format: AnswerFormat) -> AnswerFormat:
         """The form with the grammar that it asks for.
 
         Raises:
             FieldError: the grammar cannot be served.
             ApiError: 429 or 503.
         """
-        if form.wanted is None:
-            return form
+        if answer_format.grammar_job is None:
+            return answer_format
         self._availability.check()
         if self._maker is None:
             eos = self._engine.ready.eos_token_ids
             self._maker = GrammarMaker(self._codec.tokenizer_json, eos)
         try:
-            return form._replace(grammar=await self._maker.make(form.wanted, CLIENT.get()))
+            grammar = await self._maker.make(answer_format.grammar_job, CLIENT.get())
+            return answer_format._replace(grammar=grammar)
         except FieldError:
             self._availability.check()  # it may have been given up for that
             raise
-        except Crowded as error:
-            raise crowded("grammars wait to be made") from error
+        except QueueFull as error:
+            raise queue_full("grammars wait to be made") from error

@@ -6,7 +6,7 @@ import pytest
 
 from twolane import LLM, SamplingParams
 from twolane.engine.config import EngineConfig
-from twolane.frontend.foreign import UNSERVED
+from twolane.frontend.other_servers import UNSERVED
 
 HONOURED = {
     **{"temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "seed": 1, "max_tokens": 5},

@@ -1,4 +1,4 @@
-"""Programs that misbehave, behind a fence: those of this file, and chat templates."""
+"""Programs that misbehave, in a sandbox: those of this file, and chat templates."""
 
 import itertools
 import os
@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from twolane.frontend import fenced
+from twolane.frontend import sandboxed
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.jobs import Chat, Encoded, packed, read_job
 from twolane.frontend.text.tokenizer import ModelTokenizer, load_tokenizer
@@ -16,7 +16,7 @@ from twolane.model.load.hub import DEFAULT_MODEL, resolve
 
 
 def hurry():
-    """Let no more than a moment pass until the fence breaks the job off, if it ever does."""
+    """Let no more than a moment pass until the sandbox breaks the job off, if it ever does."""
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
 
@@ -70,7 +70,7 @@ def count_slowly(job: bytes) -> bytes:
     return msgspec.msgpack.encode(Encoded(packed([next(counted)])))
 
 
-def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
+def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Serve the jobs of this file or, if one is given, conversations with a chat template, which
     get a moment each."""
     if not given:
@@ -91,4 +91,4 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
 
 
 if __name__ == "__main__":
-    fenced.run(set_up)
+    sandboxed.run(set_up)

@@ -1,6 +1,6 @@
-"""Foreign programs, such as those of a checkpoint, in processes of their own.
+"""Untrusted programs, such as those of a checkpoint, in processes of their own.
 
-A *nursery* sets a program up once and forks *workers*, which do jobs. A worker that takes too long
+A *zygote* sets a program up once and forks *workers*, which do jobs. A worker that takes too long
 or too much memory, or whose job nobody waits for any more, is ended; the next one is there a few
 milliseconds later.
 """
@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from twolane.frontend.fenced import BROKEN, HEAD, JOB, LIMITS, SETUP
+from twolane.frontend.sandboxed import BROKEN, HEAD, JOB, LIMITS, SETUP
 
 SETUP_SECONDS = 300.0
 """Setting a program up may take this many seconds, the conversion of its files included."""
@@ -30,16 +30,16 @@ PART = 1 << 18
 """A job is sent in parts of this many bytes, between which others have their turn."""
 
 
-class FenceError(Exception):
-    """A foreign program gave no result; the message says why, as a clause about "it"."""
+class SandboxError(Exception):
+    """An untrusted program gave no result; the message says why, as a clause about "it"."""
 
 
-class Crowded(Exception):
+class QueueFull(Exception):
     """Too many jobs wait."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a foreign program may take."""
+    """What an untrusted program may take."""
 
     seconds: float = 5.0
     """A job that takes longer than this many seconds is ended."""
@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True):
     """The jobs that wait for a worker may have this many bytes together."""
 
 
-class Turns:
+class FairLock:
     """A lock whose holders come from all clients in rotation, however many of one client wait."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Turns:
         self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[None]:
+    async def held_by(self, client: str) -> AsyncIterator[None]:
         """Wait for the lock and hold it."""
         if self._held:
             await self._wait(client)
@@ -118,7 +118,7 @@ class Worker:
         """Return the result of a job, which is given in parts.
 
         Raises:
-            FenceError: the program itself failed.
+            SandboxError: the program itself failed.
             EOFError, OSError: the process has ended.
         """
         self._writer.write(HEAD.pack(JOB, sum(map(len, job))))
@@ -129,7 +129,7 @@ class Worker:
                 await self._writer.drain()
         kind, said = await read(self._reader)
         if kind == BROKEN:
-            raise FenceError(said.decode(errors="replace"))
+            raise SandboxError(said.decode(errors="replace"))
         return said
 
     def end(self) -> None:
@@ -140,45 +140,45 @@ class Worker:
         self._writer.close()
 
 
-class Fence:
-    """A nursery and its workers. All methods belong to one event loop.
+class Sandbox:
+    """A zygote and its workers. All methods belong to one event loop.
 
     Args:
-        module: what runs in it; its `main` calls `twolane.frontend.fenced.run`.
+        module: what runs in it; its `main` calls `twolane.frontend.sandboxed.run`.
         setup: what that module sets up.
         limits: of each job and worker.
     """
 
     said: bytes
-    """What the nursery said of the program that it has set up."""
+    """What the zygote said of the program that it has set up."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
         self.limits = limits
         self._module = module
         self._setup = LIMITS.pack(limits.seconds, limits.memory) + setup
-        self._nursery: asyncio.subprocess.Process | None = None
+        self._zygote: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
-        self._lanes: list[Lane] = []
+        self._queues: list[JobQueue] = []
         self._starting = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
-        """Start the nursery, unless it is there.
+        """Start the zygote, unless it is there.
 
         Raises:
-            FenceError: the program cannot be set up, or the fence is closed.
+            SandboxError: the program cannot be set up, or the sandbox is closed.
         """
         async with self._starting:
             self._check_open()
-            if self._nursery is None or self._nursery.returncode is not None:
+            if self._zygote is None or self._zygote.returncode is not None:
                 await self._start()
 
     async def _start(self) -> None:
-        self._end_nursery()
+        self._end_zygote()
         own, its = socket.socketpair()
         with its:
             self._control = own
-            self._nursery = await asyncio.create_subprocess_exec(
+            self._zygote = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self._module, str(its.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
@@ -191,19 +191,19 @@ class Fence:
             async with asyncio.timeout(SETUP_SECONDS):
                 kind, said = await self._set_up(own)
         except TimeoutError as error:
-            self._end_nursery()
-            raise FenceError(f"it was not set up within {SETUP_SECONDS:g} s") from error
+            self._end_zygote()
+            raise SandboxError(f"it was not set up within {SETUP_SECONDS:g} s") from error
         except (EOFError, OSError) as error:
-            raise FenceError("it ended while it was set up") from error
+            raise SandboxError("it ended while it was set up") from error
         except asyncio.CancelledError:
-            self._end_nursery()
+            self._end_zygote()
             raise
         if kind == BROKEN:
-            raise FenceError(said.decode(errors="replace"))
+            raise SandboxError(said.decode(errors="replace"))
         self.said = said
 
     async def _set_up(self, own: socket.socket) -> tuple[bytes, bytes]:
-        # The socket itself stays with the fence, which sends descriptors over it.
+        # The socket itself stays with the sandbox, which sends descriptors over it.
         reader, writer = await asyncio.open_connection(sock=own.dup())
         try:
             writer.write(HEAD.pack(SETUP, len(self._setup)) + self._setup)
@@ -232,56 +232,56 @@ class Fence:
                 own.close()
                 if tried:
                     raise
-                self._end_nursery()
+                self._end_zygote()
         raise AssertionError
 
-    def lane(self, niceness: int = 0) -> "Lane":
-        """Return a new line of jobs with a worker of its own; see `Lane`."""
-        lane = Lane(self, niceness)
-        self._lanes.append(lane)
-        return lane
+    def queue(self, niceness: int = 0) -> "JobQueue":
+        """Return a new line of jobs with a worker of its own; see `JobQueue`."""
+        queue = JobQueue(self, niceness)
+        self._queues.append(queue)
+        return queue
 
     async def close(self) -> None:
         """End all of it at once, and for good."""
         self._closed = True
-        for lane in self._lanes:
-            lane.close()
-        nursery = self._nursery
-        self._end_nursery()
-        if nursery is not None:
-            await nursery.wait()
+        for queue in self._queues:
+            queue.close()
+        zygote = self._zygote
+        self._end_zygote()
+        if zygote is not None:
+            await zygote.wait()
 
     def _check_open(self) -> None:
-        """Let what was in line when the fence was closed start nothing.
+        """Let what was in line when the sandbox was closed start nothing.
 
         Raises:
-            FenceError: it is closed.
+            SandboxError: it is closed.
         """
         if self._closed:
-            raise FenceError("it was ended with the server")
+            raise SandboxError("it was ended with the server")
 
-    def _end_nursery(self) -> None:
+    def _end_zygote(self) -> None:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._nursery is not None and self._nursery.returncode is None:
+        if self._zygote is not None and self._zygote.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._nursery.pid, signal.SIGKILL)
-        self._nursery = None
+                os.killpg(self._zygote.pid, signal.SIGKILL)
+        self._zygote = None
 
 
-class Lane:
+class JobQueue:
     """Jobs that one worker does, one at a time, and those of each client in turn with the others'.
 
     Args:
-        fence: where its workers come from.
+        sandbox: where its workers come from.
         niceness: by how much they yield to others in their claim on the processor; see nice(2).
     """
 
-    def __init__(self, fence: Fence, niceness: int = 0) -> None:
-        self._fence = fence
+    def __init__(self, sandbox: Sandbox, niceness: int = 0) -> None:
+        self._sandbox = sandbox
         self._niceness = niceness
-        self._turns = Turns()
+        self._lock = FairLock()
         self._waiting = 0
         self._worker: Worker | None = None
 
@@ -291,15 +291,15 @@ class Lane:
         A job whose caller is cancelled is broken off.
 
         Raises:
-            Crowded: too many jobs wait.
-            FenceError: the program failed, or took too long or too much memory.
+            QueueFull: too many jobs wait.
+            SandboxError: the program failed, or took too long or too much memory.
         """
         size = sum(map(len, job))
-        if self._waiting and self._waiting + size > self._fence.limits.waiting:
-            raise Crowded
+        if self._waiting and self._waiting + size > self._sandbox.limits.waiting:
+            raise QueueFull
         self._waiting += size
         try:
-            async with self._turns.turn(client):
+            async with self._lock.held_by(client):
                 return await self._run(job)
         finally:
             self._waiting -= size
@@ -310,15 +310,15 @@ class Lane:
             if self._worker is not None and self._worker.ended:
                 self.close()
             if self._worker is None:
-                self._worker = await self._fence.worker(self._niceness)
+                self._worker = await self._sandbox.worker(self._niceness)
                 began = time.monotonic()
             return await self._worker.do(job)
         except (EOFError, OSError) as error:
             self.close()
-            if time.monotonic() - began < self._fence.limits.seconds:
-                raise FenceError("it took too much memory or crashed") from error
-            message = f"it did not end within {self._fence.limits.seconds:g} s"
-            raise FenceError(message) from error
+            if time.monotonic() - began < self._sandbox.limits.seconds:
+                raise SandboxError("it took too much memory or crashed") from error
+            message = f"it did not end within {self._sandbox.limits.seconds:g} s"
+            raise SandboxError(message) from error
         except asyncio.CancelledError:
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""The side of a fence on which foreign programs run: see `twolane.frontend.fence`."""
+"""The side of a sandbox on which untrusted programs run: see `twolane.frontend.sandbox`."""
 
 import array
 import gc
@@ -19,19 +19,19 @@ T = TypeVar("T")
 HEAD = struct.Struct("<cQ")
 """What comes before each message: its kind, and how many bytes it has."""
 SETUP, JOB, DONE, BROKEN = b"s", b"j", b"d", b"b"
-"""Kinds of messages: what a nursery sets up, a job, its result, and why there is none."""
+"""Kinds of messages: what a zygote sets up, a job, its result, and why there is none."""
 LIMITS = struct.Struct("<dQ")
 """What the setup begins with: seconds that a job may take, and bytes of memory."""
 SETUP_MEMORY = 4 << 30
-"""Setting a foreign program up may take this many bytes of memory."""
+"""Setting an untrusted program up may take this many bytes of memory."""
 Handler = Callable[[bytes], bytes]
 """Does one job."""
 SetUp = Callable[[bytes], tuple[bytes, Handler]]
-"""Sets a foreign program up; returns what is to be told of it, and what does its jobs."""
+"""Sets an untrusted program up; returns what is to be told of it, and what does its jobs."""
 
 
 def run(set_up: SetUp) -> None:
-    """Set a foreign program up, and fork a worker for each socket that comes; the whole process.
+    """Set an untrusted program up, and fork a worker for each socket that comes; the whole process.
 
     It lives as long as the socket whose descriptor is its first argument.
     """
@@ -80,7 +80,7 @@ def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> N
 
 
 class TookTooLong(BaseException):
-    """A foreign program did not end within its time.
+    """An untrusted program did not end within its time.
 
     It is no `Exception`, so that code that tries one thing after another does not go on.
     """

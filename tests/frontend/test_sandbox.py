@@ -1,4 +1,4 @@
-"""Foreign programs are bounded in time and memory, and their workers are replaced."""
+"""Untrusted programs are bounded in time and memory, and their workers are replaced."""
 
 import asyncio
 import itertools
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from twolane.frontend import fence as fences
-from twolane.frontend.fence import Crowded, Fence, FenceError, Limits, Turns
-from twolane.frontend.fenced import TookTooLong, within
+from twolane.frontend import sandbox as sandboxes
+from twolane.frontend.sandbox import FairLock, Limits, QueueFull, Sandbox, SandboxError
+from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import Loaded
 from twolane.frontend.text.texts import Texts
@@ -20,17 +20,17 @@ from ..server.serving import PATIENCE, alive, wait_for
 HELLO = [{"role": "user", "content": "Hello"}]
 LIMITS = Limits(seconds=600.0, memory=256 << 20)
 """No job that ends by itself is broken off, however busy the machine is; one that does not end lets
-its time pass at once (`fenced_programs.hurry`)."""
+its time pass at once (`sandboxed_programs.hurry`)."""
 
 
 @asynccontextmanager
-async def fenced(setup="", limits=LIMITS):
-    fence = Fence("tests.frontend.fenced_programs", setup.encode(), limits)
+async def sandboxed(setup="", limits=LIMITS):
+    sandbox = Sandbox("tests.frontend.sandboxed_programs", setup.encode(), limits)
     try:
-        await fence.start()
-        yield fence
+        await sandbox.start()
+        yield sandbox
     finally:
-        await fence.close()
+        await sandbox.close()
 
 
 def run(work):
@@ -60,42 +60,42 @@ def test_what_does_not_end_is_broken_off():
 def test_a_job_that_fails_says_why_and_the_next_one_is_done(job, why, monkeypatch):
     if job == "loop":
         clock = itertools.count(0.0, LIMITS.seconds)
-        monkeypatch.setattr(fences, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+        monkeypatch.setattr(sandboxes, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     async def work():
-        async with fenced() as fence:
-            lane = fence.lane()
-            with pytest.raises(FenceError, match=why):
-                await lane.run([job.encode()])
-            assert await lane.run([b"next"]) == b"next"
+        async with sandboxed() as sandbox:
+            queue = sandbox.queue()
+            with pytest.raises(SandboxError, match=why):
+                await queue.run([job.encode()])
+            assert await queue.run([b"next"]) == b"next"
 
     run(work())
 
 
 def test_a_job_whose_client_leaves_is_broken_off():
     async def work():
-        async with fenced() as fence:
-            lane = fence.lane()
-            pid = int(await lane.run([b"pid"]))
+        async with sandboxed() as sandbox:
+            queue = sandbox.queue()
+            pid = int(await queue.run([b"pid"]))
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(lane.run([b"stay"]), 0.2)
-            assert await lane.run([b"next"]) == b"next"
-            assert int(await lane.run([b"pid"])) != pid
+                await asyncio.wait_for(queue.run([b"stay"]), 0.2)
+            assert await queue.run([b"next"]) == b"next"
+            assert int(await queue.run([b"pid"])) != pid
             await asyncio.to_thread(wait_for, lambda: not alive(pid))
 
     run(work())
 
 
-def test_a_killed_nursery_and_a_killed_worker_are_replaced():
+def test_a_killed_zygote_and_a_killed_worker_are_replaced():
     async def work():
-        async with fenced() as fence:
-            lane = fence.lane()
-            for victim in (fence._nursery.pid, int(await lane.run([b"pid"]))):
+        async with sandboxed() as sandbox:
+            queue = sandbox.queue()
+            for victim in (sandbox._zygote.pid, int(await queue.run([b"pid"]))):
                 os.kill(victim, 9)
                 await asyncio.to_thread(wait_for, lambda pid=victim: not alive(pid))
-                assert await lane.run([b"next"]) == b"next"
-            lane.close()
-            assert await lane.run([b"next"]) == b"next"
+                assert await queue.run([b"next"]) == b"next"
+            queue.close()
+            assert await queue.run([b"next"]) == b"next"
 
     run(work())
 
@@ -104,9 +104,9 @@ def test_workers_yield_to_other_processes_and_get_no_signal_of_the_terminal():
     """Niceness may count for nothing between sessions; see autogroup in sched(7)."""
 
     async def work():
-        async with fenced() as fence:
-            pid, nice = [int(await fence.lane(n).run([b"pid"])) for n in (0, 10)]
-            own, group = os.getpriority(os.PRIO_PROCESS, 0), fence._nursery.pid
+        async with sandboxed() as sandbox:
+            pid, nice = [int(await sandbox.queue(n).run([b"pid"])) for n in (0, 10)]
+            own, group = os.getpriority(os.PRIO_PROCESS, 0), sandbox._zygote.pid
             assert os.getpriority(os.PRIO_PROCESS, nice) == min(own + 10, 19)
             assert os.getpriority(os.PRIO_PROCESS, pid) == own
             assert os.getsid(pid) == os.getsid(nice) == os.getsid(0)
@@ -115,18 +115,18 @@ def test_workers_yield_to_other_processes_and_get_no_signal_of_the_terminal():
     run(work())
 
 
-def test_nothing_is_left_of_a_closed_fence():
+def test_nothing_is_left_of_a_closed_sandbox():
     async def work():
-        async with fenced() as fence:
-            lane, other = fence.lane(), fence.lane()
+        async with sandboxed() as sandbox:
+            queue, other = sandbox.queue(), sandbox.queue()
             pids = [
-                fence._nursery.pid,
-                int(await lane.run([b"pid"])),
+                sandbox._zygote.pid,
+                int(await queue.run([b"pid"])),
                 int(await other.run([b"pid"])),
             ]
             stuck = asyncio.create_task(other.run([b"stay"]))
             await asyncio.sleep(0.2)
-        with pytest.raises(FenceError):
+        with pytest.raises(SandboxError):
             await stuck
         return pids
 
@@ -136,32 +136,32 @@ def test_nothing_is_left_of_a_closed_fence():
 
 def test_a_program_that_cannot_be_set_up_says_why():
     async def work(setup):
-        async with fenced(setup):
+        async with sandboxed(setup):
             pass
 
-    with pytest.raises(FenceError, match="RecursionError"):
+    with pytest.raises(SandboxError, match="RecursionError"):
         run(work("nest"))
-    with pytest.raises(FenceError, match="ended while it was set up"):
+    with pytest.raises(SandboxError, match="ended while it was set up"):
         run(work("exit_at_once"))
 
 
 def test_setting_up_has_an_end(monkeypatch):
-    monkeypatch.setattr(fences, "SETUP_SECONDS", 2.0)
+    monkeypatch.setattr(sandboxes, "SETUP_SECONDS", 2.0)
 
     async def work():
-        async with fenced("loop"):
+        async with sandboxed("loop"):
             pass
 
-    with pytest.raises(FenceError, match="not set up within 2 s"):
+    with pytest.raises(SandboxError, match="not set up within 2 s"):
         run(work())
 
 
-def test_clients_have_their_turns_however_many_jobs_one_has():
+def test_clients_have_their_lock_however_many_jobs_one_has():
     async def work():
-        turns, served = Turns(), []
+        lock, served = FairLock(), []
 
         async def job(client):
-            async with turns.turn(client):
+            async with lock.held_by(client):
                 served.append(client)
                 await asyncio.sleep(0)
 
@@ -180,26 +180,26 @@ def test_clients_have_their_turns_however_many_jobs_one_has():
 
 def test_what_waits_is_bounded():
     async def work():
-        async with fenced(limits=Limits(LIMITS.seconds, waiting=1000)) as fence:
-            lane = fence.lane()
-            busy = asyncio.create_task(lane.run([b"stay"]))
+        async with sandboxed(limits=Limits(LIMITS.seconds, waiting=1000)) as sandbox:
+            queue = sandbox.queue()
+            busy = asyncio.create_task(queue.run([b"stay"]))
             await asyncio.sleep(0)
-            waiting = asyncio.create_task(lane.run([b"x" * 900]))
+            waiting = asyncio.create_task(queue.run([b"x" * 900]))
             await asyncio.sleep(0)
-            with pytest.raises(Crowded):
-                await lane.run([b"y" * 200])
+            with pytest.raises(QueueFull):
+                await queue.run([b"y" * 200])
             busy.cancel()
             assert await waiting == b"x" * 900
-            assert await lane.run([b"z" * 2000]) == b"z" * 2000
+            assert await queue.run([b"z" * 2000]) == b"z" * 2000
 
     run(work())
 
 
 def test_large_jobs_and_results_arrive_whole():
     async def work():
-        async with fenced() as fence:
+        async with sandboxed() as sandbox:
             job = os.urandom(1 << 23).hex().encode()
-            assert await fence.lane().run([job]) == job
+            assert await sandbox.queue().run([job]) == job
 
     run(work())
 
@@ -224,8 +224,8 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_template_that_takes_too_much_is_refused(bomb):
     async def work():
-        async with fenced(BOMBS[bomb] + "{{ messages[0].content }}") as fence:
-            texts = Texts(TextCodec(None), fence, Loaded(b"", "", True, frozenset()))
+        async with sandboxed(BOMBS[bomb] + "{{ messages[0].content }}") as sandbox:
+            texts = Texts(TextCodec(None), sandbox, Loaded(b"", "", True, frozenset()))
             with pytest.raises(TextError):
                 await texts.chat(HELLO)
             assert await texts.encode("Hello")
