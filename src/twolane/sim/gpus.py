@@ -136,17 +136,35 @@ H200 = Gpu(
 )
 """Fitted by `benchmarks/fit_device.py`, and what concerns passes of several ranks by
 `benchmarks/fit_ranks.py`; docs/design/simulation.md compares it with measurements."""
-_HBM3 = 3.35 / 4.8  # the H100's fraction of the H200's bandwidth, by the data sheets
-"""Bandwidth of an H100's memory, as a share of an H200's."""
 H100 = msgspec.structs.replace(
     H200,
     name="h100",
     memory=85.0e9,
-    bandwidth=H200.bandwidth * _HBM3,
-    product_units=H200.product_units * _HBM3,
-    traffic_units=H200.traffic_units * _HBM3,
+    bandwidth=2.97e12,
+    unit_bandwidth=0.139e12,
+    product_units=13.2,
+    power_units=54.4,
+    traffic_units=13.4,
+    power_exponent=3.37,
+    prompt_attention_share=0.603,
+    decode_attention_share=0.971,
+    spill=0.0023,
+    corner=1.54,
+    whole_corner=2.16,
+    step_corner=2.32,
+    one_grid=17.5e6,
+    attention_rows=48.7,
+    in_flight=2.12,
+    product_waits=0.921,
+    arithmetic_waits=0.249,
+    kernel_seconds=1.91e-6,
+    pass_layer_seconds=1.65e-5,
+    whole_layer_seconds=5.57e-6,
+    split_seconds=2.07e-5,
+    sampling_seconds=5.75e-5,
 )
-"""The same chip with HBM3: figures of its data sheet, of which it reaches the H200's fractions."""
+"""The same chip with HBM3, fitted by `benchmarks/fit_device.py`; what concerns several ranks or FP8
+is the H200's."""
 A100 = Gpu(
     name="a100-80gb",
     units=108,
