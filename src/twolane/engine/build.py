@@ -18,7 +18,7 @@ from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
-from twolane.engine.settings import check_settings, context_length
+from twolane.engine.settings import check_served, context_length
 from twolane.engine.state import State
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
@@ -59,7 +59,7 @@ def build(
         ValueError: a setting is wrong; the message names it.
         OSError: a file cannot be read or written.
     """
-    check_settings(config)
+    check_served(config)
     settings = DeviceSettings.of(config)
     with memory_errors(settings):
         return assemble(config, load(settings, progress), notify, progress)

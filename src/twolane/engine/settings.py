@@ -11,6 +11,7 @@ from twolane.common.options import check_ranges
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.model.spec import ModelSpec
+from twolane.systems.baselines.chunked import Chunked
 from twolane.systems.registry import DISAGGREGATED, make_system
 
 
@@ -57,6 +58,23 @@ def check_settings(config: EngineConfig) -> None:
         first = next(iter(config.options))
         problem = f"{first!r} is a setting of a system: give --system too"
         raise FieldError("options", problem)
+
+
+def check_served(config: EngineConfig) -> None:
+    """Refuse the same settings, and those that have a meaning in simulation alone.
+
+    Raises:
+        FieldError: the first that is.
+    """
+    check_settings(config)
+    if nano_batches(config) > 1:
+        raise FieldError("options", "nano_batches of system chunked is 1 but in simulation")
+
+
+def nano_batches(config: EngineConfig) -> int:
+    """Number of nano-batches that the system asked for divides passes into."""
+    system = make_system(config.system, config.options) if config.system else None
+    return system.nano_batches if isinstance(system, Chunked) else 1
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Progress
-from twolane.engine.settings import check_settings, context_length
+from twolane.engine.settings import check_served, context_length
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.liveness import HANG_SECONDS
 from twolane.frontend.pooling import Embedding, read_embedding
@@ -50,7 +50,7 @@ async def start_engine(
         PullError: the model could not be fetched.
         EngineError: the engine could not start, for instance with an unsupported model.
     """
-    check_settings(config)
+    check_served(config)
     source = await fetch(config)
     if config.max_model_len is not None:
         context_length(config, await asyncio.to_thread(source.spec))

@@ -7,7 +7,7 @@ import msgspec
 from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.engine.config import DEVICE, EngineConfig
-from twolane.engine.settings import check_settings
+from twolane.engine.settings import check_settings, nano_batches
 from twolane.results.result import BenchConfig
 from twolane.sim.gpus import GPUS, Gpu
 
@@ -86,4 +86,6 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError(name, "has no meaning in a simulation")
         if self.engine.disaggregated and self.uneven is not None:
             raise FieldError("disaggregated", "has no meaning for an emulated card")
+        if nano_batches(self.engine) > 1 and self.uneven is not None:
+            raise FieldError("options", "nano_batches is 1 for an emulated card")
         self.bench.check()

@@ -100,25 +100,28 @@ class DeviceModel:
 
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`."""
+        traffic = sum([demand.traffic for demand in running])
+        draw = sum([demand.draw for demand in running])
+        return self._at(self._clock(traffic, draw), running)
+
+    def _clock(self, traffic: float, draw: float) -> float:
+        """The clock under the power cap, as a fraction of the top one."""
         gpu = self.gpu
-        traffic = draw = reads = 0.0
-        units = 0
-        for demand in running:
-            traffic += demand.traffic
-            draw += demand.draw
-            reads += demand.reads
-            units += demand.units
         drawn = gpu.traffic_units * min(1.0, traffic / gpu.bandwidth)
-        clock = 1.0
-        if drawn + draw > gpu.power_units:
-            room = max(gpu.power_units - drawn, 1e-3) / draw
-            clock = max(gpu.lowest_clock, room ** (1 / gpu.power_exponent))
-        pace = max(1.0, units / gpu.units) / clock
+        if drawn + draw <= gpu.power_units:
+            return 1.0
+        room: float = max(gpu.power_units - drawn, 1e-3) / draw
+        clock: float = room ** (1 / gpu.power_exponent)
+        return max(gpu.lowest_clock, clock)
+
+    def _at(self, clock: float, running: Sequence[Demand]) -> Sequence[float]:
+        """See `Device.seconds`, at this clock."""
+        pace = max(1.0, sum([demand.units for demand in running]) / self.gpu.units) / clock
         if len(running) == 1:
             return [d.fixed + d.clocked * pace + d.streamed + d.linked for d in running]
         # Reads queue as more are in flight than the memory needs to be busy: hypot is a max with
         # a round corner. What a step does to itself is in its own seconds.
-        latency = math.hypot(1.0, reads)
+        latency = math.hypot(1.0, sum([demand.reads for demand in running]))
         longer = [latency / math.hypot(1.0, d.reads) - 1.0 for d in running]
         seconds = [
             d.fixed + d.clocked * pace + d.streamed + d.waits * more + d.linked
@@ -177,40 +180,42 @@ class DeviceModel:
         return demands
 
     def _slice(self, work: PrefillWork, units: int) -> Cost:
-        layer = self._pass_layer(_count(work.rows), work.rows, units)
+        layer = self._pass_layer(0, work.rows, units)
         cost = layer.times(work.last - work.first)
         if not work.finishes:
             return cost
         return cost.plus(self._operators.head(_ends(work.rows), units))
 
     def _hybrid(self, work: HybridWork, units: int) -> Cost:
-        decode, prompts = len(work.decode), work.prompts
-        tokens = decode + _count(prompts)
-        whole = self.gpu.large_tiles and decode and tokens <= WHOLE
-        tiles = self._operators.tiles(prompts, units) if whole else None
-        if tiles is not None:
-            pairs, split = tiles
-            attention = self._operators.attend(prompts, units, pairs)
-            computed = padded(tokens, self.pass_sizes)
-            layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
-                attention
-            )
-            more = self.gpu.whole_layer_seconds + split * self.gpu.split_seconds
-            layer = layer._replace(fixed=layer.fixed + more)
-        else:
-            layer = self._pass_layer(tokens, prompts, units)
+        decode = len(work.decode)
+        layer = self._pass_layer(decode, work.prompts, units)
         read = self._operators.read(sum([row.position + 1 for row in work.decode]), units)
-        head = self._operators.head(decode + _ends(prompts), units)
+        head = self._operators.head(decode + _ends(work.prompts), units)
         return layer.times(self.spec.layers).plus(head).plus(read)
 
-    def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> Cost:
-        """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
+    def _pass_layer(self, decode: int, prompts: Sequence[PromptRow], units: int) -> Cost:
+        """A layer of a prefill slice or a hybrid pass, but what its decode rows read."""
+        layer = self._multiply(decode + _count(prompts), units)
+        return layer.plus(self._attend(layer, decode, prompts, units))
+
+    def _multiply(self, tokens: int, units: int) -> Cost:
+        """A layer of a pass with so many tokens, but attention."""
         computed = padded(tokens, self.pass_sizes)
-        layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
-            self._operators.attend(prompts, units)
-        )
-        more = max(self.gpu.pass_layer_seconds, _least_layer(tokens) - layer.alone)
-        return layer._replace(fixed=layer.fixed + more)
+        return self._operators.layer(computed, units, decode=False, routed=tokens)
+
+    def _attend(self, layer: Cost, decode: int, prompts: Sequence[PromptRow], units: int) -> Cost:
+        """Attention over prompts in a layer, and how much longer the layer takes since that is
+        launched apart; it is not faster than the host launches it."""
+        gpu, tokens = self.gpu, decode + _count(prompts)
+        whole = gpu.large_tiles and decode and tokens <= WHOLE
+        tiles = self._operators.tiles(prompts, units) if whole else None
+        if tiles is None:
+            attention = self._operators.attend(prompts, units)
+            late = _least_layer(tokens) - layer.plus(attention).alone
+            return attention._replace(fixed=max(gpu.pass_layer_seconds, late))
+        pairs, split = tiles
+        attention = self._operators.attend(prompts, units, pairs)
+        return attention._replace(fixed=gpu.whole_layer_seconds + split * gpu.split_seconds)
 
     def _products(self, rows: int, units: int) -> Cost:
         """All of a decode step but its attention."""
@@ -223,10 +228,11 @@ class DeviceModel:
             cost = self._steps[key] = cost.plus(self._operators.head(computed, units))
         return cost
 
-    def _step(self, cost: Cost, units: int) -> Demand:
-        """Demand of a decode step, whose kernels keep as much in flight as the SMs hold."""
+    def _step(self, cost: Cost, units: int, scale: float | None = None) -> Demand:
+        """Demand of a decode step, whose kernels keep as much in flight as the SMs hold; `scale`:
+        see `_pass`."""
         reads = units * self.gpu.unit_bandwidth / self.gpu.bandwidth
-        return self._demand(cost, units, reads, cost.memory)
+        return self._demand(cost, units, reads, cost.memory, scale)
 
     def _multiplied(self, tokens: int) -> float:
         """Seconds of a pass's layer without attention, on the whole device and without noise."""

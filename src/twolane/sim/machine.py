@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
+from twolane.engine.settings import nano_batches
 from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
 from twolane.lanes.settings import LaneSizes
@@ -13,6 +14,7 @@ from twolane.sim.device import DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
+from twolane.sim.nano_batches import NanoBatchDevice
 from twolane.sim.operators import ITEM, Storage, kv_parts, shapes_of
 
 LEVEL_STEP = 16
@@ -63,6 +65,8 @@ class SimulatedMachine:
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
         model = DisaggregatedDevice if config.disaggregated else DeviceModel
+        if nano_batches(config) > 1:
+            model = NanoBatchDevice
         self.device = model(gpu, spec, tp, seed, storage)
         self.pass_sizes: Sequence[int] = self.device.pass_sizes
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")

@@ -4,7 +4,7 @@ Every forward pass has at most `token_budget` tokens: first one for each decodin
 chunks of prompts in order. The budget bounds the time of a pass, and with it the TBT.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -26,6 +26,9 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens in a forward pass, decode and prefill together."""
     lead_seconds: float = 0.005
     """The next pass is queued this long before the device would run dry."""
+    nano_batches: Literal[1, 2] = 1
+    """Parts of a pass that run beside each other, products of one beside attention and sums of the
+    other, as in NanoFlow; 2 only in simulation."""
 
     def __post_init__(self) -> None:
         at_least(self, token_budget=1, lead_seconds=0)
