@@ -115,7 +115,11 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
         (b"/health/", b"200"),
         (b"//health//?a=/", b"200"),
         (b"/v1/models/", b"200"),
-        (b"/v1//models", b"404"),
+        (b"/v1//models", b"200"),
+        (b"http://x//v1///models/", b"200"),
+        (b"/v1/models//", b"200"),
+        (b"/v1x//models", b"404"),
+        (b"/health//ready", b"404"),
         (b"*", b"404"),
     ],
 )

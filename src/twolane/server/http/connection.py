@@ -40,6 +40,8 @@ REQUEST_LINE = re.compile(
 does not match takes time in proportion to its length."""
 
 
+API_ROOT = re.compile(rb"v1/+")
+"""What the API's paths begin with, and clients put behind a base URL that ends with a slash."""
 OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
 """A request line of another major version, which is read as HTTP/1.1 if nobody looks."""
 
@@ -104,15 +106,19 @@ class StrictBuffer(ReceiveBuffer):
 
 
 def plain_line(line: bytes) -> bytes:
-    """Return a request line with the path alone, without a slash at its end or two at its begin.
+    """Return a request line with the path alone, without a slash at its end, two at its begin or
+    two behind the API's root.
 
     A target may name the server, too (RFC 9112, section 3.2.2). Clients put slashes together where
-    they join addresses.
+    they join addresses. Elsewhere two slashes stay: the name of a model may begin with one.
     """
     found = REQUEST_LINE.fullmatch(line)
     if found is None or not (found["server"] or found["path"].startswith(b"/")):
         return line
-    return found["method"] + b" /" + found["path"].strip(b"/") + found["rest"]
+    path = found["path"].strip(b"/")
+    if root := API_ROOT.match(path):
+        path = b"v1/" + path[root.end() :]
+    return found["method"] + b" /" + path + found["rest"]
 
 
 def check_head(head: bytes) -> None:
