@@ -199,6 +199,8 @@ def test_slo_headers_are_positive_finite_numbers(guarded, name):
         {"Content-Type": "application/x-www-form-urlencoded"},
         {"Content-Type": ""},
         {"Content-Encoding": "gzip"},
+        {"Content-Type": "application/json; charset=utf-16"},
+        {"Content-Type": 'application/json;a=b;CHARSET="ISO-8859-1"'},
     ],
 )
 def test_bodies_that_are_no_json_are_refused(guarded, headers):
@@ -206,6 +208,14 @@ def test_bodies_that_are_no_json_are_refused(guarded, headers):
         guarded, "POST", "/v1/completions", json.dumps(ASK), {**bearer(KEYS[0]), **headers}
     )
     assert (status, json.loads(data)["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@pytest.mark.parametrize(
+    "charset", [";charset=UTF-8", '; charset="utf8"; a=b', ";charset=US-ASCII"]
+)
+def test_a_body_may_say_that_it_is_utf8(guarded, charset):
+    headers = {**bearer(KEYS[0]), "Content-Type": "application/json" + charset}
+    assert ask(guarded, "POST", "/v1/completions", json.dumps(ASK), headers)[0] == 200
 
 
 @pytest.mark.parametrize("encoding", ["identity", "Identity", ""])

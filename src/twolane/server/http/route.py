@@ -72,16 +72,25 @@ class Route(APIRoute):
         return handler
 
 
+UTF8 = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
+"""Names of what bodies are read as (RFC 8259), and of its part that is ASCII."""
+
+
 def check_media_type(request: Request) -> None:
     """Refuse bodies whose headers do not declare plain JSON.
 
     Raises:
         ApiError: 415.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind, *options = map(str.strip, request.headers.get("content-type", "").lower().split(";"))
     encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
-    if kind != "application/json" or encoding != "identity":
-        what = repr(kind) if encoding == "identity" else f"encoding {encoding!r}"
+    charsets = [o.removeprefix("charset=").strip('"') for o in options if o.startswith("charset=")]
+    what = "" if kind == "application/json" else repr(kind)
+    if encoding != "identity":
+        what = f"encoding {encoding!r}"
+    elif not what and not UTF8.issuperset(charsets):
+        what = f"charset {charsets[0]!r}"
+    if what:
         message = f'the body must be plain JSON, with "Content-Type: application/json", not {what}'
         raise ApiError(415, message, code="unsupported_media_type")
 
