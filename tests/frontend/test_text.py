@@ -1,6 +1,7 @@
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,9 @@ from twolane.frontend.text.codec import (
     guarded,
     with_whole_characters,
 )
+from twolane.frontend.text.jobs import Loaded
 from twolane.frontend.text.output_reader import OutputReader, TextOptions
+from twolane.frontend.text.texts import Texts
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
 
@@ -317,6 +320,22 @@ def test_variables_of_the_template(tokenizer):
     for reserved in ("messages", "add_generation_prompt", "tools"):
         with pytest.raises(TextError, match="has no variable"):
             codec.chat(turns, variables={reserved: []})
+
+
+def test_variables_of_a_template_for_tools(tokenizer):
+    """They are those that it reads itself, and not those of the default template."""
+    source = "{{ messages[0].content }}{{ tools[0].function.name }}{{ 'think' if thinking }}"
+    codec = TextCodec(replace(tokenizer, chat_template=NAMED, tool_template=source))
+    assert codec.template_variables(tools=False) == {"enable_thinking"}
+    assert codec.template_variables(tools=True) == {"thinking"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    told = codec.chat([{"role": "user", "content": "Hi"}], variables={"thinking": 1}, tools=[tool])
+    assert codec.decode(told, skip_special_tokens=False) == "Hifthink"
+    assert with_template(tokenizer, NAMED).template_variables(tools=True) == {"enable_thinking"}
+    loaded = Loaded(b"", source, True, frozenset({"a"}), frozenset({"b"}))
+    texts = Texts(TextCodec(None), None, loaded)
+    known = [[texts.has_variable(name, tools=tools) for name in "ab"] for tools in (False, True)]
+    assert known == [[True, False], [False, True]]
 
 
 def test_names_are_given_to_the_template(tokenizer):

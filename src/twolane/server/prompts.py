@@ -1,6 +1,7 @@
 """Prompts: what a request says as text, tokens or a conversation, as tokens of the model."""
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from twolane.frontend.engine_client import EngineClient
@@ -129,7 +130,8 @@ class PromptReader:
         more: dict[str, Any] = {"tools": body.shown_tools}
         given = body.chat_template_kwargs or {}
         if body.reasoning_effort is not None:
-            asked = effort_variables(body.reasoning_effort, self._texts.has_variable)
+            known = partial(self._texts.has_variable, tools=bool(body.shown_tools))
+            asked = effort_variables(body.reasoning_effort, known)
             more["variables"] = {**asked, **given}
         return more
 

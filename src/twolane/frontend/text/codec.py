@@ -258,11 +258,14 @@ class TextCodec:
         template = self._tool_template or self._template
         return None if template is None else template.source
 
-    @property
-    def template_variables(self) -> frozenset[str]:
-        """The variables of the chat template that `chat_template_kwargs` may set."""
-        template = self._template or self._tool_template
+    def template_variables(self, *, tools: bool) -> frozenset[str]:
+        """Return the variables of the chat template, or of that for conversations with tools, which
+        `chat_template_kwargs` may set."""
+        template = self._template_for(tools=tools)
         return frozenset() if template is None else frozenset(template.variables)
+
+    def _template_for(self, *, tools: bool) -> ChatTemplate | None:
+        return (self._tool_template if tools else None) or self._template
 
     @property
     def tokenizer_json(self) -> str:
@@ -301,9 +304,7 @@ class TextCodec:
             TextError: the model has no tokenizer or chat template, the template refuses, or what
                 was said is not in the prompt that it makes.
         """
-        tokenizer, template = self._tokenizer, self._template
-        if tools and self._tool_template is not None:
-            template = self._tool_template
+        tokenizer, template = self._tokenizer, self._template_for(tools=bool(tools))
         if template is None:
             raise TextError(self._no_chat)
         check_variables(template, variables or {})

@@ -89,6 +89,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """Whether there is a chat template that works without tools."""
     variables: frozenset[str]
     """The variables of the chat template that requests may set."""
+    tool_variables: frozenset[str]
+    """Those of requests with tools, for which there may be another template."""
 
 
 Job = Encode | Chat | Decode

@@ -55,7 +55,7 @@ class Texts:
         """The program of the chat template for tools; None: there is none that works."""
         self.has_chat_template = loaded is not None and loaded.has_chat
         """Whether `chat` can work without tools."""
-        self._variables = frozenset() if loaded is None else loaded.variables
+        self._loaded = loaded
         self._sandbox = sandbox
         self._queues: tuple[JobQueue, JobQueue] | None = None
         if sandbox is not None:
@@ -91,9 +91,16 @@ class Texts:
             TextCodec(replace(tokenizer, chat_template=None, tool_template=None)), sandbox, loaded
         )
 
-    def has_variable(self, name: str) -> bool:
-        """Return whether `chat_template_kwargs` may set this variable of the chat template."""
-        return name in self._variables
+    def has_variable(self, name: str, *, tools: bool) -> bool:
+        """Return whether `chat_template_kwargs` may set this variable of the chat template.
+
+        Args:
+            name: of the variable.
+            tools: whether the template shows tools, for which there may be another one.
+        """
+        if self._loaded is None:
+            return False
+        return name in (self._loaded.tool_variables if tools else self._loaded.variables)
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, client: str = "", long: bool = False

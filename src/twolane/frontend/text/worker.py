@@ -43,7 +43,8 @@ def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
         msgspec.json.encode(file),
         codec.template_source,
         codec.has_chat_template,
-        codec.template_variables,
+        codec.template_variables(tools=False),
+        codec.template_variables(tools=True),
     )
 
     def handle(job: bytes) -> bytes:

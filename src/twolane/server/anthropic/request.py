@@ -169,6 +169,12 @@ class CountTokensRequest(Body):
         """Whether the client wants to see the thinking."""
         return self.thinking is None or self.thinking.display != "omitted"
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model is told of tools."""
+        none = self.tool_choice is not None and self.tool_choice.type == "none"
+        return bool(self.tools) and not none
+
     def as_chat(self, has_variable: Callable[[str], bool]) -> ChatRequest:
         """Return the request as one of /v1/chat/completions.
 

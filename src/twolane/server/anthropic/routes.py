@@ -1,5 +1,6 @@
 """The endpoints of Anthropic's Messages API."""
 
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
@@ -9,6 +10,7 @@ from twolane.server.anthropic.request import RENAMED, CountTokensRequest, Messag
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
+from twolane.server.openai.protocol import ChatRequest
 from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
 from twolane.server.respond import begin_chat, respond
 from twolane.server.service import Service
@@ -31,7 +33,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def add_message_routes(app: FastAPI, service: Service) -> None:
     """Add /v1/messages."""
-    has_variable = service.texts.has_variable
+
+    def as_chat(body: CountTokensRequest) -> ChatRequest:
+        return body.as_chat(partial(service.texts.has_variable, tools=body.shows_tools))
 
     @app.post(
         "/v1/messages",
@@ -44,7 +48,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
     async def messages(body: MessagesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of blocks."""
         model = service.check_model(body.model)
-        chat = body.as_chat(has_variable)
+        chat = as_chat(body)
         try:
             tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
@@ -61,7 +65,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         """Count the tokens of a conversation, which may be longer than the context."""
         service.check_model(body.model)
         try:
-            tokens = await service.prompts.count_chat(body.as_chat(has_variable))
+            tokens = await service.prompts.count_chat(as_chat(body))
         except ApiError as error:
             raise renamed(error) from error
         return json_response({"input_tokens": tokens})
