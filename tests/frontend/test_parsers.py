@@ -143,6 +143,24 @@ WRITTEN = {
             ("f", {"maybe": None}),
         ],
     ),
+    "pythonic, quotes that are not escaped": (
+        (
+            "pythonic",
+            "[weather(city='it's James' house, don't', x=['it's', 'b' 'c'], y={'a's' : 'b'})"
+            """, f(maybe="say "hi" there", either='a\n'b' )]""",
+        ),
+        "",
+        [
+            (
+                "weather",
+                {
+                    **{"city": "it's James' house, don't", "x": ["it's", "bc"]},
+                    "y": {"a's": "b"},
+                },
+            ),
+            ("f", {"maybe": 'say "hi" there', "either": "a\n'b"}),
+        ],
+    ),
     "granite": (("granite", "Ok." + MISTRAL.replace("[TOOL_CALLS]", GRANITE)), "Ok.", ROME),
     "granite, each call between marks": (("granite", GRANITE_CALLS), "", ROME),
     "phi4_mini_json": (
@@ -404,7 +422,8 @@ def test_behind_a_list_in_python_only_a_list_is_one():
 def test_arguments_in_python_come_when_each_has_ended():
     parser = tools("pythonic")
     assert parser.feed("[weather(city='Ro") == []
-    assert parser.feed("me', ") == [CallStart(0, "weather"), CallArguments(0, '{"city": "Rome"')]
+    assert parser.feed("me' ") == []
+    assert parser.feed(", ") == [CallStart(0, "weather"), CallArguments(0, '{"city": "Rome"')]
     assert parser.feed("days=2)") == [CallArguments(0, ', "days": 2}')]
 
 

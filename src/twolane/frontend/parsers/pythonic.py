@@ -14,6 +14,8 @@ ARGUMENT_NAME = re.compile(r"[^\s=(),'\"\[\]{}]+")
 ARGUMENT = re.compile(rf"(?P<name>{ARGUMENT_NAME.pattern})\s*=(?!=)(?P<value>.+)", re.DOTALL)
 LINE_ENDS = {"\n": "\\n", "\r": "\\r"}
 """How line ends are written in strings; models leave them as they are."""
+BEHIND_STRINGS = ",:)]}\"'"
+"""What follows a string, with or without white space between them."""
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
 """JSON's words, which models write among Python's."""
 
@@ -42,6 +44,9 @@ class PythonicCall:
         self._quote = ""
         """The mark that ends the string that has begun; empty: none has."""
         self._escaped = False
+        self._closing = ""
+        """Such a mark and the white space behind it, while it is open whether it ends the string:
+        models leave apostrophes as they are."""
         self._depth = 0
         """Brackets that are open within the argument."""
         self._known: set[str] = set()
@@ -80,9 +85,21 @@ class PythonicCall:
             self.broken = self._begun not in self._names
 
     def _string(self, char: str) -> None:
-        self._argument.append(LINE_ENDS.get(char, char))
-        if char == self._quote and not self._escaped:
+        if self._closing and char in WHITE:
+            self._closing += char
+            return
+        closing, self._closing = self._closing, ""
+        if closing and char in BEHIND_STRINGS:
+            self._argument.append(closing)
             self._quote = ""
+            self._structure(char)
+            return
+        if closing:
+            self._argument += ["\\", *(LINE_ENDS.get(each, each) for each in closing)]
+        if char == self._quote and not self._escaped:
+            self._closing = char
+            return
+        self._argument.append(LINE_ENDS.get(char, char))
         self._escaped = char == "\\" and not self._escaped
 
     def _structure(self, char: str) -> None:
