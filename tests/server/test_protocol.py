@@ -515,3 +515,31 @@ def test_thinking_and_effort_of_messages_reach_a_template_by_the_variables_that_
     wanted, unwanted = ({"thinking": {"type": kind}} for kind in ("adaptive", "disabled"))
     assert variables({"thinking"}, **wanted) == {"thinking": True}
     assert variables(all_known, **unwanted) == {"enable_thinking": False, "thinking": False}
+
+
+def test_two_tools_of_one_name_are_refused():
+    """The same one may come twice, and tools among the items may renew an earlier one."""
+    old, new = ({"name": "f", "description": text} for text in ("old", "new"))
+    as_chat = [{"type": "function", "function": tool} for tool in (old, new)]
+    as_items = [{"type": "function", **tool} for tool in (old, new)]
+    as_messages = [{**tool, "input_schema": {}} for tool in (old, new)]
+    in_space = {"type": "namespace", "name": "n", "tools": as_items}
+    chat, items = {"messages": MESSAGES}, {"input": "Hi"}
+    messages = {"model": "m", "max_tokens": 5, **chat}
+    for form, body, tools in (
+        (ChatRequest, chat, as_chat),
+        (ResponsesRequest, items, as_items),
+        (ResponsesRequest, items, [in_space]),
+    ):
+        error = refusal(form, {**body, "tools": tools})
+        assert (error.status_code, error.param) == (400, "tools")
+        assert error.message.endswith(f"of the name {'n.f' if tools == [in_space] else 'f'}")
+        same = tools[:1] * 2 if len(tools) > 1 else [{**in_space, "tools": as_items[:1] * 2}]
+        form.model_validate({**body, "tools": same})
+    with pytest.raises(ApiError, match="two different functions of the name f"):
+        MessagesRequest.model_validate({**messages, "tools": as_messages}).as_chat(lambda _: False)
+    added = [{"type": "additional_tools", "tools": [tool]} for tool in as_items]
+    user = {"role": "user", "content": "Hi"}
+    asked = ResponsesRequest.model_validate({"input": [*added, user], "tools": as_items[:1]})
+    [told] = asked.as_chat([]).tools
+    assert told.function.description == "new"

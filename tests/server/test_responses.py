@@ -303,3 +303,27 @@ def test_items_that_cannot_be_served_are_refused_by_name(client, item, param):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, [item])
     assert refused.value.param.startswith(param)
+
+
+REQUIRED = (
+    "id object created_at completed_at status incomplete_details model previous_response_id "
+    "instructions output error tools tool_choice truncation parallel_tool_calls text top_p "
+    "presence_penalty frequency_penalty top_logprobs temperature reasoning user usage "
+    "max_output_tokens max_tool_calls store background service_tier metadata safety_identifier "
+    "prompt_cache_key"
+)
+"""The fields that Open Responses requires, whose clients refuse a response without one."""
+
+
+def test_a_response_has_every_field_with_the_value_that_was_used(server):
+    said = {"user": "a", "safety_identifier": "b", "prompt_cache_key": "c", "max_tool_calls": 2}
+    asked = {"input": "And Spain?", "temperature": 0, **said}
+    status, _, response = server.request("/v1/responses", asked)
+    assert (status, set(REQUIRED.split()) - response.keys()) == (200, set())
+    assert {name: response[name] for name in said} == said
+    assert response["completed_at"] >= response["created_at"]
+    numbers = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs")
+    assert [response[name] for name in numbers] == [0, 1, 0, 0, 0]
+    assert (response["metadata"], response["service_tier"]) == ({}, "default")
+    _, _, cut = server.request("/v1/responses", {"input": "And Spain?", "max_output_tokens": 1})
+    assert (cut["status"], cut["completed_at"], cut["user"]) == ("incomplete", None, None)

@@ -64,7 +64,7 @@ class Service:
         self.texts = texts
         self.codec = texts.codec
         self.model_name = model_name
-        self._sampling = sampling
+        self.sampling_defaults = sampling
         self.embedding = embedding
         self.created = int(time.time())
         self._allow_priority = options.allow_priority
@@ -118,7 +118,7 @@ class Service:
             ApiError: 400, a field is out of range or the answer has no room in the context.
         """
         try:
-            params = body.sampling(self._sampling)
+            params = body.sampling(self.sampling_defaults)
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
         context = self.engine.ready.max_model_len

@@ -36,6 +36,7 @@ from twolane.server.openai.tools import (
     NamedChoice,
     ToolChoice,
     Tools,
+    ambiguous,
     chosen_names,
     enforced,
     offered,
@@ -350,6 +351,8 @@ class ChatRequest(GenerationBody, Rendering):
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise wrong("tool_choice", "needs tools")
         names = [tool.function.name for tool in self.tools or ()]
+        if twice := ambiguous(zip(names, self.tools or (), strict=True)):
+            raise wrong("tools", f"has two different functions of the name {twice}")
         if not set(chosen_names(self.tool_choice) or ()).issubset(names):
             raise wrong("tool_choice", f"is not one of the tools: {', '.join(names)[:200]}")
         return self

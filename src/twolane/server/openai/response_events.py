@@ -103,6 +103,7 @@ class ResponseAnswer:
         ended = status in ("completed", "incomplete")
         return {
             **self._head,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": why,

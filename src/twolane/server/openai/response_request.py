@@ -15,7 +15,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import AnswerTokens, CacheSalt, Priority, Stop
+from twolane.frontend.fields import AnswerTokens, CacheSalt, Priority, Stop, Whole
+from twolane.sampling import SamplingParams
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
 from twolane.server.openai.response_items import (
@@ -38,6 +39,7 @@ from twolane.server.openai.response_tools import (
     qualified,
 )
 from twolane.server.openai.structured import Schema
+from twolane.server.openai.tools import ambiguous
 
 SAME = (
     *("model", "temperature", "top_p", "top_k", "seed", "priority", "stream"),
@@ -45,6 +47,9 @@ SAME = (
     *("logit_bias", "stop", "cache_salt"),
 )
 """Fields that /v1/chat/completions has, too."""
+REPEATED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "max_tool_calls")
+"""Fields that have no effect but to be repeated in the response."""
+SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 RENAMED: Mapping[str, str] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -134,8 +139,7 @@ Included = Literal[
 class ResponsesRequest(SamplingFields):
     """The body of POST /v1/responses."""
 
-    inert = (INERT - {"metadata"}) | {"client_metadata", "max_tool_calls"}
-    """`max_tool_calls` is about tools that OpenAI runs."""
+    inert = INERT.difference(REPEATED) | {"client_metadata"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (),
         "background": (False,),
@@ -168,12 +172,19 @@ class ResponsesRequest(SamplingFields):
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    """It is repeated in the response."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: Whole | None = None
+    """It is about tools that OpenAI runs."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def choice_fits_tools(self) -> "ResponsesRequest":
-        """Refuse the choice of a tool that there is not."""
+    def tools_can_be_called(self) -> "ResponsesRequest":
+        """Refuse two tools of one name, and the choice of a tool that there is not."""
+        told = [one["function"] for tool in self.tools or () for one in tool.shown()]
+        if twice := ambiguous((one["name"], one) for one in told):
+            raise wrong("tools", f"has two different tools of the name {twice}")
         choice = self.tool_choice
         chosen = [choice] if isinstance(choice, NamedTool) else []
         if isinstance(choice, AllowedTools):
@@ -253,16 +264,20 @@ class ResponsesRequest(SamplingFields):
         except ValidationError as error:
             raise renamed(from_validation(error.errors())) from error
 
-    @property
-    def repeated(self) -> dict[str, Any]:
-        """The fields that the response repeats."""
+    def repeated(self, sampling: SamplingParams) -> dict[str, Any]:
+        """Return the fields that the response repeats: all that Open Responses requires.
+
+        Args:
+            sampling: with the values of fields that the request does not have.
+        """
         choice = self.tool_choice
         return {
+            **{name: getattr(self, name) for name in REPEATED},
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "max_output_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{name: getattr(sampling, name) for name in SAMPLED},
+            "top_logprobs": 0,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
             "tools": [tool.repeated for tool in self.tools or ()],
@@ -271,7 +286,8 @@ class ResponsesRequest(SamplingFields):
                 "effort": None if self.reasoning is None else self.reasoning.effort,
                 "summary": None,
             },
-            "metadata": self.metadata,
+            "metadata": self.metadata or {},
+            "service_tier": "default",
             "store": self.store is not False,
             "truncation": "disabled",
             "background": False,

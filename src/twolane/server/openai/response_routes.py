@@ -52,7 +52,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         answer = ResponseAnswer(
             model,
             tokens,
-            body.repeated,
+            body.repeated(chat.sampling(service.sampling_defaults)),
             reader,
             called_tools(body.all_tools),
             partial(keep, store, [*history, *body.turns] if body.store is not False else None),

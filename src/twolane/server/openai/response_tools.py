@@ -214,8 +214,12 @@ def qualified(namespace: str | None, name: str) -> str:
 def chat_tools(
     tools: Sequence[ResponseTool], choice: "ResponseToolChoice | None"
 ) -> tuple[list[Json], Any]:
-    """Return the tools and the choice as /v1/chat/completions has them."""
-    shown = [one for tool in tools for one in tool.shown()]
+    """Return the tools and the choice as /v1/chat/completions has them.
+
+    Of two tools of one name the last counts: those among the items may renew an earlier one.
+    """
+    named = {one["function"]["name"]: one for tool in tools for one in tool.shown()}
+    shown = [*named.values()]
     if isinstance(choice, NamedTool):
         name = qualified(choice.namespace, choice.name)
         return shown, {"type": "function", "function": {"name": name}}

@@ -1,6 +1,6 @@
 """The request fields of tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -80,6 +80,17 @@ ToolChoice = Annotated[
         '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
     ),
 ]
+
+
+def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:
+    """Return the name of two tools that differ: nobody could say which one is called; None: there
+    are none.
+
+    Args:
+        named: each tool behind its name. The same tool may come twice.
+    """
+    known: dict[str, object] = {}
+    return next((name for name, tool in named if known.setdefault(name, tool) != tool), None)
 
 
 def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
