@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 from twolane.common.garbage import gc_disabled
 from twolane.server.http.connection import (
     CONNECTION,
-    CROWD,
+    EXTRA_CONNECTIONS,
     GRACE_SECONDS,
     LOG_SECONDS,
     SMALL_CHUNKS,
@@ -280,10 +280,10 @@ class Link(asyncio.Transport):
         (0, 60.0, "free"),
         (1, GRACE_SECONDS, "none"),
         (1, GRACE_SECONDS + 0.1, "the idle one's"),
-        (CROWD, 0.0, "none"),
-        (CROWD + 1, 0.0, "the idle one's"),
-        (CROWD, None, "none"),
-        (CROWD + 1, None, "closed"),
+        (EXTRA_CONNECTIONS, 0.0, "none"),
+        (EXTRA_CONNECTIONS + 1, 0.0, "the idle one's"),
+        (EXTRA_CONNECTIONS, None, "none"),
+        (EXTRA_CONNECTIONS + 1, None, "closed"),
     ],
 )
 def test_a_connection_too_many_takes_the_place_of_one_that_waited_longest(excess, waited, place):

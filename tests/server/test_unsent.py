@@ -19,7 +19,7 @@ from twolane.server.http.connection import (
     connection_class,
     unacknowledged,
 )
-from twolane.server.http.unsent import FAULTS, LOG_SECONDS, LOOKS, UnsentOutput
+from twolane.server.http.unsent import CHECKS_PER_BOUND, FAULTS, LOG_SECONDS, UnsentOutput
 from twolane.server.respond import EventStream
 from twolane.server.run import LoopErrors
 
@@ -488,7 +488,7 @@ def test_the_end_of_an_answer_is_not_waited_for_without_end():
 
 
 def test_what_waits_is_added_up_after_a_part_of_what_may_wait():
-    output = UnsentOutput(100 * LOOKS)
+    output = UnsentOutput(100 * CHECKS_PER_BOUND)
     output.readers.add(Reader(1))
     Reader.asked, asked = 0, []
     for count in (99, 1, 99, 1):

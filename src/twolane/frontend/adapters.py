@@ -1,4 +1,4 @@
-"""The LoRA adapters that the engine has loaded, as the API process knows them."""
+"""LoRA adapters of the engine, as the API process knows them."""
 
 import asyncio
 import time
@@ -10,21 +10,21 @@ from twolane.engine.messages import AdapterNews, LoadAdapter, ToEngine, UnloadAd
 
 
 class AdapterRefused(ValueError):
-    """An adapter is not loaded or unloaded; the message says why."""
+    """An adapter cannot be loaded or unloaded; the message says why."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
-    """An adapter that requests can ask for."""
+    """A loaded adapter."""
 
     path: str
     created: int
-    """When it was loaded, in seconds since the epoch."""
+    """Time of loading, in seconds since the epoch."""
     digest: str
-    """Digest of its files in hexadecimal, by which its cached pages are known."""
+    """Hexadecimal digest of its files, which identifies its cached pages."""
 
 
 class Adapters:
-    """Keeps the names of adapters, and has the engine load and unload them.
+    """Keeps the names of loaded adapters, and has the engine load and unload adapters.
 
     Args:
         loaded: path by name, of those that the engine starts with.
@@ -40,10 +40,10 @@ class Adapters:
     ) -> None:
         now = int(time.time())
         self.loaded = {name: AdapterInfo(path, now, digests[name]) for name, path in loaded.items()}
-        """Those that new requests can ask for, by name."""
+        """Adapters for new requests, by name."""
         self._send = send
         self._changing: dict[str, tuple[str, asyncio.Future[None]]] = {}
-        """Path, and who waits, of those whose news have not come."""
+        """Path and waiting caller of adapters whose loading or unloading is not done, by name."""
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter from a directory.
@@ -55,7 +55,7 @@ class Adapters:
         await self._change(name, path, LoadAdapter(name, path))
 
     async def unload(self, name: str) -> None:
-        """Give an adapter to no new request, and wait until those that have it have ended.
+        """Withdraw an adapter from new requests, and wait until requests with it have ended.
 
         Raises:
             AdapterRefused: there is none of that name.
@@ -64,7 +64,7 @@ class Adapters:
         await self._change(name, "", UnloadAdapter(name))
 
     def take(self, news: Iterable[AdapterNews]) -> None:
-        """Note what came of what the engine was asked."""
+        """Record the results of loading and unloading."""
         for told in news:
             path, waiting = self._changing.pop(told.name)
             if told.loaded:
@@ -77,7 +77,7 @@ class Adapters:
                 waiting.set_exception(AdapterRefused(told.problem))
 
     def fail(self, error: Exception) -> None:
-        """End all waits: the engine is gone."""
+        """Fail all waiting callers: the engine is gone."""
         for _, waiting in self._changing.values():
             if not waiting.done():
                 waiting.set_exception(error)

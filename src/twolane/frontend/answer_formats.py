@@ -1,4 +1,4 @@
-"""The forms of a model's answers: thinking, tool calls, and what a grammar enforces."""
+"""Formats of a model's answers: thinking, tool calls, and constraints of grammars."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,48 +21,48 @@ from twolane.frontend.structured.tools import Tool, parameter_types
 
 
 class AnswerFormat(NamedTuple):
-    """The form of one request's answers."""
+    """The format of one request's answers."""
 
     grammar_job: GrammarJob | None = None
-    """What makes the grammar of the answers; None: they are free."""
+    """Job that compiles the grammar of the answers; None: free text."""
     grammar: str | None = None
-    """That grammar, when it is made."""
+    """Compiled grammar."""
     reader: Callable[[], AnswerReader] | None = None
-    """Makes what tells an answer's thinking and calls apart; None: all of it is text."""
+    """Makes a parser of an answer's thinking and calls; None: all of it is text."""
     shows_special: bool = False
-    """Whether special tokens are marks that the reader needs."""
+    """Whether the reader needs special tokens."""
     forced_call: bool = False
-    """Whether the request names the tool that is called."""
+    """Whether the request names the tool to call."""
     thinking: ThinkingMarks | None = None
-    """How the model thinks before these answers; None: it does not."""
+    """Marks of the thinking before the answer; None: there is none."""
 
 
 FREE_TEXT = AnswerFormat()
 
 
 class FormatOptions(NamedTuple):
-    """What a request asks of the form of its answers."""
+    """Options of a request that determine the format of its answers."""
 
     tools: Sequence[Tool] = ()
-    """The tools that the model may call."""
+    """Tools that the model may call."""
     enforced: Sequence[Tool] = ()
-    """The tools of which one must be called."""
+    """Tools one of which must be called."""
     named: bool = False
     """Whether the request names the one tool to call."""
     several: bool = True
     """Whether more than one call may be made."""
     constraint: tuple[str, OutputConstraint] | None = None
-    """The field that asks for a grammar, and what it is of."""
+    """Field that asks for a constraint, and the constraint."""
 
 
 def grammar_alone(options: FormatOptions) -> AnswerFormat:
-    """Return the form of an answer to a plain prompt, which only a grammar can hold."""
+    """Return the format of an answer to a plain prompt, which only a grammar constrains."""
     assert options.constraint is not None
     return AnswerFormat(GrammarJob(*options.constraint))
 
 
 class ModelFormats:
-    """The forms that the served model knows.
+    """The formats that the served model can write.
 
     Args:
         template: the model's chat template; None: it has none.
@@ -80,13 +80,13 @@ class ModelFormats:
         hides: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.calls = format_of(template) if tool_parser is None else tool_parser
-        """How the model writes calls, a name of `FORMATS`; None: it is told of no tools."""
+        """Format of the model's calls, a name of `FORMATS`; None: its template shows no tools."""
         self.thinking = thinking_of(template) if reasons else None
-        """How the model thinks before it answers; None: it does not."""
+        """Marks of the model's thinking; None: it does not think."""
         self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
 
     def of(self, options: FormatOptions, prompt: str, continued: str | None = None) -> AnswerFormat:
-        """Return the form of the answers to a conversation.
+        """Return the format of the answers to a conversation.
 
         Args:
             options: of the request.

@@ -1,4 +1,4 @@
-"""What has come for a request and nobody has taken yet."""
+"""Events of a request that have not been read yet."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ def ignore_growth(_: int) -> None:
 
 
 class Backlog(Generic[T]):
-    """The deltas and other events of a request, in order, that wait to be taken.
+    """A queue of the deltas and other events of a request.
 
     Deltas that wait behind others are encoded: a reader that falls behind holds a fraction of the
     memory that their objects would take, and how much it holds is known.
@@ -25,14 +25,14 @@ class Backlog(Generic[T]):
 
     def __init__(self) -> None:
         self.held = 0
-        """Bytes of the encoded deltas."""
+        """Bytes of the encoded deltas in the queue."""
         self.on_growth: Callable[[int], None] = ignore_growth
-        """Is told how many bytes a delta has added to `held`."""
+        """Called with the bytes that a delta adds to `held`."""
         self._events: asyncio.Queue[bytes | Delta | T] = asyncio.Queue()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether the queue is empty."""
         return self._events.empty()
 
     def put(self, event: Delta | T) -> None:

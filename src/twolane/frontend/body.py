@@ -1,4 +1,4 @@
-"""Objects that come from outside: each field is honoured, known to say nothing, or refused by name.
+"""Validated input objects: each field is honoured, accepted without effect, or refused by name.
 
 The HTTP endpoints and `LLM` read their fields with the same classes, so that both serve and refuse
 the same ones with the same words.
@@ -21,18 +21,18 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
-"""Takes the names of unknown fields, which change nothing then; None: they are refused."""
+"""Collects names of ignored unknown fields; None: they are refused."""
 T = TypeVar("T", bound="Body")
 Location = tuple[str | int, ...]
-"""Where a value is in an object: names of fields, and places in lists."""
+"""Path to a value in an object: field names and list indices."""
 MOST_REPEATED = 200
-"""An error repeats at most this many characters of a client's own text."""
+"""Most characters of a client's text that an error repeats."""
 NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
-"""Pydantic reports one of these types when something else stands where an object should."""
+"""Pydantic's error types for a value that is not an object."""
 
 
 def one_message(text: str) -> WrapValidator:
-    """Say `text` when a value fits none of a union's members, instead of one error for each."""
+    """Return a validator that replaces the errors of all members of a union by one message."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -44,7 +44,7 @@ def one_message(text: str) -> WrapValidator:
 
 
 def wrong(param: str, problem: str, kind: LiteralString = "invalid_value") -> PydanticCustomError:
-    """Return an error that names the field at fault, which is one of the object's."""
+    """Return a validation error for a field of the object."""
     return PydanticCustomError(kind, "{param} {problem}", {"param": param, "problem": problem})
 
 
@@ -53,23 +53,23 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are refused, each with the values that change nothing and are accepted."""
+    """Refused fields, each with the neutral values that are accepted."""
     why_unsupported: ClassVar[Mapping[str, str]] = {}
-    """Why a field of `unsupported` is refused, where there is more to say than that it is."""
+    """Messages for fields of `unsupported` that need more than "is not supported"."""
     inert: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted with any value and change nothing."""
-    null_says_nothing: ClassVar[bool] = False
+    """Fields that are accepted with any value and have no effect."""
+    null_is_unset: ClassVar[bool] = False
     """Whether unknown fields are accepted as long as they are null."""
 
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, body: Any) -> Any:
-        """Drop fields that say nothing; refuse the first that is unknown or not served."""
+        """Drop fields without effect; refuse the first that is unknown or not supported."""
         if not isinstance(body, dict):
             return body
         fields = field_names(cls)
         for name, value in body.items():
-            if name in fields or name in cls.inert or (cls.null_says_nothing and value is None):
+            if name in fields or name in cls.inert or (cls.null_is_unset and value is None):
                 continue
             if name not in cls.unsupported and (ignored := IGNORED.get()) is not None:
                 ignored.append(shortened(str(name)))
@@ -86,12 +86,12 @@ class Body(BaseModel):
 
 @cache
 def field_names(form: type[Body]) -> frozenset[str]:
-    """Return the names of a form's fields as senders write them."""
+    """Return the field names of a model as senders write them."""
     return frozenset(field.alias or name for name, field in form.model_fields.items())
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether an unsupported field holds a value that changes nothing (1 is not True here)."""
+    """Return whether an unsupported field has a neutral value (1 is not True here)."""
     return value is None or any(
         value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
         for allowed in neutral
@@ -99,18 +99,18 @@ def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
 
 
 class Finding(NamedTuple):
-    """The first thing that is wrong with an object."""
+    """The first error in an object."""
 
     kind: str
     """Pydantic's type of the error, or the one given to `wrong`."""
     param: str | None
-    """The field at fault as the sender finds it; None: the object itself."""
+    """Path of the field at fault as the sender wrote it; None: the object itself."""
     message: str
     """One sentence that names the field."""
 
 
 def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
-    """Turn pydantic's errors into the first of them, told with the field's place.
+    """Convert the first of pydantic's errors to a message that names the field's path.
 
     Args:
         errors: of `ValidationError.errors()`.
@@ -135,7 +135,7 @@ def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
 
 
 def field_name(location: Location) -> str | None:
-    """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role.
+    """Return pydantic's location as a path: ("body", "messages", 0, "role") → messages[0].role.
 
     None: it is the body itself. Names are those of the client, and shortened.
     """
@@ -149,12 +149,12 @@ def field_name(location: Location) -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Cut what a client sent to what an error repeats."""
+    """Return a client's text cut to the length that an error repeats."""
     return text if len(text) <= MOST_REPEATED else text[:MOST_REPEATED] + "…"
 
 
 def read(form: type[T], fields: Mapping[str, Any]) -> T:
-    """Read fields that a program gives.
+    """Validate fields that a Python caller gives.
 
     Raises:
         ValueError: one of them is refused; the message names it.

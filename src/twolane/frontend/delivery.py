@@ -1,4 +1,4 @@
-"""Delivers each token when the engine's pacer wants it (`engine.pacing`).
+"""Delivers each token at the time that the engine's pacer sets (`engine.pacing`).
 
 A step's end is found, sent and read within 0.3 ms or within 2 ms, because other threads and
 requests are in the way: delivered at once, tokens that were made 8 ms apart come 7 to 10 ms apart.
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable
 from twolane.engine.messages import Output
 
 TIMER_SECONDS = 0.001
-"""The event loop's timers are this coarse, in seconds: the rest of a wait is spent polling."""
+"""Resolution of the event loop's timers in seconds; the rest of a wait is spent polling."""
 QUIET_SECONDS = 0.0015
-"""A new HTTP request keeps the event loop busy for at most this many seconds."""
+"""Most seconds for which a new HTTP request occupies the event loop."""
 PATIENCE_SECONDS = 0.005
-"""A new HTTP request waits for at most this many seconds until it delays no token."""
+"""Most seconds that a new HTTP request waits for a gap in deliveries."""
 
 
 class DeliveryQueue:
-    """Holds outputs until they are due, and delivers those of the same time in order of arrival.
+    """Holds outputs until they are due; outputs due at the same time keep their order.
 
     Args:
         deliver: takes an output whose time has come. An exception of it keeps nobody else waiting.
@@ -31,12 +31,12 @@ class DeliveryQueue:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, Output]] = []
-        """A heap of outputs, by the time when they are due and by their order of arrival."""
+        """Heap of outputs by due time and order of arrival."""
         self._order = itertools.count()
         self._next: asyncio.Handle | None = None
 
     def add(self, outputs: Iterable[Output]) -> None:
-        """Take new outputs, and deliver everything that is due."""
+        """Add outputs, and deliver all that are due."""
         now = self._loop.time()
         for output in outputs:
             due = now if output.due is None else output.due
@@ -53,7 +53,7 @@ class DeliveryQueue:
             await asyncio.sleep(min(due, latest) - self._loop.time())
 
     def flush(self) -> None:
-        """Deliver everything now."""
+        """Deliver all outputs now."""
         self._go_on(math.inf)
 
     def _go_on(self, until: float | None = None) -> None:

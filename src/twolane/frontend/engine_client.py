@@ -1,4 +1,4 @@
-"""The API process's end of the engine process: starts it, talks to it, notices when it dies."""
+"""Client of the engine process: starts it, exchanges messages, notices when it dies."""
 
 import asyncio
 import contextlib
@@ -46,13 +46,13 @@ from twolane.frontend.socket_folders import SocketFolder, remove_dead_folders
 log = logging.getLogger("twolane.engine")
 
 SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
-"""Environment variables that are none of the engine's business."""
+"""Environment variables that are not passed to the engine."""
 LAST_WORDS_SECONDS = 0.2
-"""How long a message of an engine that has exited may still be under way."""
+"""Seconds within which a message of an exited engine may still arrive."""
 CLOSE_SECONDS = 10.0
-"""How long an engine may take to exit (it may be writing a trace) before it is killed."""
+"""Seconds that an engine may take to exit (it may be writing a trace) before it is killed."""
 KILL_SECONDS = 5.0
-"""Seconds that a killed engine may take to be gone: a device may keep it."""
+"""Seconds that a killed engine may take to end: a device may delay it."""
 
 
 class EngineError(Exception):
@@ -70,14 +70,14 @@ Sink = Callable[[Event], None]
 
 
 def start_error(fatal: Fatal) -> Exception:
-    """Return the error with which an engine did not start; it names the setting at fault."""
+    """Return the error of a failed start; it names the setting at fault."""
     if fatal.field is None:
         return EngineError(fatal.message)
     return FieldError(fatal.field, fatal.message.removeprefix(f"{fatal.field} "))
 
 
 def ignore_progress(_: Progress) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 class EngineClient:
@@ -93,10 +93,10 @@ class EngineClient:
     """
 
     arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
-    """What Python is called with."""
+    """Arguments of the Python interpreter."""
     ready: Ready
     prefixes: PrefixBook
-    """Landmarks of the engine's prefix tree; there from `ready` on."""
+    """Landmarks of the engine's prefix tree; set with `ready`."""
     process: asyncio.subprocess.Process
 
     def __init__(
@@ -110,12 +110,12 @@ class EngineClient:
         self.adapters = Adapters({}, {}, self._send)
         """The engine's LoRA adapters."""
         self.liveness = Liveness(hang_seconds)
-        """Whether the engine goes on, once it is ready."""
+        """Liveness of the engine, once it is ready."""
         self._watchdog = watchdog
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self.watchers: list[Callable[[list[Launched]], None]] = []
-        """Are told of launches, while `watch` says so."""
+        """Called with launches during the time that `watch` sets."""
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
         self._started: asyncio.Future[Ready] = self._loop.create_future()
@@ -123,9 +123,9 @@ class EngineClient:
         self._delivery = DeliveryQueue(self._deliver)
         self._closing = False
         self._heard = 0
-        """Messages of the engine."""
+        """Number of messages received from the engine."""
         self._last_words: str | None = None
-        """Why it will have ended, by itself."""
+        """Reason of the engine's end as it reported it."""
         self._watching: asyncio.Task[None] | None = None
         self._pinging: asyncio.Task[None] | None = None
         remove_dead_folders()
@@ -200,18 +200,19 @@ class EngineClient:
         self._send(Vocabulary(tokenizer))
 
     def finish(self, id: str, tokens: int) -> None:
-        """Say that an answer is complete with its first `tokens` tokens; its ending follows."""
+        """Tell the engine that an answer is complete with its first `tokens` tokens; its ending
+        follows."""
         with contextlib.suppress(EngineError):  # the watch on the process reports it
             self._send(Finish(id=id, tokens=tokens))
 
     def abort(self, id: str) -> None:
-        """Give a request up; nothing happens if it has ended."""
+        """Abort a request, unless it has ended."""
         if self._sinks.pop(id, None) is not None and self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Abort(id=id))
 
     def watch(self, seconds: float) -> None:
-        """Have the engine tell `watchers` of launches for `seconds` from now on."""
+        """Have the engine report launches to `watchers` for `seconds` from now."""
         if self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Watch(seconds))
@@ -280,8 +281,8 @@ class EngineClient:
         self._watching = asyncio.create_task(self._watch())
 
     def _read(self) -> None:
-        """Take a message, at once: a task that waited for it would have its turn only after all
-        else that is ready, tokens with it. If there are more, they have no more than their turn.
+        """Read one message directly: a task that waited for it would run only after everything else
+        that is ready. Further messages are read in the next turn.
 
         Of these the socket's descriptor, told by its edges, does not tell again.
         """
@@ -308,7 +309,7 @@ class EngineClient:
                     self._started.set_exception(start_error(message))
 
     async def _watch(self) -> None:
-        """Wait until the engine has exited and all that it said is read."""
+        """Wait until the engine has exited and all its messages are read."""
         await self.process.wait()
         before = -1
         while before != self._heard:
@@ -324,8 +325,7 @@ class EngineClient:
         self._fail(self._last_words or "the engine was closed")
 
     async def _ping(self) -> None:
-        """Ask for signs of life; tell the log of an engine that has a problem, and kill it if it is
-        hung and that is wanted."""
+        """Ping the engine; log its problems, and kill it if it hangs and the watchdog is on."""
         told = False
         while self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
@@ -343,12 +343,12 @@ class EngineClient:
             await asyncio.sleep(PING_SECONDS)
 
     def _kill(self) -> None:
-        """Kill the engine and its other ranks, which are in its group."""
+        """Kill the engine and its other ranks, which are in its process group."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _fail(self, reason: str) -> None:
-        """End what is open, once; the process may take longer to be gone."""
+        """End all open requests, once; the process may exist for longer."""
         if self.failure is None:
             self.failure = reason
             self.end_all(reason)
@@ -388,8 +388,8 @@ class EngineClient:
 
 
 def has_folder() -> bool:
-    """Whether this process's working folder is there: libraries of PyTorch are not found from one
-    that was deleted."""
+    """Return whether this process's working folder exists: PyTorch's libraries are not found from a
+    deleted one."""
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The request fields that `LLM` and the HTTP endpoints share: prompts, rendering, text."""
+"""Request fields that `LLM` and the HTTP endpoints share: prompts, rendering, text."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
@@ -33,7 +33,7 @@ def _leaves_tokens(count: int) -> int:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-"""An integer, which JSON may write as 8.0: its numbers have one type."""
+"""An integer, which JSON may also write as 8.0."""
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 TopK = Annotated[Whole, Field(ge=-1, le=INT32_MAX)]
@@ -42,14 +42,14 @@ Priority = Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Truncation = Annotated[
     Whole, AfterValidator(_leaves_tokens), Field(json_schema_extra={"not": {"const": 0}})
 ]
-"""How many of a prompt's last tokens are kept; -1: as many as leave room for the answer."""
+"""Number of last tokens of a prompt to keep; -1: as many as leave room for the answer."""
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""All lists fail fast: only the first error is told, and millions could be sent."""
+"""Lists fail fast: only the first error is reported, and millions could be sent."""
 MOST_CHOICES = 128
-"""A prompt may be answered at most this many times, as in OpenAI's API."""
+"""Most answers to a prompt, as in OpenAI's API."""
 LONGEST_SALT = 1024
-"""Characters of a `cache_salt`."""
+"""Most characters of a `cache_salt`."""
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)]
 Stop = Annotated[
@@ -72,7 +72,7 @@ _PROMPTS = TypeAdapter(Prompts)
 
 
 class Rendering(Body):
-    """How the chat template renders a conversation."""
+    """Options of rendering a conversation."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -80,7 +80,7 @@ class Rendering(Body):
 
     @property
     def rendering(self) -> dict[str, Any]:
-        """The arguments of `TextCodec.chat`."""
+        """The fields as arguments of `TextCodec.chat`."""
         continued = bool(self.continue_final_message)
         prompted = self.add_generation_prompt
         return {
@@ -91,14 +91,14 @@ class Rendering(Body):
 
     @model_validator(mode="after")
     def one_ending(self) -> "Rendering":
-        """Refuse a conversation that would end in two ways."""
+        """Refuse both kinds of a conversation's ending at once."""
         if self.continue_final_message and self.add_generation_prompt:
             raise wrong("continue_final_message", "cannot be combined with add_generation_prompt")
         return self
 
 
 class TextFields(Body):
-    """How a prompt becomes tokens and its answers text, and who shares its prefix."""
+    """Options of tokenising a prompt and of its answers' text, and the cache salt."""
 
     n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stop | None = None
@@ -110,7 +110,7 @@ class TextFields(Body):
 
     @property
     def choices(self) -> int:
-        """How many answers to give to each prompt."""
+        """Number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -129,7 +129,7 @@ class TextFields(Body):
 
 
 def kept_tokens(truncation: int, context: int, answer: int | None) -> int:
-    """Return how many of a prompt's last tokens a value of `truncate_prompt_tokens` keeps.
+    """Return the number of last tokens that `truncate_prompt_tokens` keeps.
 
     Args:
         truncation: the value.
@@ -140,7 +140,7 @@ def kept_tokens(truncation: int, context: int, answer: int | None) -> int:
 
 
 def read_messages(messages: object, name: str) -> list[Turn]:
-    """Read one conversation that a program gives, for `TextCodec.chat`.
+    """Validate a conversation that a Python caller gives, for `TextCodec.chat`.
 
     Raises:
         ValueError: a message is refused; the text names its field, below `name`.
@@ -153,7 +153,7 @@ def read_messages(messages: object, name: str) -> list[Turn]:
 
 
 def read_prompts(prompts: object) -> list[str | list[int]]:
-    """Read the prompts that a program gives.
+    """Validate prompts that a Python caller gives.
 
     Raises:
         ValueError: they are no prompts.
@@ -166,7 +166,7 @@ def read_prompts(prompts: object) -> list[str | list[int]]:
 
 
 def read_prompt(prompt: object) -> str | list[int]:
-    """Read the one prompt that a program gives.
+    """Validate a prompt that a Python caller gives.
 
     Raises:
         ValueError: it is no prompt, or several.
@@ -175,14 +175,15 @@ def read_prompt(prompt: object) -> str | list[int]:
 
 
 def as_list(given: object) -> object:
-    """Return a tuple as a list and a mapping as a dict, which alone are read; all else as it is."""
+    """Return a tuple as a list and a mapping as a dict, the only types that pydantic accepts
+    here."""
     if isinstance(given, tuple):
         return [*given]
     return dict(given) if isinstance(given, Mapping) else given
 
 
 def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """Return prompts as a list of them, whether one was given or several."""
+    """Return one or more prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     if prompts and isinstance(prompts[0], int):  # so are all

@@ -1,4 +1,4 @@
-"""The life of a request on the API process's side: from tokens to the engine, and back to text."""
+"""Life of a request in the API process: to the engine as tokens, and back to text."""
 
 import time
 import uuid
@@ -17,33 +17,33 @@ from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
 SEEDS = 2**64
-"""Number of different seeds, which are signed numbers of 64 bits."""
+"""Number of different seeds, which are signed 64-bit integers."""
 
 
 Taker = Callable[[Delta], bool]
-"""Takes a delta, or says that it does not."""
+"""Consumes a delta, or returns False."""
 
 
 class GenerationOptions(NamedTuple):
-    """What all answers of a request share beside sampling parameters."""
+    """Options that all answers of a request share, besides sampling parameters."""
 
     n: int = 1
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     text: TextOptions = TextOptions()
     priority: int = 0
     """Requests of a lower number are served first."""
     cache_salt: str | None = None
-    """Prefixes are reused from requests of the same salt alone."""
+    """Salt of the prefix cache: prefixes are shared only by requests with the same one."""
     slo: Slo = Slo()
-    """Its own latency bounds; the server's where it has none."""
+    """The request's latency bounds, completed by the server's."""
     lora: str | None = None
-    """Name of the adapter that answers; None: the model itself."""
+    """Name of the adapter; None: the model itself."""
     asks_for_grammar: str = GRAMMAR
-    """Name of the client's field that asks for a grammar."""
+    """Name of the client's field for the grammar."""
 
 
 class GenerationFailed(Exception):
-    """The request ended without a full answer; the message says why."""
+    """The request ended without a complete answer; the message says why."""
 
 
 class GenerationRefused(ValueError):
@@ -64,20 +64,20 @@ class GenerationRefused(ValueError):
 
 
 class Observer(Protocol):
-    """Is told of every event of a generation; each answer has one ending."""
+    """Observes every event of a generation; each answer has one ending."""
 
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
-        """New tokens arrived that are part of the answer; with the first, how many prompt tokens
-        the prefix cache had."""
+        """Handle new tokens of the answer; `cached` is the number of cached prompt tokens, with the
+        first ones."""
         ...
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
-        """The answer's last event arrived; None: it was given up."""
+        """Handle the answer's last event; None: it was abandoned."""
         ...
 
 
 class Unobserved:
-    """Is told and does nothing."""
+    """An observer that does nothing."""
 
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """Do nothing."""
@@ -90,7 +90,7 @@ UNOBSERVED = Unobserved()
 
 
 class Generation:
-    """One or more prompts of one request, each answered once or `n` times, side by side.
+    """The answers to one or more prompts of one request, `n` for each, computed concurrently.
 
     Iterate over the deltas of all answers; leave the context to give up what has not ended. The
     answers to the first prompt come first: answer j of prompt i has the index i * n + j.
@@ -123,10 +123,10 @@ class Generation:
         self._observer = observer
         self._asks_for_grammar = options.asks_for_grammar
         self.backlog: Backlog[Event | Exception | None] = Backlog()
-        """What has come and was not iterated over yet."""
+        """Events that have not been iterated over yet."""
         self._taker: Taker | None = None
         self._awaited = False
-        """Somebody iterates, and has had all that was in the queue."""
+        """Whether an iterator waits and the backlog is empty."""
         self._readers: list[OutputReader] = []
         skips = options.text.skip_special_tokens
         self._hidden = codec.hidden_in(options.text.stop) if skips else {}
@@ -168,13 +168,12 @@ class Generation:
         self.close()
 
     def offer(self, taker: Taker) -> None:
-        """From now on offer `taker` each delta that comes while the next one is awaited, at once,
-        but for those with which answers end. Who iterates gets what it does not take, and the rest.
-        """
+        """Offer later deltas directly to `taker` while the iterator waits, except the last of each
+        answer; the iterator gets the deltas that it does not take, and the rest."""
         self._taker = taker
 
     def close(self, reason: Event | None = None) -> None:
-        """Give up the answers that have not ended; None: because nobody waits for them."""
+        """Abort the answers that have not ended, with `reason`; None: their client left."""
         for index, id in list(self._open.items()):
             self._engine.abort(id)
             self._end(index, reason, time.monotonic())
@@ -188,7 +187,7 @@ class Generation:
         params: SamplingParams,
         options: GenerationOptions,
     ) -> None:
-        """Send an answer to the engine, which is at this place among those to its prompt."""
+        """Send an answer to the engine; `place` is its index among those to its prompt."""
         ready = self._engine.ready
         eos = ready.eos_token_ids
         # Those that only the tokenizer's files declare; the engine does not read them.
@@ -209,7 +208,8 @@ class Generation:
         self._engine.submit(submit, partial(self._receive, index))
 
     def _receive(self, index: int, event: Event) -> None:
-        """Take an event of the engine, at once: what is counted is what the client gets."""
+        """Handle an event of the engine when it arrives: what is counted is what the client
+        gets."""
         reader, now = self._readers[index], time.monotonic()
         told: Delta | Event | None = event
         if reader.stopped:
@@ -228,7 +228,7 @@ class Generation:
             self._put(told)
 
     def _by_name(self, refused: Refused) -> Refused:
-        """A refusal with the name that the client has for the field at fault."""
+        """Return a refusal with the client's name of the field at fault."""
         if refused.field != GRAMMAR:
             return refused
         message = self._asks_for_grammar + refused.message.removeprefix(GRAMMAR)
@@ -261,7 +261,7 @@ class Generation:
 
 
 def ended_by(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
-    """Return the parameters with further end tokens, unless the request ignores those."""
+    """Return the parameters with additional end tokens, unless the request ignores those."""
     if not tokens or params.ignore_eos:
         return params
     stops = dict.fromkeys((*params.stop_token_ids, *tokens))

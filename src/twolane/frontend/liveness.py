@@ -1,4 +1,4 @@
-"""Whether an engine goes on: judged from its answers to pings."""
+"""Liveness of an engine, judged by its answers to pings."""
 
 import math
 import time
@@ -9,17 +9,17 @@ from twolane.engine.messages import LaneWait
 PING_SECONDS = 1.0
 """Seconds between two pings."""
 HANG_SECONDS = 10.0
-"""Seconds without a turn of the loop or a finished launch after which an engine counts as hung,
-unless somebody says otherwise."""
+"""Default seconds without a turn of the loop or a finished launch after which an engine counts as
+hung."""
 PREDICTIONS = 5.0
-"""A launch that takes longer than this multiple of its prediction, and longer than the bound in
-seconds, counts as hung."""
+"""A launch counts as hung after this multiple of its predicted seconds, and not before the
+bound."""
 UNPREDICTED = 6.0
-"""A launch without a prediction counts as hung after this multiple of the bound in seconds."""
+"""A launch without a prediction counts as hung after this multiple of the bound."""
 
 
 class Liveness:
-    """The signs of life of one engine.
+    """The liveness of one engine.
 
     Args:
         bound: seconds without any sign after which the engine counts as hung.
@@ -33,15 +33,15 @@ class Liveness:
         self._clock = clock
         self._asked_at = clock()
         self._awake_since = -math.inf
-        """When this process last went on after it had stood still."""
+        """Time at which this process last resumed after standing still."""
         self._unanswered_since: float | None = None
-        """When the first ping was sent since the engine last spoke; None: it has spoken since."""
+        """Time of the first unanswered ping; None: the engine has answered."""
         self._waits: Sequence[LaneWait] = ()
         self.silences: Sequence[float] = ()
-        """Seconds since ranks 1 and up gave a sign of life, when the engine last told."""
+        """Seconds since ranks 1 and up last reported, at the engine's latest answer."""
 
     def asked(self) -> None:
-        """Note that a ping is sent, which should be every `PING_SECONDS`.
+        """Record that a ping is sent; called every `PING_SECONDS`.
 
         If this process stood still meanwhile, the engine's answers may be unread, and the engine
         may have stood still, too (Ctrl-Z, a paused container): all counts from now on.
@@ -54,8 +54,8 @@ class Liveness:
         self._asked_at = now
 
     def heard(self, waits: Sequence[LaneWait] | None, silences: Sequence[float] = ()) -> None:
-        """Note that the engine's loop has made a turn; `waits` is its answer to a ping, if any,
-        and `silences` are those of the other ranks."""
+        """Record a turn of the engine's loop; `waits` is its answer to a ping, if any, and
+        `silences` are those of the other ranks."""
         self._unanswered_since = None
         if waits is not None:
             self._waits, self.silences = waits, silences
@@ -67,18 +67,19 @@ class Liveness:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds for which the slowest lane had finished no launch when the engine last spoke."""
+        """Seconds for which the slowest lane had finished no launch, at the engine's latest
+        answer."""
         return max([wait.seconds for wait in self._waits], default=0.0)
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be served now: the engine is hung, or one of its ranks is silent while
-        there is no work, which starved ranks are, too; None if all go on."""
+        """Reason why nothing can be served: the engine is hung, or an idle rank is silent; None:
+        there is none."""
         return self.hung or self._silent_rank
 
     @property
     def hung(self) -> str | None:
-        """Why the engine counts as hung; None if it does not."""
+        """Reason why the engine counts as hung; None: it does not."""
         if self.silence > self._bound:
             return f"the engine has made no turn for {self.silence:.0f} s"
         awake = self._clock() - self._awake_since

@@ -1,4 +1,4 @@
-"""The messages of a conversation, as OpenAI's API has them, read for the chat template.
+"""Messages of a conversation in OpenAI's API, validated for the chat template.
 
 What an answer's message contains may be sent back in the history: its tool calls, its reasoning,
 and the fields that are null.
@@ -20,12 +20,12 @@ from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.text.template_form import thinking_part
 
 Turn = dict[str, Any]
-"""A message in one form for all templates: `content` is text, a list of texts and of parts that are
-thinking, or None."""
+"""A message in a common format for all templates: `content` is text, a list of texts and of parts
+that are thinking, or None."""
 
 
 class Part(Body):
-    """A piece of a message: text, the text of a refusal, or thinking (Mistral's models)."""
+    """A part of a message: text, a refusal, or thinking (Mistral's models)."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "image_url": (),
@@ -38,17 +38,17 @@ class Part(Body):
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = frozenset({"cache_control", "annotations", "logprobs", "closed"})
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["text", "refusal", "input_text", "output_text", "thinking"]
-    """Two are names of text in the Responses API, from which histories come."""
+    """Type of the part; `input_text` and `output_text` are those of text in the Responses API."""
     text: str | None = None
     refusal: str | None = None
     thinking: str | None = None
 
     @model_validator(mode="after")
     def has_its_text(self) -> "Part":
-        """Refuse a part without the field that its type names."""
+        """Require the field that the part's type names."""
         named = self.type if self.type in ("refusal", "thinking") else "text"
         if getattr(self, named) is None:
             raise wrong(named, "is required")
@@ -56,7 +56,7 @@ class Part(Body):
 
     @property
     def shown(self) -> str | dict[str, str]:
-        """What the part says, or the part if it is thinking."""
+        """Text of the part, or the part itself if it is thinking."""
         if self.type == "thinking":
             return thinking_part(self.thinking or "")
         return self.text if self.text is not None else self.refusal or ""
@@ -67,7 +67,7 @@ _PARTS = TypeAdapter(Parts)
 
 
 def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Read a list as parts, so that an error names the part's field; all else as text."""
+    """Validate a list as parts, so that errors name the part's field, and anything else as text."""
     if isinstance(value, list):
         return _PARTS.validate_python(value)
     if value is None or isinstance(value, str):
@@ -80,29 +80,29 @@ Arguments = Annotated[str | dict[str, Any], one_message("must be a JSON object o
 
 
 class FunctionCall(Body):
-    """The function that a tool call names, and its arguments."""
+    """The function and arguments of a tool call."""
 
     inert = frozenset({"parsed_arguments", "provider_specific_fields"})
-    """OpenAI's client adds it to answers."""
-    null_says_nothing = True
+    """Fields that OpenAI's client adds to answers."""
+    null_is_unset = True
 
     name: str
     arguments: Arguments | None = None
 
 
 class MessageToolCall(Body):
-    """A call of a tool that the assistant made."""
+    """A tool call of the assistant."""
 
     inert = frozenset({"index", "cache_control", "provider_specific_fields", "extra_content"})
-    """What clients and their proxies write into a history."""
-    null_says_nothing = True
+    """Fields that clients and their proxies add to a history."""
+    null_is_unset = True
 
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as they are; a template may want them otherwise."""
+        """Return the call with its arguments as given; templates convert them."""
         call: dict[str, Any] = {"type": "function"}
         if self.id is not None:
             call["id"] = self.id
@@ -124,8 +124,8 @@ class Message(Body):
             *("provider_specific_fields", "extra_content", "reasoning_details", "thinking_blocks"),
         }
     )
-    """What clients and their proxies write into a history; the last two repeat the reasoning."""
-    null_says_nothing = True
+    """Fields that clients and their proxies add to a history; the last two repeat the reasoning."""
+    null_is_unset = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Parts | None, WrapValidator(_content)] = None
@@ -138,7 +138,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def fields_fit_the_role(self) -> "Message":
-        """Refuse a message that says nothing, and what only other roles say."""
+        """Refuse an empty message, and fields of other roles."""
         if self.role != "assistant":
             if self.content is None and self.role != "tool":  # a tool may return nothing
                 raise wrong("content", "is required")
@@ -153,7 +153,7 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """What the message says; its parts are joined by new lines."""
+        """Text of the message, its parts joined by newlines."""
         content = self._content()
         if isinstance(content, str):
             return content
@@ -161,7 +161,7 @@ class Message(Body):
 
     @property
     def thoughts(self) -> str:
-        """The thinking among the parts of the content."""
+        """Thinking parts of the content, joined by newlines."""
         parts = self.content if isinstance(self.content, list) else ()
         return "\n".join(part.thinking for part in parts if part.thinking)
 

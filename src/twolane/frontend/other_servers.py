@@ -1,4 +1,4 @@
-"""Options and settings of other servers that users try here, and what to use instead."""
+"""Options and settings of other servers, and what to use instead."""
 
 import re
 from collections.abc import Collection
@@ -124,12 +124,12 @@ _ROWS = (
 )
 
 UNSERVED = {option: hint for options, hint in _ROWS for option in options.split()}
-"""What to use instead of each option of vLLM, SGLang, TGI and llama.cpp that has another name or no
+"""Replacements of the options of vLLM, SGLang, TGI and llama.cpp that have another name or no
 counterpart here."""
 
 
 def unserved(error: Any) -> str | None:
-    """Return what to use instead of the option that the parser does not know, if it is listed."""
+    """Return what to use instead of an option unknown to the parser; None: it is not listed."""
     option = str(getattr(error, "option_name", "")).replace("_", "-")
     hint = UNSERVED.get(option)
     return None if hint is None else f"{option} is not an option here: {hint}"
@@ -150,11 +150,11 @@ _SETTINGS = {
     "max_logprobs": "SamplingParams may ask for 20",
     "skip_tokenizer_init": "prompts may be token ids without it",
 }
-"""What to use instead of settings of which a command's hint would tell nothing."""
+"""Replacements of settings for which the option's hint would not help."""
 
 
 def check_settings(given: Collection[str], known: Collection[str]) -> None:
-    """Refuse settings of an `LLM` that there are not.
+    """Refuse settings that `LLM` does not have.
 
     Args:
         given: their names.

@@ -1,4 +1,4 @@
-"""How a checkpoint makes one vector of a text, in the form of `sentence-transformers`."""
+"""Embeddings of a checkpoint in the format of `sentence-transformers`."""
 
 from pathlib import Path, PurePosixPath
 
@@ -10,11 +10,10 @@ from twolane.common.checked_json import converted, read_json
 
 MODULES = "modules.json"
 KINDS = ("Transformer", "Pooling", "Normalize")
-"""Modules that are carried out, in this order; the last may be missing, for all vectors have the
-length 1."""
+"""Supported modules, in this order; the last may be missing, since all vectors are normalised."""
 
 TINY = 1e-12
-"""A hidden state shorter than this is divided by it, as `torch.nn.functional.normalize` does."""
+"""Smallest norm that a hidden state is divided by, as in `torch.nn.functional.normalize`."""
 
 
 class _ModuleEntry(msgspec.Struct):
@@ -23,7 +22,7 @@ class _ModuleEntry(msgspec.Struct):
 
     @property
     def kind(self) -> str:
-        """Its class."""
+        """Class of the module."""
         return self.type.rpartition(".")[2]
 
 
@@ -40,19 +39,20 @@ class _ModelConfig(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct, frozen=True):
-    """What embeddings a checkpoint gives."""
+    """The embeddings of a checkpoint."""
 
     refusal: str | None = None
-    """Why it gives none, as a clause about the endpoint; None: it does."""
+    """Reason why it has none, as a clause about the endpoint; None: it has them."""
     any_dimensions: bool = False
-    """Whether a vector may be cut to its first numbers, however many (Matryoshka embeddings)."""
+    """Whether a vector may be cut to any length (Matryoshka embeddings)."""
     dimensions: tuple[int, ...] = ()
-    """Numbers to which a vector may be cut; empty: to none, or `any_dimensions` says to any."""
+    """Lengths that a vector may be cut to; empty: none, or any with `any_dimensions`."""
     width: int = 0
-    """Numbers of a whole vector."""
+    """Length of a complete vector."""
 
     def check_dimensions(self, dimensions: int | None) -> str | None:
-        """Return what is wrong with a number of dimensions that is asked for, as a clause."""
+        """Return what is wrong with a requested number of dimensions, as a clause; None:
+        nothing."""
         if dimensions is None or dimensions in (*self.dimensions, self.width):
             return None
         if self.any_dimensions:
@@ -70,7 +70,7 @@ NO_EMBEDDING = Embedding(
 
 
 def vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
-    """Return an embedding of length 1.
+    """Return a hidden state as an embedding of norm 1.
 
     Args:
         state: the hidden state, in float32.
@@ -88,7 +88,7 @@ def _modules(file: Path) -> list[_ModuleEntry]:
 
 
 def read_embedding(directory: Path | None) -> Embedding:
-    """Read what embeddings a model's folder describes; None: it has none.
+    """Read the embeddings that a model's folder describes; None: no folder.
 
     Raises:
         ValueError: a file is broken.

@@ -1,4 +1,4 @@
-"""Shows progress in the terminal: of the engine's start, and of prompts that are answered."""
+"""Progress in the terminal: of the engine's start, and of answered prompts."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ STAGES = {
     "kernels": "compiling and timing kernels",
     "graphs": "recording CUDA graphs",
 }
-"""What a user reads for each stage of the engine's start."""
+"""Descriptions of the stages of the engine's start."""
 
 
 @contextlib.contextmanager
@@ -44,28 +44,28 @@ class ProgressLines:
         self._stages: set[str] = set()
 
     def __call__(self, progress: Progress) -> None:
-        """Show one."""
+        """Show a progress message."""
         if progress.stage not in self._stages:
             self._stages.add(progress.stage)
             log.info("%s", STAGES[progress.stage])
 
 
 class ProgressBars:
-    """Takes the engine's `Progress` messages."""
+    """Shows a bar for each stage."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
         self._stages: dict[str, TaskID] = {}
 
     def __call__(self, progress: Progress) -> None:
-        """Show one."""
+        """Show a progress message."""
         if progress.stage not in self._stages:
             self._stages[progress.stage] = self._bar.add_task(STAGES[progress.stage], total=1.0)
         self._bar.update(self._stages[progress.stage], completed=progress.fraction)
 
 
 class AnswerBar:
-    """How many prompts are answered, and how fast tokens come; on standard error.
+    """Shows the number of answered prompts and the token rates on standard error.
 
     Args:
         total: prompts.
@@ -93,7 +93,7 @@ class AnswerBar:
         self._bar.stop()
 
     def add(self, read: int, written: int) -> None:
-        """A prompt is answered: its tokens, and those of its answers."""
+        """Count an answered prompt with its tokens and those of its answers."""
         self._read += read
         self._written += written
         seconds = max(time.monotonic() - self._began, 1e-9)

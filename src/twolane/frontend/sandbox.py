@@ -22,12 +22,12 @@ import msgspec
 from twolane.frontend.sandboxed import BROKEN, HEAD, JOB, LIMITS, SETUP
 
 SETUP_SECONDS = 300.0
-"""Setting a program up may take this many seconds, the conversion of its files included."""
+"""Most seconds of setting a program up, the conversion of its files included."""
 LONG_WORK_NICENESS = 10
-"""Niceness (nice(2)) that workers of long jobs add to their own: they yield to the processes whose
-answers clients read token by token."""
+"""Niceness (nice(2)) that workers of long jobs add to their own: they yield to processes that
+stream tokens."""
 PART = 1 << 18
-"""A job is sent in parts of this many bytes, between which others have their turn."""
+"""Bytes of a job that are sent at once, before other tasks have their turn."""
 
 
 class SandboxError(Exception):
@@ -35,22 +35,22 @@ class SandboxError(Exception):
 
 
 class QueueFull(Exception):
-    """Too many jobs wait."""
+    """Too many jobs are waiting."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What an untrusted program may take."""
+    """Limits on an untrusted program."""
 
     seconds: float = 5.0
-    """A job that takes longer than this many seconds is ended."""
+    """Seconds after which a job is killed."""
     memory: int = 2 << 30
-    """A worker may allocate this many bytes."""
+    """Most bytes that a worker may allocate."""
     waiting: int = 256 << 20
-    """The jobs that wait for a worker may have this many bytes together."""
+    """Most bytes of all jobs that wait for a worker."""
 
 
 class FairLock:
-    """A lock whose holders come from all clients in rotation, however many of one client wait."""
+    """A lock that goes to waiting clients in rotation, however many waiters one has."""
 
     def __init__(self) -> None:
         self._held = False
@@ -78,7 +78,7 @@ class FairLock:
             raise
 
     def _pass_on(self) -> None:
-        """Give the lock to the client that has waited longest for a turn, if any waits."""
+        """Pass the lock to the client that has waited longest, if any waits."""
         while self._lines:
             client, line = self._lines.popitem(last=False)
             place = line.popleft()
@@ -91,7 +91,7 @@ class FairLock:
 
 
 class Worker:
-    """One process that does jobs.
+    """A worker process.
 
     Args:
         reader: what it answers.
@@ -105,13 +105,13 @@ class Worker:
         self._writer = writer
 
     async def greet(self) -> None:
-        """Wait until it works."""
+        """Wait until the worker is ready."""
         _, said = await read(self._reader)
         [self.pid] = struct.unpack("<q", said)
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """Whether the process has ended."""
         return self._reader.at_eof()
 
     async def do(self, job: Sequence[bytes]) -> bytes:
@@ -133,7 +133,7 @@ class Worker:
         return said
 
     def end(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         if not self.ended:  # or its number may be another's by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -150,7 +150,7 @@ class Sandbox:
     """
 
     said: bytes
-    """What the zygote said of the program that it has set up."""
+    """Result of the program's setup."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
         self.limits = limits
@@ -163,7 +163,7 @@ class Sandbox:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the zygote, unless it is there.
+        """Start the zygote unless it runs.
 
         Raises:
             SandboxError: the program cannot be set up, or the sandbox is closed.
@@ -236,13 +236,13 @@ class Sandbox:
         raise AssertionError
 
     def queue(self, niceness: int = 0) -> "JobQueue":
-        """Return a new line of jobs with a worker of its own; see `JobQueue`."""
+        """Return a new queue of jobs with its own worker."""
         queue = JobQueue(self, niceness)
         self._queues.append(queue)
         return queue
 
     async def close(self) -> None:
-        """End all of it at once, and for good."""
+        """Kill all processes; none is started afterwards."""
         self._closed = True
         for queue in self._queues:
             queue.close()
@@ -252,7 +252,7 @@ class Sandbox:
             await zygote.wait()
 
     def _check_open(self) -> None:
-        """Let what was in line when the sandbox was closed start nothing.
+        """Refuse jobs that were waiting when the sandbox was closed.
 
         Raises:
             SandboxError: it is closed.
@@ -271,7 +271,7 @@ class Sandbox:
 
 
 class JobQueue:
-    """Jobs that one worker does, one at a time, and those of each client in turn with the others'.
+    """Runs jobs in one worker, one at a time, with clients in rotation.
 
     Args:
         sandbox: where its workers come from.
@@ -286,7 +286,7 @@ class JobQueue:
         self._worker: Worker | None = None
 
     async def run(self, job: Sequence[bytes], client: str = "") -> bytes:
-        """Return the result of a job, which is given in parts: a large one would be long to join.
+        """Return the result of a job, given in parts that need not be joined.
 
         A job whose caller is cancelled is broken off.
 
@@ -324,7 +324,7 @@ class JobQueue:
             raise
 
     def close(self) -> None:
-        """End the worker; the next job gets another one."""
+        """Kill the worker; the next job starts another one."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None

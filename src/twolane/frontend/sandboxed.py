@@ -1,4 +1,4 @@
-"""The side of a sandbox on which untrusted programs run: see `twolane.frontend.sandbox`."""
+"""The untrusted side of a sandbox; see `twolane.frontend.sandbox`."""
 
 import array
 import gc
@@ -17,21 +17,22 @@ from twolane.common.resources import yield_processor
 
 T = TypeVar("T")
 HEAD = struct.Struct("<cQ")
-"""What comes before each message: its kind, and how many bytes it has."""
+"""Header of a message: its kind and its size in bytes."""
 SETUP, JOB, DONE, BROKEN = b"s", b"j", b"d", b"b"
-"""Kinds of messages: what a zygote sets up, a job, its result, and why there is none."""
+"""Kinds of messages: setup, job, result, error."""
 LIMITS = struct.Struct("<dQ")
-"""What the setup begins with: seconds that a job may take, and bytes of memory."""
+"""Header of the setup: limits on a job's seconds and on bytes of memory."""
 SETUP_MEMORY = 4 << 30
-"""Setting an untrusted program up may take this many bytes of memory."""
+"""Most bytes of memory of setting an untrusted program up."""
 Handler = Callable[[bytes], bytes]
-"""Does one job."""
+"""Runs one job."""
 SetUp = Callable[[bytes], tuple[bytes, Handler]]
-"""Sets an untrusted program up; returns what is to be told of it, and what does its jobs."""
+"""Sets an untrusted program up; returns the setup's result and the handler of its jobs."""
 
 
 def run(set_up: SetUp) -> None:
-    """Set an untrusted program up, and fork a worker for each socket that comes; the whole process.
+    """Set an untrusted program up, then fork a worker for each socket received; the main loop of
+    the zygote.
 
     It lives as long as the socket whose descriptor is its first argument.
     """
@@ -63,7 +64,7 @@ def run(set_up: SetUp) -> None:
 
 
 def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> None:
-    """Do jobs, one after the other. A job that takes too long ends the process."""
+    """Run jobs in order. A job that takes too long ends the process."""
     limit_memory(memory)
     # What a native library writes about its panics is nothing that a client may fill a log with.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -87,7 +88,7 @@ class TookTooLong(BaseException):
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run Python code in a process's main thread, and break it off after some seconds.
+    """Run Python code in a process's main thread, and interrupt it after some seconds.
 
     Raises:
         TookTooLong: it was broken off.
@@ -106,8 +107,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def attempt(set_up: Callable[[], tuple[bytes, Handler]]) -> tuple[bytes, bytes, Handler | None]:
-    """Set a program up; return the kind of message that says how that went, the message, and what
-    does its jobs."""
+    """Set a program up; return the kind and content of the answer, and the handler of jobs."""
     try:
         said, handler = set_up()
     except BaseException as error:
@@ -116,7 +116,7 @@ def attempt(set_up: Callable[[], tuple[bytes, Handler]]) -> tuple[bytes, bytes, 
 
 
 def reason(error: BaseException) -> str:
-    """Return why there is no result, for a person; a panic is no `Exception`."""
+    """Return an error as a message for a person; a panic is no `Exception`."""
     if isinstance(error, MemoryError):
         return "it took too much memory"
     if isinstance(error, ValueError):
@@ -125,7 +125,7 @@ def reason(error: BaseException) -> str:
 
 
 def limit_memory(memory: int) -> None:
-    """Let this process take `memory` bytes beyond those that it has."""
+    """Limit this process's memory to `memory` bytes more than it has."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
     except OSError:  # this system tells of no such figure, nor keeps such a limit
@@ -145,13 +145,13 @@ def send(to: socket.socket, kind: bytes, message: bytes) -> None:
 
 
 def receive(by: socket.socket) -> bytes | None:
-    """Return the next message, of whichever kind; None: there will be no more."""
+    """Return the next message of any kind; None: the socket was closed."""
     head = receive_exactly(by, HEAD.size)
     return None if head is None else receive_exactly(by, HEAD.unpack(head)[1])
 
 
 def receive_exactly(by: socket.socket, size: int) -> bytes | None:
-    """Return `size` bytes; None: they will not come."""
+    """Return `size` bytes; None: the socket was closed."""
     into, done = memoryview(bytearray(size)), 0
     while done < size:
         got = by.recv_into(into[done:])
@@ -162,8 +162,8 @@ def receive_exactly(by: socket.socket, size: int) -> bytes | None:
 
 
 def receive_descriptor(control: socket.socket) -> tuple[int, int] | None:
-    """Return the descriptor of a new worker's socket, and by how much it yields to others in its
-    claim on the processor (see nice(2)); None: there will be no more."""
+    """Return the descriptor of a new worker's socket and its niceness (nice(2)); None: the socket
+    was closed."""
     size = socket.CMSG_SPACE(array.array("i").itemsize)
     said, [*ancillary], _, _ = control.recvmsg(1, size)
     if not ancillary:

@@ -1,4 +1,4 @@
-"""Folders for the sockets between two processes: each has an owner, and goes with it."""
+"""Folders for the sockets between two processes, each removed with its owner."""
 
 import contextlib
 import fcntl
@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 
 PREFIX, OWNER = "twolane-", "owner"
-"""How a folder of sockets is named, and the file in it that its process keeps locked."""
+"""Prefix of folder names, and the file in a folder that its owner keeps locked."""
 SOCKET_PATH_MAX = 90
-"""Characters that the path of a folder may have: Unix socket paths end at 107 bytes."""
+"""Most characters of a folder's path: Unix socket paths end at 107 bytes."""
 
 
 class SocketFolder:
@@ -30,7 +30,7 @@ class SocketFolder:
 
 
 def remove_dead_folders() -> None:
-    """Remove the folders that killed processes of this user have left."""
+    """Remove the folders of dead processes of this user."""
     for place in {tempfile.gettempdir(), "/tmp"}:
         for owner in Path(place).glob(f"{PREFIX}*/{OWNER}"):
             with contextlib.suppress(OSError):  # it is not ours, or in use, or gone meanwhile
@@ -46,7 +46,7 @@ def _private_folder() -> Path:
 
 
 def _remove_if_dead(owner: Path) -> None:
-    """Remove the folder of an owner's file, if it is this user's.
+    """Remove the folder of an owner's file if it is this user's and its owner is dead.
 
     Raises:
         OSError: the file is gone, cannot be opened, or is locked: the owner lives.

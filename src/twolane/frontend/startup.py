@@ -1,4 +1,4 @@
-"""From settings to a running engine with its tokenizer."""
+"""Start of an engine with its tokenizer."""
 
 import asyncio
 import contextlib
@@ -17,19 +17,18 @@ from twolane.frontend.text.texts import Texts
 from twolane.model.load.hub import ModelSource, resolve
 
 FETCHING = "twolane-fetch"
-"""Name of the thread that fetches a model."""
+"""Name of the thread that downloads a model."""
 GIVING_UP_SECONDS, GIVING_UP_LOOKS = 2.0, 20
-"""Seconds that a start that was given up waits for the model's fetching to end, and in how many
-looks."""
+"""Seconds that a cancelled start waits for the download to end, and the number of checks."""
 
 
 class Started(NamedTuple):
-    """A running engine, and what the API process knows of the model."""
+    """A running engine, and the API process's knowledge of the model."""
 
     engine: EngineClient
     texts: Texts
     sampling: Mapping[str, Any]
-    """`SamplingParams` where a request says nothing, as the model's authors would have it."""
+    """Defaults of `SamplingParams` that the model's authors recommend."""
     embedding: Embedding
 
 
@@ -41,7 +40,7 @@ async def start_engine(
     hang_seconds: float = HANG_SECONDS,
     watchdog: bool | None = None,
 ) -> Started:
-    """Fetch the model if need be, start an engine and load the tokenizer beside it.
+    """Download the model if necessary, start an engine and load the tokenizer.
 
     See `EngineClient.start` for the arguments.
 
@@ -73,14 +72,14 @@ async def start_engine(
 
 
 async def ended(texts: asyncio.Task[Texts]) -> None:
-    """End programs that are started, or being started, for nothing."""
+    """Stop sandboxes that are not needed any more, started or starting."""
     texts.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await (await texts).close()
 
 
 async def fetch(config: EngineConfig) -> ModelSource:
-    """`resolve` in a thread that keeps no program from ending; cancelled, it gives the model up."""
+    """Run `resolve` in a daemon thread; cancelled, it stops the download."""
     given_up, found = threading.Event(), Future[ModelSource]()
 
     def work() -> None:

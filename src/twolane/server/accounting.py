@@ -1,4 +1,4 @@
-"""The account of each request: its place in the queue, its metrics and its traces."""
+"""Accounting of each request: its place in the queue, its metrics and its traces."""
 
 import logging
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ log = logging.getLogger("twolane.server")
 
 
 class RequestAccounting:
-    """Keeps admission and metrics right for the prompts of one request.
+    """Keeps admission, metrics and traces of the prompts of one request.
 
     Invariant: each prompt leaves the queue once and ends once in the metrics.
 
@@ -88,7 +88,7 @@ class RequestAccounting:
 def span_attributes(
     body: GenerationBody, params: SamplingParams, model_name: str
 ) -> dict[str, str | int | float | bool | list[str]]:
-    """Return what a request asks for, by OpenTelemetry's names; what it leaves open is missing."""
+    """Return a request's parameters under OpenTelemetry's names, without those that are not set."""
     chat = isinstance(body, ChatRequest)
     asked = {
         "operation.name": "chat" if chat else "text_completion",

@@ -1,4 +1,4 @@
-"""The bounds on the queue: how many requests may wait for their first token."""
+"""Bounds on the number of requests that wait for their first token."""
 
 import math
 import time
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from twolane.server.http.errors import ApiError
 
 RETRY_SECONDS = (1, 60)
-"""The least and the most that `Retry-After` says."""
+"""Smallest and largest `Retry-After`, in seconds."""
 SERVED_WINDOW = 64
-"""First tokens from which the rate of service is measured."""
+"""Number of recent first tokens from which the service rate is measured."""
 SERVED_LEAST = 8
-"""First tokens of the present queue that tell its rate; with fewer it is predicted."""
+"""First tokens of the present queue from which its rate is measured; with fewer it is predicted."""
 
 
 class Admission:
-    """Counts the requests without a first token, and refuses those beyond the bounds.
+    """Counts requests without a first token and refuses those beyond the bounds.
 
     Args:
         max_queue: how many may wait.
@@ -36,16 +36,16 @@ class Admission:
         self.waiting = 0
         self._max_per_key = max_queued_per_key
         self._waiting_of: Counter[int | None] = Counter()
-        """Requests that wait, by the key that they came with."""
+        """Number of waiting requests by API key."""
         self._tokens = 0
-        """Prompt tokens of the requests that wait."""
+        """Prompt tokens of the waiting requests."""
         self._token_seconds = token_seconds
         self._clock = clock
         # Of this queue alone: single requests tell nothing of how fast a queue moves.
         self._served: deque[float] = deque(maxlen=SERVED_WINDOW + 1)
 
     def check_count(self, count: int, param: str = "prompt") -> None:
-        """Refuse a call for which there never will be room.
+        """Refuse a call with more answers than may ever wait.
 
         Args:
             count: how many answers it asks for.
@@ -62,7 +62,7 @@ class Admission:
     def enter(
         self, count: int = 1, param: str = "prompt", *, key: int | None = None, tokens: int = 0
     ) -> None:
-        """Take `count` places in the queue, or none.
+        """Take `count` places in the queue, or raise and take none.
 
         Args:
             count: how many.
@@ -89,7 +89,7 @@ class Admission:
         self._tokens += tokens
 
     def leave(self, *, served: bool, key: int | None = None, tokens: int = 0) -> None:
-        """Give a place back.
+        """Give one place in the queue back.
 
         Args:
             served: whether the request has its first token.
@@ -104,7 +104,7 @@ class Admission:
         self._waiting_of[key] -= 1
 
     def retry_after(self) -> int:
-        """Return the whole seconds in which the present queue should be served."""
+        """Return the whole seconds after which the present queue should be served."""
         least, most = RETRY_SECONDS
         served = len(self._served) - 1
         if served >= SERVED_LEAST:

@@ -1,4 +1,4 @@
-"""What `twolane serve` prints once it serves: three lines on standard output."""
+"""The three lines that `twolane serve` prints on standard output once it serves."""
 
 import functools
 import shlex
@@ -12,7 +12,7 @@ from twolane.slo import Slo
 
 
 def announcement(ready: Ready, config: EngineConfig, model_name: str, address: str) -> str:
-    """Return the three lines: what is served within which bounds, its profile, the dashboard.
+    """Return the three lines: served model and bounds, profile, dashboard.
 
     The parts of the first line are separated by " | ", and the second part is the address.
     """
@@ -30,7 +30,7 @@ def announcement(ready: Ready, config: EngineConfig, model_name: str, address: s
 
 
 def devices(config: EngineConfig) -> str:
-    """Return how many processes compute, where it is not one."""
+    """Return the number of ranks or 1P1D; empty for a single process."""
     if config.disaggregated:
         return "1P1D, "
     ranks = config.tensor_parallel_size
@@ -38,7 +38,7 @@ def devices(config: EngineConfig) -> str:
 
 
 def bounds(slo: Slo) -> str:
-    """Return the latency bounds of requests that bring none, in milliseconds."""
+    """Return the default latency bounds in milliseconds."""
     parts = []
     if slo.ttft is not None:
         more = f" + {slo.ttft_per_token * 1024e3:g} per 1,024 new tokens"
@@ -49,7 +49,7 @@ def bounds(slo: Slo) -> str:
 
 
 def profile_line(ready: Ready, config: EngineConfig) -> str:
-    """Return which profile predictions come from, or the command that makes one."""
+    """Return the profile in use, or the command that makes one."""
     if ready.profile is not None:
         return f"Profile: {ready.profile}"
     none = "Profile: none, so latencies are learnt while serving"
@@ -60,7 +60,7 @@ def profile_line(ready: Ready, config: EngineConfig) -> str:
 
 
 def profile_options(config: EngineConfig) -> Iterator[str]:
-    """Yield the options under which `twolane profile` measures what this engine runs."""
+    """Yield the options with which `twolane profile` measures this configuration."""
     for setting in settings_of(EngineConfig):
         value = functools.reduce(getattr, setting.path, config)
         if setting.name not in UNPROFILED and value != setting.default:

@@ -1,4 +1,4 @@
-"""The application: every endpoint of the server, and what each request passes first."""
+"""The ASGI application: every endpoint, and the middleware before them."""
 
 from fastapi import FastAPI
 
@@ -35,7 +35,7 @@ DEFAULTS = ServerOptions()
 def create_app(
     service: Service, options: ServerOptions = DEFAULTS, *, lora_endpoints: bool = False
 ) -> FastAPI:
-    """Return the application that serves `service`.
+    """Return the application for `service`.
 
     Args:
         service: what answers.

@@ -1,11 +1,11 @@
-"""Whether the server can serve, and why it cannot."""
+"""Whether requests can be served, and why not."""
 
 from twolane.frontend.engine_client import EngineClient
 from twolane.server.http.errors import ApiError
 
 
 class Availability:
-    """Says whether requests can be served.
+    """Tells whether requests can be served.
 
     Args:
         engine: a running engine.
@@ -13,12 +13,12 @@ class Availability:
 
     def __init__(self, engine: EngineClient) -> None:
         self.draining = False
-        """Whether the server is shutting down; set once, by who stops it."""
+        """Whether the server is shutting down; set once when it stops."""
         self._engine = engine
 
     @property
     def problem(self) -> str | None:
-        """Why no request can be served, or None."""
+        """Reason why no request can be served; None: requests are served."""
         if self._engine.failure is not None:
             return f"the engine is gone: {self._engine.failure}"
         if self._engine.liveness.problem is not None:
@@ -26,7 +26,7 @@ class Availability:
         return "the server is shutting down" if self.draining else None
 
     def check(self) -> None:
-        """Refuse what can be served no more.
+        """Refuse requests that can no longer be served.
 
         Raises:
             ApiError: 503.

@@ -40,7 +40,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
     @property
     def refusal(self) -> str | None:
-        """Why the line cannot be answered; None: it can."""
+        """Reason why the line cannot be answered; None: it can."""
         if self.method != "POST" or self.url not in GENERATION_PATHS:
             return f"url must be one of {', '.join(sorted(GENERATION_PATHS))}, with method POST"
         return "body.stream cannot be true in a batch" if self.body.get("stream") else None
@@ -54,7 +54,7 @@ class BatchReply(NamedTuple):
 
 
 class BatchCounts(NamedTuple):
-    """How the lines of a file ended."""
+    """Numbers of answered and failed lines."""
 
     completed: int
     failed: int
@@ -63,7 +63,7 @@ class BatchCounts(NamedTuple):
 async def run_batch(
     config: EngineConfig, options: ServerOptions, source: Path, target: Path, concurrency: int
 ) -> BatchCounts:
-    """Answer a batch file; lines of the output come in the order in which they are done.
+    """Answer a batch file; output lines come in order of completion.
 
     Args:
         config: of the engine.
@@ -101,7 +101,7 @@ async def run_batch(
 async def answer_all(
     app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency: int
 ) -> BatchCounts:
-    """Answer all lines, some at a time."""
+    """Answer all lines, up to `concurrency` at a time."""
     counts = {True: 0, False: 0}
 
     async def work(todo: Iterator[tuple[int, bytes]]) -> None:
@@ -155,12 +155,12 @@ async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
 
 
 def refused(code: str, message: str) -> Json:
-    """Return what an output line says of a line that never became a request."""
+    """Return the output fields for a line that never became a request."""
     return {"response": None, "error": {"code": code, "message": message}}
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> BatchReply:
-    """Ask an application as its server would."""
+    """Send an application a POST request, as its server would."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope = {
         "type": "http",

@@ -1,4 +1,4 @@
-"""The token counts of one answer under way, and why it ended."""
+"""Token counts of one answer in progress, and why it ended."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from twolane.frontend.text.output_reader import Delta
 
 
 class AnswerCounts:
-    """What an answer has cost so far, in tokens.
+    """Token counts of an answer so far.
 
     Args:
         prompt: number of the prompt's tokens.
@@ -18,17 +18,17 @@ class AnswerCounts:
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
         self.cached = 0
-        """Number of prompt tokens that the prefix cache had."""
+        """Number of prompt tokens from the prefix cache."""
         self.output = 0
         """Number of the answer's tokens."""
         self.thinking = 0
-        """Number of tokens that were made before the answer itself began."""
+        """Number of tokens before the answer itself began."""
         self.finish: FinishReason | None = None
         self.stop: int | str | None = None
         """The stop token or string that ended the answer."""
 
     def read(self, delta: Delta, reader: AnswerReader) -> Sequence[Piece]:
-        """Count a delta; return the pieces of the answer that it brings."""
+        """Count a delta; return the pieces that it adds to the answer."""
         self.cached = self.cached if delta.cached is None else delta.cached
         self.output += len(delta.tokens)
         self.finish, self.stop = delta.finish, delta.stop_reason

@@ -1,4 +1,4 @@
-"""What an answer looks like: free text, or tool calls, thinking and text after a grammar."""
+"""Resolves the format of each answer: free text, or tool calls, thinking and grammars."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from twolane.server.http.gate import CLIENT
 from twolane.server.openai.protocol import ChatRequest, GenerationBody
 
 SEEN_TOKENS = 32
-"""The end of a prompt in which the marks of thinking are looked for, in tokens."""
+"""Tokens at a prompt's end that are searched for marks of thinking."""
 
 
 class FormatResolver:
-    """Finds the form of each answer, and has the grammar made that the form asks for.
+    """Resolves the format of each answer, and compiles the grammar that it needs.
 
     Args:
         engine: a running engine.
@@ -39,12 +39,12 @@ class FormatResolver:
         self._formats = formats
         self._availability = availability
         self._maker: GrammarMaker | None = None
-        """What makes grammars, from the first one on."""
+        """Compiles grammars; started by the first one."""
         self._vocabulary_sent = False
-        """Whether the engine has the tokenizer."""
+        """Whether the tokenizer was sent to the engine."""
 
     async def resolve(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerFormat:
-        """Return the form of the answers to a prompt.
+        """Return the format of the answers to a prompt.
 
         Args:
             body: the request.
@@ -70,7 +70,7 @@ class FormatResolver:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
     def send_vocabulary(self) -> None:
-        """Give the engine the tokenizer, which it needs for the first request with a grammar.
+        """Send the tokenizer to the engine, which needs it for the first request with a grammar.
 
         Raises:
             EngineError: the engine is gone.
@@ -80,12 +80,12 @@ class FormatResolver:
             self._vocabulary_sent = True
 
     async def close(self) -> None:
-        """End the program that makes grammars."""
+        """Stop the grammar maker."""
         if self._maker is not None:
             await self._maker.close()
 
     async def _with_grammar(self, answer_format: AnswerFormat) -> AnswerFormat:
-        """The form with the grammar that it asks for.
+        """Return the format with its grammar compiled.
 
         Raises:
             FieldError: the grammar cannot be served.

@@ -1,4 +1,4 @@
-"""Settings of the API process, beside those of the engine."""
+"""Settings of the API process, besides those of the engine."""
 
 import urllib.parse
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ MetricsPrefix = Literal["twolane", "vllm", "both"]
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server needs to know beside the engine's settings."""
+    """Settings of a server, besides those of the engine."""
 
     host: Annotated[str, Option(PANEL)] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
@@ -100,7 +100,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest level of log messages; debug logs a line for every request."""
 
     def __post_init__(self) -> None:
-        """Refuse what can be seen to be wrong before a model is loaded.
+        """Check the settings before a model is loaded.
 
         Raises:
             FieldError: a setting is, by itself or beside another.

@@ -1,4 +1,4 @@
-"""Prompts: what a request says as text, tokens or a conversation, as tokens of the model."""
+"""Prompts of requests: text, tokens or conversations, converted to tokens."""
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -25,11 +25,11 @@ from twolane.server.openai.protocol import (
 
 T = TypeVar("T")
 LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
-"""This many characters are always tokenised, and this many for each token of the context."""
+"""Characters of a text that are always tokenised, or this many per token of the context."""
 
 
 def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[str, object]:
-    """Return the variables of a chat template by which it is told of a reasoning effort.
+    """Return the chat template's variables for a reasoning effort.
 
     Many templates know no efforts, but whether to think, and some think only when they are told.
 
@@ -46,21 +46,21 @@ class Prompt(NamedTuple):
 
     tokens: list[int]
     text: str | None = None
-    """As given; None: it was not text, or was cut."""
+    """Text as given; None: it was not text, or was cut."""
 
     def last(self, most: int) -> "Prompt":
         """Return the prompt cut to its last tokens."""
         return self if len(self.tokens) <= most else Prompt(self.tokens[-most:])
 
     def shown(self, codec: TextCodec, skip_special_tokens: bool) -> str:
-        """Return the prompt as text, which is empty without a tokenizer."""
+        """Return the prompt's text, empty without a tokenizer."""
         if self.text is not None or not codec.has_tokenizer:
             return self.text or ""
         return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
 
 
 class PromptReader:
-    """Makes prompts of what clients send, and refuses those that cannot be served.
+    """Converts requests to prompts, and refuses those that cannot be served.
 
     Args:
         engine: a running engine, whose context and vocabulary bound a prompt.
@@ -121,12 +121,12 @@ class PromptReader:
         return len(await self._rendered(body))
 
     async def _rendered(self, body: ChatRequest) -> list[int]:
-        how = {**self._how(body), **self._for_template(body)}
-        chat = self._texts.chat(turns_of(body.messages), client=CLIENT.get(), **how)
+        options = {**self._rendering(body), **self._for_template(body)}
+        chat = self._texts.chat(turns_of(body.messages), client=CLIENT.get(), **options)
         return await self._text(chat, "messages")
 
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
-        """What the chat template gets beside the messages and how to render them."""
+        """Return the tools and variables for the chat template."""
         more: dict[str, Any] = {"tools": body.shown_tools}
         given = body.chat_template_kwargs or {}
         if body.reasoning_effort is not None:
@@ -151,7 +151,7 @@ class PromptReader:
         messages = body.messages or []
         self._check_length(sum(len(message.text) for message in messages), "messages")
         turns = [dict(turn) for turn in turns_of(messages)]
-        job = Chat(turns, {**self._how(body), "tools": body.shown_tools}, listing)
+        job = Chat(turns, {**self._rendering(body), "tools": body.shown_tools}, listing)
         return await self._text(self._texts.listed(job, CLIENT.get()), "messages")
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -164,18 +164,18 @@ class PromptReader:
         return await self._text(self._texts.decode(tokens, CLIENT.get()), "tokens")
 
     def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
-        """Return what of the prompts is shown before the answers."""
+        """Return the part of the prompts that is shown before the answers; None: nothing."""
         if not body.echo:
             return None
         hide = body.skip_special_tokens is not False
         return Echo([prompt.shown(self._texts.codec, hide) for prompt in prompts], body.only_echo)
 
-    def _how(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """How a conversation is rendered, without what only answers need."""
+    def _rendering(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """Return the options of rendering, without those that only answers need."""
         return {"add_special_tokens": bool(body.add_special_tokens), **body.rendering}
 
     async def _text(self, work: Coroutine[Any, Any, T], param: str) -> T:
-        """Wait for the checkpoint's programs, unless nothing is served any more."""
+        """Wait for the sandbox, unless the server is unavailable."""
         if self._availability.problem is not None:
             work.close()
         self._availability.check()
@@ -188,14 +188,15 @@ class PromptReader:
             raise queue_full("long texts wait to be tokenised") from error
 
     def _check_length(self, length: int, param: str) -> None:
-        """Refuse a text so long that tokenising it would hold others up."""
+        """Refuse a text that would take too long to tokenise."""
         most = max(LEAST_TEXT, TEXT_FACTOR * self._context)
         if length > most:
             message = f"{param} has {length} characters; at most {most} are tokenised"
             raise ApiError(400, message, code="invalid_value", param=param)
 
     def _check_text(self, length: int, body: GenerationBody, param: str) -> None:
-        """Refuse at a glance what would take long to tokenise and cannot fit."""
+        """Refuse, by its length alone, a text that is slow to tokenise or cannot fit the
+        context."""
         least = self._texts.codec.least_tokens(length)
         if body.truncate_prompt_tokens is not None or least == 0:
             self._check_length(length, param)

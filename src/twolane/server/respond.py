@@ -1,4 +1,4 @@
-"""From the deltas of a generation to the HTTP answer: whole, or as a stream of events."""
+"""Converts the deltas of a generation to an HTTP answer: complete, or a stream of events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -25,31 +25,31 @@ from twolane.server.service import Service
 
 T = TypeVar("T")
 MOST_SCORED = 200
-"""Tokens with log-probabilities up to which an answer is written on the event loop, in a few
-milliseconds; longer ones are written in a thread, so that streams go on meanwhile."""
+"""Most tokens with log-probabilities for which an answer is encoded on the event loop, in a few
+milliseconds; longer ones are encoded in a thread, so that streams go on."""
 
 
 class Answering(Protocol):
-    """The answer to one request under way, in the form of one API."""
+    """An answer in progress, in the format of one API."""
 
     def add(self, delta: Delta) -> None:
-        """Take a delta of an answer that does not stream."""
+        """Add a delta to an answer that does not stream."""
         ...
 
     def whole(self) -> dict[str, Any]:
-        """Return the answer that does not stream, when all deltas have been added."""
+        """Return the complete answer after all deltas have been added."""
         ...
 
     def events(self, delta: Delta) -> bytes:
-        """Take a delta of a stream; return the events that it makes, which may be none."""
+        """Add a delta to a stream; return its events, which may be empty."""
         ...
 
     def closing(self) -> bytes:
-        """Return the events with which a stream ends."""
+        """Return the events that end a stream."""
         ...
 
     def failing(self, error: dict[str, Any]) -> bytes:
-        """Return the events with which a stream ends that cannot go on.
+        """Return the events that end a stream after an error.
 
         Args:
             error: of `error_body`.
@@ -94,7 +94,8 @@ class EventStream(StreamingResponse):
 async def begin_chat(
     request: Request, service: Service, chat: ChatRequest, call: Call, names: Mapping[str, str]
 ) -> tuple[int, AnswerReader | None, Generation]:
-    """Hand a conversation to the engine; return its prompt's tokens and the form of its answer.
+    """Send a conversation to the engine; return the number of prompt tokens, the answer's reader
+    and the generation.
 
     `names` are the client's of the chat request's fields, where they differ.
 
@@ -115,7 +116,7 @@ async def begin_chat(
 async def respond(
     request: Request, generation: Generation, answer: Answering, *, streams: bool
 ) -> Response:
-    """Answer a request that the engine has: whole or as a stream.
+    """Answer a submitted request, completely or as a stream.
 
     A stream begins only when the engine has spoken, so that refusals have a status of their own.
     """
@@ -140,7 +141,7 @@ async def respond(
 
 
 async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> int:
-    """Read an answer to its end; return how many of its tokens have log-probabilities."""
+    """Read an answer to its end; return the number of tokens with log-probabilities."""
     scored = 0
     async for delta in deltas:
         answer.add(delta)
@@ -154,7 +155,7 @@ async def stream(
     answer: Answering,
     begun: Callable[[], None],
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a streamed answer; an error is an event of its own, and the last.
+    """Yield the events of a streamed answer; an error becomes the last event.
 
     `begun` is called when the first of them has been sent.
     """
@@ -174,7 +175,7 @@ async def stream(
 
 
 def write_at_once(connection: Connection | None, generation: Generation, answer: Answering) -> None:
-    """Write what an answer gets from now on when it comes, wherever the connection takes it."""
+    """Write later deltas of an answer directly to the connection while it takes them."""
 
     if connection is None:
         return

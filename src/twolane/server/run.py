@@ -1,4 +1,4 @@
-"""`twolane serve`: the API process from its start to its end."""
+"""`twolane serve`: the API process from start to end."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,12 @@ from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
-from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
+from twolane.server.http.connection import (
+    EXTRA_CONNECTIONS,
+    Connection,
+    ConnectionLimits,
+    connection_class,
+)
 from twolane.server.http.entry import Entry
 from twolane.server.http.unsent import UnsentCollector, UnsentOutput
 from twolane.server.ops.metrics import PREFIX
@@ -42,44 +47,44 @@ if TYPE_CHECKING:  # one takes long to import, the other needs an extra
 log = logging.getLogger("twolane.server")
 
 FAILURE_SECONDS = 1.0
-"""How long a server whose engine has died still answers, with 503."""
+"""Seconds for which a server whose engine has died still answers, with 503."""
 KEEP_ALIVE_SECONDS = 75
-"""How long a connection may idle between two requests. Clients keep theirs for less (httpx 5 s,
-aiohttp 15): what is sent on a connection that the server is just closing is lost."""
+"""Seconds that a connection may idle between two requests. Clients close theirs earlier (httpx
+after 5 s, aiohttp after 15 s): a request sent while the server closes its connection is lost."""
 ENDING_SECONDS = 2
-"""How long connections may take to end once their streams have."""
+"""Seconds that connections may take to end once their streams have."""
 INSISTED_SECONDS = 3.0
-"""How long the second signal leaves for an orderly end."""
+"""Seconds that the second signal leaves for an orderly end."""
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Connections that the system queues until they are accepted."""
 ACCEPTED_AT_ONCE = 32
-"""Connections that are accepted in one turn of the loop, before those closed are gone."""
+"""Connections accepted in one turn of the loop, before closed ones are released."""
 FILES_BESIDE = 64
-"""Files that the server may need beside those open at its start and its connections."""
+"""Files that the server may need besides those open at its start and its connections."""
 MOST_CONNECTIONS = 8192
-"""Connections that may be open where the limit on files allows more and nobody says otherwise."""
+"""Default limit on open connections where the limit on files allows more."""
 RETURN_SECONDS = 5.0
-"""Memory that requests have left free goes back to the system once in this many seconds."""
+"""Seconds between two returns of free memory to the system."""
 ACCEPT_LOG_SECONDS = 60.0
-"""That no connection can be accepted is logged once in this many seconds."""
+"""Seconds between two log lines that no connection can be accepted."""
 UNREACHABLE = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 )
-"""What a connection's socket says when its client has gone without a word, beside a reset."""
+"""Errors of a socket whose client vanished, besides a reset."""
 
 
 class UvicornServer(uvicorn.Server):
-    """Uvicorn's server, with signals left to `Stop`."""
+    """Uvicorn's server, which leaves signals to `Stop`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
 class Stop:
-    """SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup): the first asks to stop, the second
-    insists."""
+    """Handles SIGINT, SIGTERM, and SIGHUP unless ignored (nohup): the first asks to stop, the
+    second to stop at once."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -113,8 +118,8 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
 
 def set_up_log(level: str) -> None:
-    """Have the log's lines of this level written to standard error, with those of libraries that a
-    person can use."""
+    """Log lines of at least this level to standard error, with those of libraries that help an
+    operator."""
     log_to(sys.stderr.fileno(), level, "%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "asyncio", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -175,8 +180,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
 
 
 async def application(service: Service, config: EngineConfig, options: ServerOptions) -> "FastAPI":
-    """Return what serves HTTP, with its description: to make that takes a quarter of a second, for
-    which no stream is to wait."""
+    """Return the ASGI application with its OpenAPI description, whose creation takes a quarter of a
+    second and must not delay streams."""
     from twolane.server.app import create_app
 
     app = create_app(service, options, lora_endpoints=config.lora_endpoints)
@@ -216,7 +221,7 @@ async def give_up(
 
 
 def service_of(started: Started, config: EngineConfig, options: ServerOptions) -> Service:
-    """Return what serves a running engine's model."""
+    """Return the service of a running engine's model."""
     engine, texts, sampling, embedding = started
     if options.sampling_defaults == "openai":
         sampling = {}
@@ -229,19 +234,11 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         hides=texts.codec.hides,
     )
     name = options.served_model_name or config.model
-    return Service(
-        engine,
-        texts,
-        name,
-        options,
-        sampling,
-        formats,
-        embedding,
-    )
+    return Service(engine, texts, name, options, sampling, formats, embedding)
 
 
 def span_provider(endpoint: str) -> "TracerProvider":
-    """Return what sends spans to a collector.
+    """Return a provider that sends spans to a collector.
 
     Raises:
         ValueError: the extra that does it is not installed.
@@ -249,8 +246,8 @@ def span_provider(endpoint: str) -> "TracerProvider":
     try:
         from twolane.server.ops.tracing import make_provider
     except ImportError as error:
-        what = f"--otlp-endpoint needs an extra: pip install 'twolane[otel]' ({error})"
-        raise ValueError(what) from error
+        problem = f"--otlp-endpoint needs an extra: pip install 'twolane[otel]' ({error})"
+        raise ValueError(problem) from error
     return make_provider(endpoint)
 
 
@@ -266,7 +263,7 @@ def uvicorn_config(
         files_each: open files that a connection takes.
     """
     most = raise_file_limit() - open_files() - FILES_BESIDE
-    most = max(1, (most - CROWD - ACCEPTED_AT_ONCE) // files_each)
+    most = max(1, (most - EXTRA_CONNECTIONS - ACCEPTED_AT_ONCE) // files_each)
     wanted = options.max_connections or MOST_CONNECTIONS
     if options.max_connections is not None and wanted > most:
         log.warning("--max-connections is %d: the limit on open files allows no more", most)
@@ -286,25 +283,25 @@ def uvicorn_config(
 
 
 async def tick(service: Service) -> None:
-    """Do for ever what goes on beside requests: readings for the dashboard, memory given back."""
+    """Run the background tasks forever: readings for the dashboard, returning memory."""
     async with asyncio.TaskGroup() as group:
         group.create_task(service.dashboard.keep())
         group.create_task(return_memory())
 
 
 async def return_memory() -> None:
-    """Return free memory to the system now and then: a large answer may be the last for long."""
+    """Return free memory to the system periodically: a large answer may be the last for long."""
     while True:
         await asyncio.sleep(RETURN_SECONDS)
         await asyncio.to_thread(garbage.return_free_memory)
 
 
 class LoopErrors:
-    """The loop's handler of errors: that there are no more files for connections is one line, and
-    that a client's network is gone is none."""
+    """The loop's exception handler, which logs a lack of files in one line and unreachable clients
+    not at all."""
 
     def __init__(self) -> None:
-        self._told_at = -ACCEPT_LOG_SECONDS
+        self._logged_at = -ACCEPT_LOG_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """See `asyncio.loop.set_exception_handler`."""
@@ -314,13 +311,13 @@ class LoopErrors:
             log.debug("a client cannot be reached any more: %s", error)
         elif number not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
-        elif time.monotonic() - self._told_at > ACCEPT_LOG_SECONDS:
-            self._told_at = time.monotonic()
+        elif time.monotonic() - self._logged_at > ACCEPT_LOG_SECONDS:
+            self._logged_at = time.monotonic()
             log.error("no connection can be accepted: %s", error)
 
 
 def announce(text: str) -> None:
-    """Print what is served; a standard output that takes nothing is no reason not to serve."""
+    """Print the announcement, or log it if standard output cannot be written to."""
     try:
         if write_taken(sys.stdout.fileno(), f"{text}\n".encode(errors="backslashreplace")):
             raise BlockingIOError("nobody reads it")
@@ -349,7 +346,7 @@ async def serve_until_stopped(
 
 
 async def end(server: UvicornServer, serving: asyncio.Task[None]) -> None:
-    """Close the listener and the connections: those at once whose client does not read."""
+    """Close the listener and the connections, first those whose client does not read."""
     tasks = set(server.server_state.tasks)
     if tasks:
         await asyncio.wait(tasks, timeout=ENDING_SECONDS / 2)
@@ -369,7 +366,7 @@ async def drain(
     stop: Stop,
     seconds: float,
 ) -> None:
-    """Let open requests end, for `seconds` or until the second signal; then break them off.
+    """Wait up to `seconds`, or until the second signal, for open requests; then abort them.
 
     The server listens all the while, so that probes and new requests are told (503).
     """
@@ -382,7 +379,7 @@ async def drain(
 
 
 async def first_of(*waits: Awaitable[object]) -> None:
-    """Wait for the first of these; cancel those that are not tasks of the caller."""
+    """Wait for the first of these; cancel the coroutines among them."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks.difference(wait for wait in waits if isinstance(wait, asyncio.Future)):
@@ -390,7 +387,7 @@ async def first_of(*waits: Awaitable[object]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded, and listen: two servers cannot both do that.
+    """Bind and listen before the model is loaded, so that two servers cannot share an address.
 
     Args:
         host: its name or address; one of IPv6 may have brackets around it, as in a URL.
@@ -427,5 +424,5 @@ def address_of(listener: socket.socket) -> str:
 
 
 def with_port(host: str, port: int) -> str:
-    """Return a host and a port as URLs have them."""
+    """Return host and port in a URL's format."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
 
 MOST_PROMPT_LOGPROBS, MOST_ANSWER_LOGPROBS = 1 << 20, 1 << 22
-"""One answer, which is in memory as a whole, holds at most this many log-probabilities of prompt
-tokens, and this many of its own tokens; each takes about 70 bytes of it and 200 on the way."""
+"""Most log-probabilities of prompt tokens and of output tokens in an answer that is kept in memory;
+each takes about 70 bytes, and 200 while it is encoded."""
 
 
 class Service:
@@ -69,7 +69,7 @@ class Service:
         self.created = int(time.time())
         self._allow_priority = options.allow_priority
         self.reasoning_field = options.reasoning_field
-        """The field of chat answers that has the thinking."""
+        """Field of chat answers for the thinking."""
         self.admission = Admission(
             options.max_queue,
             options.max_queued_per_key,
@@ -86,16 +86,16 @@ class Service:
         )
         self.dashboard = Dashboard(engine, self.metrics)
         self.tracing: Tracing | None = None
-        """Where requests are traced, if they are."""
+        """Tracing of requests; None: not traced."""
         self.availability = Availability(engine)
         self.prompts = PromptReader(engine, texts, self.admission, self.availability)
         formats = formats or ModelFormats(texts.template_source)
         self.formats = FormatResolver(engine, texts.codec, formats, self.availability)
         self.body_checker = BodyChecker()
-        """Checks large bodies in a separate process."""
+        """Checks large bodies in a sandbox."""
 
     def check_model(self, name: str | None, param: str = "model") -> str:
-        """Return the name of the model that answers a request for this one, which `param` names.
+        """Return the served model's or adapter's name for a requested one, the field `param`.
 
         Raises:
             ApiError: 404, there is no such model and no such adapter.
@@ -173,7 +173,7 @@ class Service:
     def _params(
         self, body: GenerationBody, prompts: Sequence[list[int]], answer_format: AnswerFormat
     ) -> SamplingParams:
-        """The sampling parameters of a request that can be served.
+        """Return the sampling parameters of a request, with its grammar, after all checks.
 
         Raises:
             ApiError: 400, it cannot.
@@ -199,7 +199,7 @@ class Service:
         call: Call,
         lora: str | None,
     ) -> RequestAccounting:
-        """Take the places in the queue; return what gives them back.
+        """Take places in the queue; return the accounting that gives them back.
 
         Raises:
             ApiError: 429, there is no room.
@@ -213,7 +213,7 @@ class Service:
         return RequestAccounting(self.admission, self.availability, answers, call, traces)
 
     def _check_priority(self, priority: int | None) -> None:
-        """Refuse a priority where clients may have none: who has the best one has the server.
+        """Refuse a priority unless clients may set one: whoever has the best one has the server.
 
         Raises:
             ApiError: 400.
@@ -225,7 +225,7 @@ class Service:
     def _check_logprobs(
         self, body: GenerationBody, params: SamplingParams, prompts: Sequence[list[int]]
     ) -> None:
-        """Refuse an answer that would take too much memory.
+        """Refuse an answer whose log-probabilities would take too much memory.
 
         Raises:
             ApiError: 400; its message says which field to lower.

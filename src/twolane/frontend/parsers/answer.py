@@ -1,4 +1,4 @@
-"""What an answer consists of: thinking first, then text and tool calls."""
+"""Parser of a whole answer: thinking, text and tool calls."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ from twolane.frontend.parsers.unclosed import CallsInThinking
 
 @dataclass
 class ParsedCall:
-    """A tool call of an answer, as far as it has come."""
+    """A tool call of an answer, so far."""
 
     name: str
     arguments: str = ""
-    """JSON, once the call is whole."""
+    """Arguments so far; JSON once the call is complete."""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
 class AnswerReader:
-    """Reads an answer's text as it comes, and keeps what it consists of.
+    """Parses an answer's text incrementally, and keeps its parts.
 
     Args:
         reasoning: tells the thinking apart; None: the model does not think.
@@ -51,31 +51,31 @@ class AnswerReader:
         self._thinking: list[str] = []
         self._content: list[str] = []
         self._called = False
-        """Whether a call has come since the last text for the user."""
+        """Whether a call followed the last text for the user."""
 
     @property
     def thinking(self) -> str:
-        """The model's thinking so far."""
+        """Thinking so far."""
         return "".join(self._thinking)
 
     @property
     def content(self) -> str:
-        """The text for the user so far."""
+        """Text for the user so far."""
         return "".join(self._content)
 
     @property
     def only_thinks(self) -> bool:
-        """Whether the model has thought, and written nothing else so far."""
+        """Whether the answer so far is only thinking."""
         kept_back = self._unclosed is not None and self._unclosed.holds
         return any(self._thinking) and not (any(self._content) or self.calls or kept_back)
 
     @property
     def calls_are_whole(self) -> bool:
-        """Whether there are calls, of which none was cut: the arguments of the last are JSON."""
+        """Whether there are calls and none was cut off: the last one's arguments are JSON."""
         return bool(self.calls) and is_object(self.calls[-1].arguments)
 
     def read(self, text: str, *, ended: bool) -> list[Piece]:
-        """Take some more text; return the pieces that are certain now.
+        """Parse more text; return the pieces that are certain now.
 
         Args:
             text: what the model has written since the last call.
@@ -103,7 +103,7 @@ class AnswerReader:
         return pieces
 
     def _dropped(self, piece: CallStart | CallArguments) -> bool:
-        """Whether a piece is of a call that is not kept."""
+        """Return whether a piece belongs to a call that is not kept."""
         return piece.index > 0 and not self._several
 
     def _split(self, text: str, *, ended: bool) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""A tool call in JSON, read as it comes: its name, then its arguments."""
+"""Incremental parser of a tool call in JSON: its name, then its arguments."""
 
 import json
 from collections.abc import Collection
@@ -8,15 +8,15 @@ WHITE = " \t\r\n"
 NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
 SHORT_ESCAPES = '"\\/bfnrtu'
-"""What may follow a backslash in a string."""
+"""Characters that may follow a backslash in a string."""
 QUOTES = ('"', "'")
 LITERALS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words for JSON's."""
+"""JSON's literals by Python's."""
 HEX_DIGITS = "0123456789abcdefABCDEF"
 
 
 def parsed(text: str) -> Any:
-    """Return a value that a model wrote in JSON.
+    """Parse a model's JSON.
 
     Raises:
         ValueError: it is no JSON, or cannot be written as such: NaN, half of a character.
@@ -30,12 +30,12 @@ def parsed(text: str) -> Any:
 
 
 def _no_json(name: str) -> NoReturn:
-    """Refuse a number that Python reads, and JSON does not have: NaN, Infinity."""
+    """Refuse NaN and Infinity, which Python parses and JSON does not have."""
     raise ValueError(f"{name} is not JSON")
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is an object in JSON."""
+    """Return whether a text is a JSON object."""
     try:
         return isinstance(json.loads(text, parse_constant=_no_json), dict)
     except (ValueError, RecursionError):
@@ -43,12 +43,12 @@ def is_object(text: str) -> bool:
 
 
 def in_string(char: str) -> str:
-    """Return a character as JSON has it in strings; models leave line ends and tabs as they are."""
+    """Return a character escaped for a JSON string; models leave line ends and tabs unescaped."""
     return char if char >= " " else json.dumps(char)[1:-1]
 
 
 class JsonText:
-    """JSON as it is written, with strings that can be read.
+    """Normalises a model's JSON incrementally so that its strings are valid.
 
     Models leave line ends and tabs in strings as they are, and the backslashes of paths and regular
     expressions: one that begins no escape of JSON is text. Strings may be quoted as in Python.
@@ -56,14 +56,14 @@ class JsonText:
 
     def __init__(self) -> None:
         self.in_string = False
-        """Whether a string has begun and not ended."""
+        """Whether a string is open."""
         self._quote = ""
-        """The character that ends the string."""
+        """Quote that ends the string."""
         self._escape = ""
-        """An escape that has begun and not ended."""
+        """Escape in progress."""
 
     def feed(self, char: str) -> str:
-        """Take the next character; return what is certain now of the text."""
+        """Process the next character; return the output that is certain now."""
         if self._escape:
             return self._escaped(char)
         if not self.in_string:
@@ -92,15 +92,15 @@ class JsonText:
 
 
 class PlainJson:
-    """Makes JSON of what is outside of its strings where models write it as in Python: with a comma
-    before a bracket that closes, and True, False and None."""
+    """Normalises JSON outside of strings where models write it as in Python: trailing commas, and
+    True, False and None."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
-        """A comma and the white space behind it, or the characters that begin a word."""
+        """A comma and the white space after it, or the beginning of a word."""
 
     def feed(self, written: str, *, quoted: bool) -> str:
-        """Take some more text; return what is certain now.
+        """Process more text; return the output that is certain now.
 
         Args:
             written: of `JsonText`.
@@ -123,13 +123,13 @@ class PlainJson:
         return before + self.rest()
 
     def rest(self) -> str:
-        """Return what is held back."""
+        """Return the text that is held back."""
         held, self._held = self._held, []
         return "".join(held)
 
 
 class JsonCall:
-    """Scans one object such as {"name": "f", "arguments": {…}} character by character.
+    """Parses one object such as {"name": "f", "arguments": {…}} character by character.
 
     The arguments are passed on as they are written, as soon as the name is known; those of a call
     that has none are {}. What begins as no object is passed on when it has ended (`as_object`).
@@ -147,23 +147,23 @@ class JsonCall:
         self._plain = PlainJson()
         self.name: str | None = None
         self.done = False
-        """Whether the object has been closed."""
+        """Whether the object is complete."""
         self.broken = False
-        """Whether it is no such object, whatever comes."""
+        """Whether the text cannot become such an object any more."""
         self.spare = ""
-        """What was fed and belongs no more to the call."""
+        """Text that was fed and does not belong to the call."""
         self._depth = 0
         self._unknown: str | None = None
-        """A name that is no tool's, before any arguments."""
+        """A name that is no tool's, seen before any arguments."""
         self._key: str | None = None
-        """The key at the top whose value is being read."""
+        """Top-level key whose value is being read."""
         self._scalar: list[str] = []
-        """The characters of the string or value being read at the top."""
+        """Characters of the top-level string or value being read."""
         self._arguments: list[str] = []
         self._taken = 0
 
     def feed(self, char: str) -> None:
-        """Take the next character."""
+        """Process the next character."""
         if self.done or self.broken:
             return
         within = self._text.in_string
@@ -176,7 +176,7 @@ class JsonCall:
             self._structure(written)
 
     def end(self) -> None:
-        """Nothing follows: pass on what was held back."""
+        """Finish: release what was held back."""
         self._arguments += self._plain.rest()
 
     def take(self) -> str:
@@ -191,7 +191,7 @@ class JsonCall:
 
     @property
     def _held(self) -> bool:
-        """Whether arguments that are no object, so far, are still being written."""
+        """Whether arguments are in progress that are no object so far."""
         return self._key in ARGUMENTS and self._arguments[:1] != ["{"]
 
     @property
@@ -228,7 +228,7 @@ class JsonCall:
 
     @property
     def _wants_key(self) -> bool:
-        """Whether a key at the top may begin, of what may still be no call."""
+        """Whether a top-level key may begin, before the object is known to be a call."""
         return self._depth == 1 and self._key is None and not self._scalar and self.name is None
 
     def _keep(self, written: str, *, quoted: bool = False) -> None:
@@ -241,7 +241,7 @@ class JsonCall:
             self._scalar.append(written)
 
     def _value(self) -> None:
-        """A value at the top has ended."""
+        """Finish a top-level value."""
         if self._key in NAMES and self.name is None:
             self._call(self._read())
         elif self._held:
@@ -249,14 +249,14 @@ class JsonCall:
         self._key, self._scalar = None, []
 
     def _call(self, name: str | None) -> None:
-        """An object has this name: it is a call's if that is a tool's, or arguments follow."""
+        """Set the object's name, which is a call's if it is a tool's, or if arguments follow."""
         if self._tools is None or name in self._tools or self._arguments:
             self.name = name
         else:
             self._unknown = name
 
     def _read(self) -> str | None:
-        """The string that was read, if it is one."""
+        """Return the string that was read; None: it is no string."""
         text, self._scalar = "".join(self._scalar).strip(), []
         try:
             value = parsed(text)
@@ -267,8 +267,7 @@ class JsonCall:
 
 
 def as_object(arguments: str) -> str:
-    """Return arguments that were written as null or as a string of JSON as the object that they
-    mean; others as they are."""
+    """Return arguments written as null or as a string of JSON as an object; others unchanged."""
     try:
         value = parsed(arguments)
         if value is None or (isinstance(value, str) and not value.strip()):
@@ -280,7 +279,7 @@ def as_object(arguments: str) -> str:
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return the object that a call's arguments are, in a history or in an answer.
+    """Return a call's arguments, in a history or an answer, as an object.
 
     Blank text and null are {}. What is no JSON object, or cannot be written as one (`parsed`), has
     the key `raw`: a call that a model got wrong must end neither the answer nor the conversation.

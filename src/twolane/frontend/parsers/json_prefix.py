@@ -1,4 +1,4 @@
-"""Whether a text may still become an object in JSON, judged character by character."""
+"""Incremental check whether a text may still become a JSON object."""
 
 import re
 
@@ -9,20 +9,20 @@ SCALAR_BEGINS, SCALAR_GOES_ON = "-0123456789tfn", "+-.0123456789aeflnrstuE"
 
 
 class ObjectPrefix:
-    """A text that may become an object in JSON. Its strings have no escapes but JSON's."""
+    """A prefix of a JSON object. Its strings have no escapes but JSON's."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        """The brackets that have not been closed."""
+        """Open brackets."""
         self._next = "value"
-        """What comes next: a key, a colon, a value, or something behind a value; "first" is a key
-        or an item that may be missing."""
+        """Expected next token: a key, a colon, a value, or what follows a value; "first" is a key
+        or item that may be missing."""
         self._scalar = ""
-        """A number or a word that has begun and not ended."""
+        """Number or word in progress."""
         self._string = self._escaped = False
 
     def feed(self, text: str) -> bool:
-        """Take some more text; return whether all of it may still become an object."""
+        """Process more text; return whether the whole may still become an object."""
         return all(map(self._take, text))
 
     def _take(self, char: str) -> bool:
@@ -38,12 +38,12 @@ class ObjectPrefix:
         return char in WHITE or self._structure(char)
 
     def _within(self, char: str) -> None:
-        """A string goes on or ends."""
+        """Process a character within a string."""
         self._string = self._escaped or char != '"'
         self._escaped = char == "\\" and not self._escaped
 
     def _structure(self, char: str) -> bool:
-        """Take a character that is in no string or scalar."""
+        """Process a character outside of strings and scalars."""
         if not self._open:
             return char == "{" and self._next == "value" and self._opens(char)
         last = self._open[-1]
@@ -63,7 +63,7 @@ class ObjectPrefix:
         return self._value(char)
 
     def _value(self, char: str) -> bool:
-        """A value begins."""
+        """Begin a value."""
         if char in "{[":
             return self._opens(char)
         self._next, self._string = "behind", char == '"'

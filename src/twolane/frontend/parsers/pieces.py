@@ -1,4 +1,4 @@
-"""What an answer's text is made of, piece by piece."""
+"""Pieces of an answer's text."""
 
 from typing import Protocol
 
@@ -16,24 +16,24 @@ class Content(msgspec.Struct, frozen=True):
 
     text: str
     apart: bool = False
-    """Whether calls stand between it and the text before it."""
+    """Whether calls separate it from the text before it."""
 
     @property
     def joined(self) -> str:
-        """The text as it goes on behind the text before it, where calls have another place."""
+        """Text to append to the text before it, where calls are kept elsewhere."""
         return "\n" + self.text if self.apart else self.text
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """A tool call begins; its arguments follow."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
-    """Place of the call among the answer's calls, from 0."""
+    """Index of the call among the answer's calls."""
     name: str
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """The next characters of a call's arguments, which are JSON when put together."""
+    """More characters of a call's arguments, which together are JSON."""
 
     index: int
     text: str
@@ -43,23 +43,23 @@ Piece = Reasoning | Content | CallStart | CallArguments
 
 
 class Parser(Protocol):
-    """Reads an answer's text as it comes.
+    """Parses an answer's text incrementally.
 
     What the pieces say when put together depends on the whole text alone, never on how it was cut.
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that are certain after some more text."""
+        """Parse more text; return the pieces that are certain now."""
         ...
 
     def finish(self) -> list[Piece]:
-        """Return what was held back; the text has ended."""
+        """Finish; return the pieces that were held back."""
         ...
 
 
 MOST_READ_AGAIN = 256
-"""Characters of a text behind a mark that are read again where no call begins with it: else marks
-within each other would be read as often as there are marks.
+"""Most characters after a mark that are parsed again if no call begins with it: otherwise nested
+marks would be parsed as often as there are marks.
 
 Invariant: a refused text is longer only if it is an object in JSON that names no tool, or white
 space, or has taken a later call for a part of its arguments; of these the end is read again, where
@@ -68,7 +68,7 @@ what has told that they are no call stands.
 
 
 def read_again_from(text: str, marks: tuple[str, ...]) -> int:
-    """Return from where on a refused text behind a mark is read again.
+    """Return the position from which a refused text after a mark is parsed again.
 
     A long one is so from the first mark in its last `MOST_READ_AGAIN` characters on or, where there
     is none, from what may be the begin of one at its end, and the white space before these.
@@ -82,7 +82,7 @@ def read_again_from(text: str, marks: tuple[str, ...]) -> int:
 
 
 def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end of a text may be the begin of one of the marks."""
+    """Return the number of characters at the end of a text that may begin one of the marks."""
     longest, most = max(map(len, marks), default=0) - 1, 0
     for mark in marks:
         end = text[-min(len(mark), longest) :] if longest > 0 else ""

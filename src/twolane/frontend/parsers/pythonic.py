@@ -1,4 +1,4 @@
-"""Tool calls as Python writes them: a list such as `[f(a=1), g(b="x")]`."""
+"""Parser of tool calls in Python's syntax: a list such as `[f(a=1), g(b="x")]`."""
 
 import ast
 import json
@@ -13,15 +13,15 @@ from twolane.frontend.parsers.readers import LONGEST_LITERAL, Types
 ARGUMENT_NAME = re.compile(r"[^\s=(),'\"\[\]{}]+")
 ARGUMENT = re.compile(rf"(?P<name>{ARGUMENT_NAME.pattern})\s*=(?!=)(?P<value>.+)", re.DOTALL)
 LINE_ENDS = {"\n": "\\n", "\r": "\\r"}
-"""How line ends are written in strings; models leave them as they are."""
+"""Escapes of line ends in strings, which models leave out."""
 BEHIND_STRINGS = ",:)]}\"'"
 """What follows a string, with or without white space between them."""
 WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
-"""JSON's words, which models write among Python's."""
+"""Python's values of JSON's literals, which models mix."""
 
 
 class PythonicCall:
-    """Reads one call of such a list, which must be of a known tool and name its arguments.
+    """Parses one call of such a list, which must be of a known tool and name its arguments.
 
     Arguments are passed on as JSON, each when it has ended. Values are literals of Python or JSON;
     nothing is computed, and what is no literal is text.
@@ -36,23 +36,24 @@ class PythonicCall:
         self.spare = ""
         self._names = tuple(types)
         self._begun = ""
-        """The name so far."""
+        """Name so far."""
         self._within = False
-        """Whether the parenthesis behind the name has come."""
+        """Whether the opening parenthesis has come."""
         self._argument: list[str] = []
-        """The characters of the argument that is being written."""
+        """Characters of the current argument."""
         self._quote = ""
-        """The mark that ends the string that has begun; empty: none has."""
+        """Quote that ends the open string; empty: no string is open."""
         self._escaped = False
         self._closing = ""
         """Such a mark and the white space behind it, while it is open whether it ends the string:
         models leave apostrophes as they are."""
         self._depth = 0
-        """Brackets that are open within the argument."""
+        """Number of brackets that are open within the argument."""
         self._known: set[str] = set()
-        """The names of the arguments so far, of which the first by a name counts."""
+        """Names of the arguments so far; the first one of a name counts."""
         self._spoilt = False
-        """Whether something was no argument: the object is left open, as that of a cut call."""
+        """Whether something was no argument; the object is then left open, like that of a call cut
+        off."""
         self._pieces: list[str] = []
 
     def feed(self, char: str) -> None:
@@ -67,7 +68,7 @@ class PythonicCall:
             self._structure(char)
 
     def end(self) -> None:
-        """See `CallReader.end`: what has come was passed on."""
+        """See `CallReader.end`: nothing is held back."""
 
     def take(self) -> str:
         """See `CallReader.take`."""
@@ -75,7 +76,7 @@ class PythonicCall:
         return new
 
     def _head(self, char: str) -> None:
-        """A character in front of the arguments."""
+        """Process a character before the arguments."""
         if char == "(":
             self._within, self.broken = True, self._begun not in self._names
         elif char not in WHITE:
@@ -103,7 +104,7 @@ class PythonicCall:
         self._escaped = char == "\\" and not self._escaped
 
     def _structure(self, char: str) -> None:
-        """A character outside of strings."""
+        """Process a character outside of strings."""
         if self._depth == 0 and char in ",)":
             self._take()
             if char == ")" and not self.broken:
@@ -114,7 +115,7 @@ class PythonicCall:
         self._argument.append(char)
 
     def _take(self) -> None:
-        """An argument has ended."""
+        """Finish an argument."""
         text, self._argument = "".join(self._argument).strip(), []
         found = ARGUMENT.fullmatch(text)
         if found is None:
@@ -135,15 +136,15 @@ class PythonicCall:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Reads JSON's words among literals of Python."""
+    """Replaces JSON's literals in Python's syntax tree."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Return what a word means."""
+        """Return the constant for a name that is a literal of JSON."""
         return ast.Constant(WORDS[node.id]) if node.id in WORDS else node
 
 
 def value_of(text: str) -> Any:
-    """Return the value that a literal of JSON or Python is; other text as it is, without quotes."""
+    """Return the value of a literal of JSON or Python; other text unquoted."""
     bare = text[1:-1] if text[:1] in "\"'" and text[-1:] == text[:1] else text
     try:
         return parsed(text)

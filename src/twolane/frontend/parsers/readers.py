@@ -1,4 +1,4 @@
-"""Readers of one tool call, for each way in which models write them."""
+"""Parsers of one tool call, one for each format."""
 
 import ast
 import json
@@ -10,38 +10,38 @@ from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJ
 from twolane.frontend.parsers.pieces import MOST_READ_AGAIN
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
-"""The JSON types of each parameter of each tool, by the tool's name, where its schema says some."""
+"""JSON types by tool and parameter, where a schema states them."""
 
 
 class CallReader(Protocol):
-    """Reads one call, character by character; what it holds depends on the text so far alone."""
+    """Parses one call, character by character; its state depends on the text so far alone."""
 
     @property
     def name(self) -> str | None:
-        """The tool's name, once it is known."""
+        """Tool's name, once it is known."""
         ...
 
     @property
     def done(self) -> bool:
-        """Whether the call has ended."""
+        """Whether the call is complete."""
         ...
 
     @property
     def broken(self) -> bool:
-        """Whether the text is no call, whatever comes."""
+        """Whether the text cannot become a call any more."""
         ...
 
     @property
     def spare(self) -> str:
-        """What was fed and belongs no more to the call."""
+        """Text that was fed and does not belong to the call."""
         ...
 
     def feed(self, char: str) -> None:
-        """Take the next character."""
+        """Process the next character."""
         ...
 
     def end(self) -> None:
-        """Nothing follows: read what has come."""
+        """Finish: the text has ended."""
         ...
 
     def take(self) -> str:
@@ -119,7 +119,7 @@ class NamedLine(NamedCall):
         super().feed(char)
 
     def _goes_on(self, char: str) -> bool:
-        """Whether what is in front of the object may still become a call."""
+        """Return whether the text before the object may still become a call."""
         if (not self._line or self._ended) and char in WHITE:
             return True
         if char == "\n":
@@ -168,7 +168,7 @@ class ListedCall:
         self._reader.feed(char)
 
     def end(self) -> None:
-        """See `CallReader.end`: what has come was passed on."""
+        """See `CallReader.end`: nothing is held back."""
 
     def take(self) -> str:
         """See `CallReader.take`."""
@@ -178,24 +178,24 @@ class ListedCall:
 BEGIN_FUNCTION = "<function="
 FUNCTION = re.compile(rf"\s*{BEGIN_FUNCTION}(?P<name>[^>\n]+)>")
 INSIDE = ("<parameter=", "</function>", "</tool_call>", "{")
-"""What follows the name of a function; where something else does, the mark stands in a text."""
+"""Beginnings of what follows a function's name; anything else makes the mark part of a text."""
 BEGIN_PARAMETER = re.compile(r"<parameter=(?P<name>[^<>\n]+)>\Z")
 END_PARAMETER, END_FUNCTION, END_CALL = "</parameter>", "</function>", "</tool_call>"
 END_VALUE = re.compile(
     rf"\n?{END_PARAMETER}\s*({END_FUNCTION}|{END_CALL}|<parameter=[^<>\n]+>)\Z"
     rf"|\n?{END_FUNCTION}\s*{END_CALL}\Z|\n[ \t]*<parameter=(?P<unclosed>[^<>\n]+)>\Z"
 )
-"""What ends a value: its mark, if the next one follows; models leave it out at times."""
+"""End of a value: its mark, if another mark follows, which models leave out at times."""
 ENDED = re.compile(rf"\n?{END_PARAMETER}\s*\Z")
-"""What ends a value behind which there is nothing."""
+"""End of the last value."""
 MAY_END = re.compile(rf"\n?[ \t]*(({END_PARAMETER}|{END_FUNCTION})\s*)?(<[^<>\n]*)?\Z")
-"""What may become the end of a value when more comes."""
+"""Text that may become the end of a value."""
 SPACE_BEHIND = 8
-"""Characters of white space that may be behind a name on its line."""
+"""Most characters of white space after a name on its line."""
 LONGEST_MARK = 512
-"""Characters in which a mark is looked for."""
+"""Most characters that are searched for a mark."""
 LONGEST_LITERAL = 1 << 16
-"""Characters up to which a value is tried as Python's."""
+"""Most characters of a value that is parsed as Python."""
 
 
 class XmlCall:
@@ -212,18 +212,18 @@ class XmlCall:
         self.done = self.broken = False
         self.spare = ""
         self._begun_name: str | None = None
-        """The name of the function, which is a call's if that goes on as one."""
+        """Name of the function, which is a call's if the text continues as one."""
         self._types = types
         self._pieces: list[str] = []
-        """The text that is not read yet."""
+        """Text that is not parsed yet."""
         self._end = ""
-        """The end of the text."""
+        """Last characters of the text."""
         self._parameter: str | None = None
-        """The parameter whose value is being written."""
+        """Parameter whose value is in progress."""
         self._begun = False
-        """Whether some of its value has been passed on."""
+        """Whether part of its value has been emitted."""
         self._known: list[str] = []
-        """The parameters so far."""
+        """Parameters so far."""
         self._arguments: list[str] = []
 
     def feed(self, char: str) -> None:
@@ -238,7 +238,7 @@ class XmlCall:
             self._mark()
 
     def end(self) -> None:
-        """See `CallReader.end`. Arguments of which the last has not ended are cut, too."""
+        """See `CallReader.end`. Arguments are cut off if the last one has not ended."""
         if self.name is None and not "".join(self._pieces).strip():
             self.name = self._begun_name
         if self._parameter is not None and (ended := ENDED.search(self._end)):
@@ -261,11 +261,11 @@ class XmlCall:
 
     @property
     def _is_text(self) -> bool:
-        """Whether the value is text whatever it looks like, of a parameter that counts."""
+        """Whether the parameter's type is string and its value counts."""
         return self._kinds == frozenset(("string",)) and self._parameter not in self._known
 
     def _head(self, char: str) -> None:
-        """The mark in front of the parameters has not ended."""
+        """Process a character of the mark before the parameters."""
         if char == ">":
             found = FUNCTION.fullmatch("".join(self._pieces))
             self.broken = found is None
@@ -279,7 +279,7 @@ class XmlCall:
         self.broken = not known or "\n" in begun or len(begun) > MOST_READ_AGAIN
 
     def _inside(self) -> None:
-        """Something follows the name: a call has begun if that belongs to one."""
+        """Decide by the text after the name whether a call has begun."""
         begun = "".join(self._pieces).lstrip()
         if not begun:
             self._pieces = []  # or else all of it is read again behind each character
@@ -291,7 +291,7 @@ class XmlCall:
             self.broken = not any(mark.startswith(begun) for mark in INSIDE)
 
     def _mark(self) -> None:
-        """A mark may have ended."""
+        """Process the end of a possible mark."""
         last = self._end[self._end.rfind("<") :]
         if last not in (END_PARAMETER, END_FUNCTION, END_CALL) and "<parameter=" not in last:
             return
@@ -310,12 +310,13 @@ class XmlCall:
             self._pieces = []
 
     def _is_parameter(self, name: str | None) -> bool:
-        """Whether a line within a value may begin a parameter by this name; None: there is none."""
+        """Return whether a line within a value may begin a parameter of this name; None: no
+        name."""
         known = self._types.get(self.name or "")
         return name is None or not known or unquoted(name) in known
 
     def _finish(self, mark: int) -> None:
-        """The value has ended with a mark of this many characters."""
+        """Finish a value that ended with a mark of `mark` characters."""
         value = "".join(self._pieces)
         value = value[: len(value) - mark]
         name = str(self._parameter)
@@ -329,7 +330,7 @@ class XmlCall:
         self._parameter, self._pieces = None, []
 
     def _pass_on(self) -> None:
-        """Pass on what of a text cannot become its end any more."""
+        """Emit the part of a text value that cannot become its end."""
         text = "".join(self._pieces)
         near = max(0, len(text) - LONGEST_MARK)
         found = MAY_END.search(text, near)
@@ -339,7 +340,7 @@ class XmlCall:
             self._pieces = [text[held:]]
 
     def _write(self, text: str) -> None:
-        """Write some of a value that is text."""
+        """Emit part of a text value."""
         if not self._begun:
             self._arguments.append(f'{self._key}"')
             self._begun, text = True, text.removeprefix("\n")
@@ -347,12 +348,12 @@ class XmlCall:
 
     @property
     def _key(self) -> str:
-        """What is in front of the value: the parameter's name, and what separates it."""
+        """Separator and name before the value."""
         separator = ", " if self._known else "{"
         return f"{separator}{json.dumps(self._parameter, ensure_ascii=False)}: "
 
     def _close(self) -> None:
-        """Nothing follows the parameters."""
+        """Finish the parameters."""
         body = "".join(self._pieces)
         for mark in (END_CALL, END_FUNCTION):
             body = body.removesuffix(mark).rstrip()
@@ -361,12 +362,12 @@ class XmlCall:
 
 
 def unquoted(name: str) -> str:
-    """Return a name without what some write around it."""
+    """Return a name without quotes and white space around it."""
     return name.strip().strip("\"'")
 
 
 def whole_object(text: str) -> str | None:
-    """Return arguments that are written as one object in JSON; None: they are not."""
+    """Return arguments that are a JSON object as a whole; None: they are not."""
     try:
         return text.strip() if isinstance(parsed(text), dict) else None
     except ValueError:
@@ -374,8 +375,7 @@ def whole_object(text: str) -> str | None:
 
 
 def typed(value: str, kinds: frozenset[str] | None) -> object:
-    """Return a value that was written as plain text, as JSON of one of the types that are wanted;
-    None: all are."""
+    """Return a value written as plain text as JSON of one of the types; None: of any type."""
     if kinds == frozenset(("boolean",)):
         value = value.lower()  # some write Python's True
     try:
@@ -387,7 +387,7 @@ def typed(value: str, kinds: frozenset[str] | None) -> object:
 
 
 def literal(value: str) -> object:
-    """Return a list or an object that was written as Python writes it; other text as it is."""
+    """Return a list or object in Python's syntax; other text unchanged."""
     if not value.lstrip().startswith(("[", "{")) or len(value) > LONGEST_LITERAL:
         return value
     try:
@@ -405,4 +405,4 @@ KINDS: Mapping[type, frozenset[str]] = {
     str: frozenset(),  # quoted text, where text is wanted, has its quotes
     type(None): frozenset(("null",)),
 }
-"""The JSON types of what is read as JSON."""
+"""JSON types by Python type."""

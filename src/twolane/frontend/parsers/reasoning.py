@@ -1,4 +1,4 @@
-"""The thinking of reasoning models, told apart from the answer."""
+"""Parser of the thinking of reasoning models."""
 
 import msgspec
 
@@ -6,18 +6,18 @@ from twolane.frontend.parsers.pieces import Content, Piece, Reasoning, held_back
 
 
 class ThinkingMarks(msgspec.Struct, frozen=True):
-    """The marks between which a model thinks before it answers."""
+    """Marks around a model's thinking before its answer."""
 
     begin: str = "<think>"
-    """The mark before the thinking."""
+    """Mark before the thinking."""
     end: str = "</think>"
-    """The mark behind it."""
+    """Mark after the thinking."""
     opened: bool = False
-    """Whether the prompt has opened the thinking; if not, the answer may begin with it."""
+    """Whether the prompt ends within thinking; if not, the answer may begin with it."""
 
 
 WAYS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
-"""The marks that are known: those of most models, and Mistral's."""
+"""Known marks: those of most models, and Mistral's."""
 
 
 class ReasoningParser:
@@ -34,9 +34,9 @@ class ReasoningParser:
         self._state = "thinking" if how.opened else "start"
         self._text = ""
         self._blank = how.opened
-        """Whether white space is to be dropped: nothing but that has come since the last mark."""
+        """Whether only white space, which is dropped, has come since the last mark."""
         self._opened = how.opened
-        """Whether the mark that opens the thinking would be there twice: models write it again."""
+        """Whether a repeated opening mark, which models write at times, is dropped."""
 
     def feed(self, text: str) -> list[Piece]:
         """See `Parser.feed`."""
@@ -94,7 +94,7 @@ class ReasoningParser:
 
 
 class AnswerGate:
-    """Tells the text of the answer, in which stop strings count, from the thinking before it.
+    """Separates the answer's text, in which stop strings count, from the thinking before it.
 
     White space behind the thinking belongs to neither, and no stop string counts in it.
 
@@ -106,17 +106,17 @@ class AnswerGate:
         self._how = how
         self._state = "thinking" if how.opened else "start"
         self._seen = ""
-        """The text that decides what follows."""
+        """Text in which marks are searched."""
         self._held = 0
-        """Number of characters at its end that may turn out to be of the answer."""
+        """Number of characters at its end that may belong to the answer."""
 
     @property
     def thinks(self) -> bool:
-        """Whether the model thinks now."""
+        """Whether the text is within thinking."""
         return self._state == "thinking"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take some more text; return what is thinking, and what is of the answer."""
+        """Process more text; return its thinking and its answer."""
         if self._state == "answer":
             return "", text
         if self._state == "blank":
@@ -137,14 +137,14 @@ class AnswerGate:
         return self._behind(text[: len(text) - behind], text[len(text) - behind :])
 
     def _behind(self, before: str, text: str) -> tuple[str, str]:
-        """Nothing but white space has come since the thinking has ended."""
+        """Process text after the thinking, of which only white space has come."""
         said = text.lstrip()
         if said:
             self._state = "answer"
         return before + text[: len(text) - len(said)], said
 
     def release(self) -> str:
-        """Return what is held back."""
+        """Return the text that is held back."""
         text = self._seen[len(self._seen) - self._held :]
         self._held = 0
         return text
@@ -155,12 +155,12 @@ class AnswerGate:
 
 
 def thinking_of(template: str | None) -> ThinkingMarks | None:
-    """Return how the model of a chat template thinks before it answers; None: it does not."""
+    """Return the marks of thinking in a chat template; None: the model does not think."""
     return next((how for how in WAYS if template is not None and how.end in template), None)
 
 
 def ends_in_thinking(how: ThinkingMarks, prompt: str, continued: str | None = None) -> bool:
-    """Return whether a prompt has opened the thinking and not closed it.
+    """Return whether a prompt ends within thinking.
 
     Args:
         how: the model thinks.

@@ -1,4 +1,4 @@
-"""Tool calls, found in an answer's text as it comes, by a table of how models write them."""
+"""Incremental parser of tool calls in an answer's text, driven by a table of formats."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,24 +27,24 @@ from twolane.frontend.parsers.readers import (
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes tool calls."""
+    """A format of tool calls."""
 
     reader: Callable[[Types], CallReader]
-    """Makes what reads one call behind its mark."""
+    """Makes the parser of one call after its mark."""
     begin: tuple[str, ...]
-    """Marks that open a call, or a list of calls."""
+    """Marks that begin a call or a list of calls."""
     end: tuple[str, ...] = ()
-    """Marks behind a call, which are no text."""
+    """Marks after a call, which are not shown."""
     separators: str = " \t\r\n"
-    """Characters behind a call that are no text."""
+    """Characters after a call that are not shown."""
     again: str = ""
-    """Characters with which another call begins behind one, without a mark."""
+    """First characters of another call after one, without a mark."""
     closes: bool = False
-    """Whether no other call follows the mark behind a call, but with a mark of its own."""
+    """Whether a call after the end mark needs a mark of its own."""
     bare: bool = False
-    """Whether an answer that begins with `again`, or as a call does, begins with a call."""
+    """Whether an answer that begins with `again`, or like a call, begins with a call."""
     within: tuple[str, ...] = ()
-    """What a call begins with where the model leaves out the mark that should open it."""
+    """Beginnings of a call whose opening mark the model leaves out."""
 
 
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
@@ -101,14 +101,14 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         ),
     }
 )
-"""The formats by the names that vLLM's `--tool-call-parser` has for them; it has none for the calls
-of Mistral's newer models, which are in none of its lists, and of GLM-4-0414."""
+"""Formats by their names in vLLM's `--tool-call-parser`; it has none for the calls of Mistral's
+newer models, which are in none of its lists, and of GLM-4-0414."""
 LISTS = ("<｜tool▁calls▁begin｜>",)
-"""Marks before the first call of a list, which are no text."""
+"""Marks before the first call of a list, which are not shown."""
 
 
 def format_of(template: str | None) -> str | None:
-    """Return the name of the format that a chat template asks its model for; None: of none."""
+    """Return the name of the format in a chat template; None: it has none."""
     marks = (
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
@@ -142,15 +142,15 @@ class ToolCallParser:
         self._form = form
         self._types = types
         self.marks = (*form.begin, *form.within, *LISTS)
-        """The marks with which calls, or lists of them, begin."""
+        """Marks that begin calls or lists of calls."""
         self._text = ""
-        """Text that is not decided yet."""
+        """Text that is not parsed yet."""
         self._reader: CallReader | None = None
         self._raw: list[str] = []
-        """The text of the open call."""
+        """Text of the current call."""
         self._state = "first"
         self._calls = 0
-        """How many calls have been named."""
+        """Number of calls with a known name."""
         self._named = False
 
     def feed(self, text: str) -> list[Piece]:
@@ -184,7 +184,7 @@ class ToolCallParser:
         return [Content(rest)] if rest else []
 
     def _first(self, pieces: list[Piece]) -> bool:
-        """Nothing but white space has come, in front of the answer or behind a call."""
+        """Parse the beginning of the answer or of the text after a call."""
         begun = self._text.lstrip()
         if not begun:
             return False
@@ -215,12 +215,12 @@ class ToolCallParser:
         return False
 
     def _open(self, before: str = "") -> None:
-        """Begin to read a call; the text before it is shown if it turns out to be none."""
+        """Begin to parse a call; `before` is shown if it turns out to be none."""
         self._reader, self._raw, self._named = self._form.reader(self._types), [before], False
         self._state = "opened" if before.strip() else "call"
 
     def _opened(self, _: list[Piece]) -> bool:
-        """A mark has come, which models write twice at times."""
+        """Skip a repeated mark, which models write at times."""
         begun, marks = self._text.lstrip(), self._form.begin
         doubled = next((mark for mark in marks if mark.strip() and begun.startswith(mark)), None)
         if doubled is not None:
@@ -254,8 +254,8 @@ class ToolCallParser:
         return True
 
     def _refused(self) -> str:
-        """Return the text of a mark with which no call begins, and that of the text behind it which
-        is not read again."""
+        """Return the mark with which no call begins, and the text after it that is not parsed
+        again."""
         mark, behind = self._raw[0], "".join(self._raw[1:])
         if not mark.strip() and behind.startswith(self._form.within):
             mark, behind = mark + behind[:1], behind[1:]

@@ -1,4 +1,4 @@
-"""Tool calls with which a model's thinking ends, where it has not closed that before them."""
+"""Tool calls at the end of a model's thinking that was not closed before them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
@@ -16,12 +16,12 @@ from twolane.frontend.parsers.pieces import (
 from twolane.frontend.parsers.tool_calls import ToolCallParser
 
 MOST_HELD = 1 << 16
-"""Characters of thinking that are kept back at most: where a call is not closed, nothing else tells
-text of its arguments from thinking behind it."""
+"""Most characters of thinking that are held back: where a call is not closed, nothing else tells
+its arguments from thinking after it."""
 
 
 class CallsInThinking:
-    """Keeps back what may be calls in thinking, and tells at the end whether they are.
+    """Holds back possible calls in thinking, and decides at the end whether they are calls.
 
     Qwen3.5 and others begin a call at times without the mark that closes the thinking. Models also
     draft calls while they think. Whole calls of known tools are such if nothing else follows in the
@@ -40,23 +40,23 @@ class CallsInThinking:
         self._tools = tools
         self._marks = parser().marks
         self._text = ""
-        """The text that is kept back: what may become a mark."""
+        """Held text that may become a mark."""
         self._held: list[str] = []
-        """The text that is kept back from a mark on, piece by piece."""
+        """Held text from a mark on, piece by piece."""
         self._held_size = 0
         self._parser: ToolCallParser | None = None
-        """Reads the text kept back from a mark on, if there is one."""
+        """Parser of the held text from a mark on, if there is one."""
         self._calls: list[Piece] = []
         self._arguments = ObjectPrefix()
-        """Those of the last call."""
+        """Arguments of the last call."""
 
     @property
     def holds(self) -> bool:
-        """Whether something is kept back."""
+        """Whether text is held back."""
         return bool(self._text or self._held)
 
     def feed(self, text: str) -> list[Piece]:
-        """Take some more thinking; return what is certain to be such."""
+        """Process more thinking; return the part that is certain."""
         certain, rest = "", text
         while rest:
             if self._parser is None:
@@ -67,13 +67,13 @@ class CallsInThinking:
         return [Reasoning(certain)] if certain else []
 
     def release(self) -> list[Piece]:
-        """An answer follows the thinking: return what was kept back, which is of it."""
+        """Return the held text as thinking, since an answer follows."""
         text = "".join((*self._held, self._text))
         self._held, self._text, self._parser = [], "", None
         return [Reasoning(text)] if text else []
 
     def finish(self) -> list[Piece]:
-        """Nothing follows: return the calls, or the thinking that was kept back."""
+        """Finish; return the calls, or the held thinking."""
         if self._parser is not None:
             found = self._parser.finish()
             calls = [*joined(self._calls + found)]
@@ -82,7 +82,7 @@ class CallsInThinking:
         return self.release()
 
     def _begin(self, text: str) -> tuple[str, str]:
-        """Look for a mark; return what is thinking, and what is to be read again."""
+        """Search for a mark; return the thinking, and the text to parse again."""
         self._text += text
         found = [self._text.find(mark) for mark in self._marks if mark in self._text]
         if found:
@@ -96,7 +96,7 @@ class CallsInThinking:
         return thought, ""
 
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
-        """Read on behind a mark; return what is thinking, and what is to be read again."""
+        """Parse text after a mark; return the thinking, and the text to parse again."""
         most = MOST_HELD - self._held_size
         for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
             found = parser.feed(char)
@@ -124,21 +124,21 @@ class CallsInThinking:
 
 
 def _read_no_more(held: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters of a text that begins with a mark, and no call, are thinking."""
+    """Return the number of characters of a text after a mark that are thinking and begin no
+    call."""
     mark = len(held) - len(held.lstrip()) + 1  # it begins no other call
     return mark + read_again_from(held[mark:], marks)
 
 
 def are_whole(pieces: Sequence[Piece]) -> bool:
-    """Return whether there are calls, each of whose arguments, which are one piece, are an object
-    in JSON."""
+    """Return whether there are calls, and each one's arguments, in one piece, are a JSON object."""
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     said = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
     return 0 < len(starts) == len(said) and all(map(is_object, said))
 
 
 def joined(pieces: list[Piece]) -> Iterator[Piece]:
-    """Yield the pieces with all arguments of a call that follow each other as one."""
+    """Yield the pieces with consecutive arguments of a call merged."""
     for is_arguments, group in groupby(pieces, lambda piece: isinstance(piece, CallArguments)):
         if not is_arguments:
             yield from group

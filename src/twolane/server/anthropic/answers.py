@@ -1,4 +1,4 @@
-"""The answers of /v1/messages: the message, and the events of its stream.
+"""Answers of /v1/messages: the message, and the events of its stream.
 
 A message is a list of content blocks: thinking, text, tool uses. Each is opened, grows, and is
 closed before the next one is opened.
@@ -24,12 +24,11 @@ from twolane.server.http.events import named_event
 Json = dict[str, Any]
 PING: Json = {"type": "ping"}
 SIGNATURE = "dHdvbGFuZQ=="
-"""The signature of all thinking. It proves nothing, and none is checked: clients drop thinking
-without one, or refuse it."""
+"""Placeholder signature of thinking, never checked: clients drop or refuse thinking without one."""
 
 
 class MessageAnswer:
-    """One message under way (`Answering`).
+    """A message in progress (`Answering`).
 
     Args:
         model: the served model's name.
@@ -53,9 +52,9 @@ class MessageAnswer:
         self._counts = AnswerCounts(prompt_tokens)
         self._blocks: list[Json] = []
         self._arguments: list[str] = []
-        """The pieces of the last tool use's input."""
+        """Pieces of the last tool use's input."""
         self._open = False
-        """Whether the last block still grows."""
+        """Whether the last block is open."""
         self._events: list[Json] = []
         self._begun = False
 
@@ -107,7 +106,7 @@ class MessageAnswer:
 
     @property
     def _stop(self) -> str | None:
-        """The stop sequence that ended the answer."""
+        """Stop sequence that ended the answer, if one did."""
         return self._counts.stop if isinstance(self._counts.stop, str) else None
 
     def _reason(self) -> str:
@@ -173,4 +172,4 @@ class MessageAnswer:
 
 
 SIGNED: dict[str, Json] = {"thinking": {"signature": ""}}
-"""What blocks of a kind begin with besides."""
+"""Additional fields of new blocks, by kind."""

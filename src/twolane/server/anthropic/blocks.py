@@ -1,4 +1,4 @@
-"""The messages of /v1/messages: roles and blocks, read as messages of /v1/chat/completions."""
+"""Messages of /v1/messages, converted to those of /v1/chat/completions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from twolane.frontend.body import Body, wrong
 
 Turn = dict[str, Any]
-"""A message in the form of /v1/chat/completions."""
+"""A message of /v1/chat/completions."""
 BLOCK_INERT = frozenset({"cache_control", "citations", "caller", "toolset_name"})
 
 
@@ -17,7 +17,7 @@ class TextBlock(Body):
     """A piece of text."""
 
     inert = BLOCK_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["text"]
     text: str
@@ -32,10 +32,10 @@ class TextSource(Body):
 
 
 class DocumentBlock(Body):
-    """A document that is text; its title and what it is about stand in front of it."""
+    """A text document; its title and context are put before it."""
 
     inert = BLOCK_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["document"]
     source: TextSource
@@ -44,40 +44,40 @@ class DocumentBlock(Body):
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """Text that the model reads."""
         return "\n".join(filter(None, [self.title, self.context, self.source.data]))
 
 
 class ToolReferenceBlock(Body):
-    """A tool that a search for tools has found: the model knows all of the request's anyway."""
+    """A tool found by a tool search; the model knows all tools of the request anyway."""
 
     inert = BLOCK_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["tool_reference"]
     tool_name: str
 
     @property
     def text(self) -> str:
-        """What the model reads: its name."""
+        """Text that the model reads: the tool's name."""
         return self.tool_name
 
 
 class ThinkingBlock(Body):
-    """Thinking of an earlier answer; what is redacted cannot be read."""
+    """Thinking of an earlier answer; redacted thinking is not shown to the model."""
 
     inert = BLOCK_INERT | {"signature", "data"}
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
 
 
 class ToolUseBlock(Body):
-    """A call of a tool that an earlier answer made."""
+    """A tool call of an earlier answer."""
 
     inert = BLOCK_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["tool_use"]
     id: str
@@ -86,7 +86,7 @@ class ToolUseBlock(Body):
 
 
 def _list_of(kinds: Mapping[str, type[Body]]) -> TypeAdapter[Any]:
-    """Return what reads a list of blocks of these types; another is refused by its type."""
+    """Return a validator of lists of these block types; other types are refused by name."""
 
     def block(value: Any) -> Body:
         kind = value.get("type") if isinstance(value, dict) else None
@@ -99,16 +99,16 @@ def _list_of(kinds: Mapping[str, type[Body]]) -> TypeAdapter[Any]:
     )
 
 
-Said = TextBlock | DocumentBlock | ToolReferenceBlock
-"""Blocks that are text."""
+TextualBlock = TextBlock | DocumentBlock | ToolReferenceBlock
+"""Blocks with text."""
 _TEXTS: TypeAdapter[list[TextBlock]] = _list_of({"text": TextBlock})
-_SAID: TypeAdapter[list[Said]] = _list_of(
+_TEXTUAL: TypeAdapter[list[TextualBlock]] = _list_of(
     {"text": TextBlock, "document": DocumentBlock, "tool_reference": ToolReferenceBlock}
 )
 
 
 def _joined(value: Any, form: TypeAdapter[Any]) -> str:
-    """Read a text, or a list of blocks of text that are joined by new lines."""
+    """Return a string, or the texts of a list of blocks joined by newlines."""
     if isinstance(value, str) or value is None:
         return value or ""
     if not isinstance(value, list):
@@ -124,16 +124,16 @@ Text = Annotated[
     str, PlainValidator(lambda value: _joined(value, _TEXTS)), WithJsonSchema(TEXT_SCHEMA)
 ]
 ResultText = Annotated[
-    str, PlainValidator(lambda value: _joined(value, _SAID)), WithJsonSchema(TEXT_SCHEMA)
+    str, PlainValidator(lambda value: _joined(value, _TEXTUAL)), WithJsonSchema(TEXT_SCHEMA)
 ]
 
 
 class ToolResultBlock(Body):
-    """What a called tool returned."""
+    """The result of a tool call."""
 
     inert = BLOCK_INERT | {"is_error"}
     """`is_error` is not shown: chat templates have no place for it."""
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -164,13 +164,13 @@ def _content(value: Any) -> list[Block]:
 class AnthropicMessage(Body):
     """One turn of a conversation."""
 
-    null_says_nothing = True
+    null_is_unset = True
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], PlainValidator(_content), WithJsonSchema(TEXT_SCHEMA)]
 
     def turns(self) -> list[Turn]:
-        """Return the messages that the turn is: results of tools first, then what is said."""
+        """Return the turn as chat messages: tool results first, then text."""
         if self.role == "assistant":
             return [self._answer()]
         results = [
@@ -201,6 +201,6 @@ class AnthropicMessage(Body):
 
 
 def joined(blocks: Sequence[Block]) -> str:
-    """Return what the blocks of text say."""
+    """Return the texts of the text blocks, joined by newlines."""
     said = (block for block in blocks if isinstance(block, TextBlock | DocumentBlock))
     return "\n".join(block.text for block in said)

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's endpoints, and as which chat request they are served."""
+"""Request bodies of Anthropic's endpoints, and their conversion to chat requests."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +16,16 @@ from twolane.server.openai.protocol import ChatRequest
 from twolane.server.openai.tools import MOST_TOOLS, FunctionName
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
-"""Fields that /v1/chat/completions has, too."""
+"""Fields that /v1/chat/completions has under the same name."""
 RENAMED: Mapping[str, str] = {
     "messages": "messages",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }
-"""Fields of /v1/chat/completions by which they are set here."""
+"""Names here of fields of /v1/chat/completions."""
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""What Claude Code puts in front of its system prompt: it is not for the model, and would keep all
-behind it from being found in the prefix cache where it differs from request to request."""
+"""Header that Claude Code puts before its system prompt: it is not for the model, and as it differs
+between requests, it would keep the rest out of the prefix cache."""
 
 
 class AnthropicTool(Body):
@@ -37,7 +37,7 @@ class AnthropicTool(Body):
             *("defer_loading", "eager_input_streaming"),
         }
     )
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -46,7 +46,7 @@ class AnthropicTool(Body):
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Return the tool as /v1/chat/completions has it."""
+        """Return the tool in the format of /v1/chat/completions."""
         function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
         if self.description is not None:
             function["description"] = self.description
@@ -54,7 +54,7 @@ class AnthropicTool(Body):
 
 
 class ToolChoice(Body):
-    """Which tool is called."""
+    """The choice of a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -62,61 +62,61 @@ class ToolChoice(Body):
 
     @model_validator(mode="after")
     def name_where_it_belongs(self) -> "ToolChoice":
-        """Refuse the choice of a tool without its name, and a name without that choice."""
+        """Refuse the type "tool" without a name, and a name with another type."""
         if (self.type == "tool") != (self.name is not None):
             raise wrong("name", 'is required with the type "tool", and only there')
         return self
 
     def for_chat(self) -> Any:
-        """Return the choice as /v1/chat/completions has it."""
+        """Return the choice in the format of /v1/chat/completions."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
 class Thinking(Body):
-    """Whether the model thinks, and whether that is shown."""
+    """Whether the model thinks, and whether its thinking is shown."""
 
     inert = frozenset({"budget_tokens"})
-    """Without effect: the model thinks for as long as it does, within `max_tokens`."""
+    """Without effect: only `max_tokens` bounds the thinking."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Body):
-    """What form the answer has."""
+    """The JSON schema that the answer follows."""
 
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """What the answer is like."""
+    """Effort and format of the answer."""
 
-    null_says_nothing = True
+    null_is_unset = True
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class KeptThinking(Body):
-    """The number of answers whose thinking stays in the conversation."""
+    """Number of answers whose thinking is kept in the conversation."""
 
     type: Literal["thinking_turns"]
     value: Annotated[int, Field(ge=1)]
 
 
 class ContextEdit(Body):
-    """What is taken out of the conversation: the thinking of earlier answers."""
+    """An edit that removes the thinking of earlier answers from the conversation."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | KeptThinking = KeptThinking(type="thinking_turns", value=1)
 
     def apply(self, turns: Sequence[Turn]) -> None:
-        """Take it out."""
+        """Remove the thinking from `turns`."""
         if self.keep == "all":
             return
         thinking = [turn for turn in turns if "reasoning_content" in turn]
@@ -125,7 +125,7 @@ class ContextEdit(Body):
 
 
 class ContextManagement(Body):
-    """How the conversation is made shorter."""
+    """Edits that shorten the conversation."""
 
     edits: list[ContextEdit] = Field(default_factory=list)
 
@@ -153,12 +153,12 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    """The former name of `output_config.format`."""
+    """Deprecated name of `output_config.format`."""
     context_management: ContextManagement | None = None
 
     @model_validator(mode="after")
     def one_form(self) -> "CountTokensRequest":
-        """Refuse a form of the answer under both of its names."""
+        """Refuse a format under both of its names."""
         config = self.output_config
         if self.output_format is not None and config is not None and config.format is not None:
             raise wrong("output_format", "cannot be combined with output_config.format")
@@ -166,7 +166,7 @@ class CountTokensRequest(Body):
 
     @property
     def shows_thinking(self) -> bool:
-        """Whether the client wants to see the thinking."""
+        """Whether the answer includes the thinking."""
         return self.thinking is None or self.thinking.display != "omitted"
 
     @property
@@ -176,7 +176,7 @@ class CountTokensRequest(Body):
         return bool(self.tools) and not none
 
     def as_chat(self, has_variable: Callable[[str], bool]) -> ChatRequest:
-        """Return the request as one of /v1/chat/completions.
+        """Return the request as a request of /v1/chat/completions.
 
         Args:
             has_variable: says whether the chat template has a variable.
@@ -190,7 +190,7 @@ class CountTokensRequest(Body):
             raise renamed(from_validation(error.errors())) from error
 
     def _conversation(self) -> tuple[str, list[Turn]]:
-        """What the system says, and the turns of the others.
+        """Return the system message and the other messages.
 
         Claude Code says things as the system behind what its user says; models know one message of
         the system, in front, and some templates refuse others.
@@ -248,13 +248,13 @@ class MessagesRequest(CountTokensRequest):
 
 
 def continues(turns: Sequence[Turn]) -> bool:
-    """Return whether the answer goes on with the last message, which is text of the assistant."""
+    """Return whether the answer continues the last message, a text of the assistant."""
     last = turns[-1] if turns else {"role": "system"}
     return last["role"] == "assistant" and "content" in last and "tool_calls" not in last
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return an error of the chat request with the field named as it is here."""
+    """Return an error of the chat request under the field's name here."""
     param = error.param or ""
     old = re.split(r"[.\[]", param)[0]
     new = RENAMED.get(old) or param.replace(".function.parameters", ".input_schema")

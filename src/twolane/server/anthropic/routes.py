@@ -19,7 +19,7 @@ OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 
 class MessageErrorBody(ErrorBody):
-    """Every error's body at these endpoints."""
+    """Body of every error of these endpoints."""
 
     type: Literal["error"]
 
@@ -28,11 +28,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {**described, "model": MessageErrorBody}
     for status, described in {**ERRORS, **QUEUE_FULL, **NO_KEY}.items()
 }
-"""How these endpoints refuse."""
+"""Errors of these endpoints by status, for the OpenAPI description."""
 
 
 def add_message_routes(app: FastAPI, service: Service) -> None:
-    """Add /v1/messages."""
+    """Add /v1/messages and /v1/messages/count_tokens."""
 
     def as_chat(body: CountTokensRequest) -> ChatRequest:
         return body.as_chat(partial(service.texts.has_variable, tools=body.shows_tools))

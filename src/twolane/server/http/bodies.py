@@ -1,4 +1,4 @@
-"""Bodies on their way in: how long one may be, and how much memory all of them may take."""
+"""Bounds on request bodies: the size of one, and the memory of all that are arriving."""
 
 from collections import Counter
 
@@ -7,17 +7,17 @@ from starlette.types import Message, Receive, Scope, Send
 from twolane.server.http.errors import ApiError
 
 FREE_BYTES = 1 << 16
-"""This many first bytes of each body count for nothing: small bodies are always read."""
+"""First bytes of each body that are not counted: small bodies are always read."""
 ARRIVING_BYTES = 256 << 20
-"""Bodies that are arriving may have this many bytes together, or those of four of the longest;
-bodies of one client may have half of it."""
+"""Most bytes of all arriving bodies together, unless four of the longest are more; bodies of one
+client may have half of it."""
 
 LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
-"""Headers of which a request with a body has one."""
+"""Headers one of which every request with a body has."""
 
 
 class ArrivingBytes:
-    """How many bytes of large bodies are held until these are whole, by client.
+    """Counts the bytes of large bodies in memory until these are complete, by client.
 
     Args:
         most: bytes that they may have together.
@@ -29,7 +29,7 @@ class ArrivingBytes:
         self._together = 0
 
     def add(self, client: str, count: int) -> None:
-        """Hold more bytes.
+        """Count more bytes.
 
         Raises:
             ApiError: 429, there are too many.
@@ -42,7 +42,7 @@ class ArrivingBytes:
         self._together += count
 
     def remove(self, client: str, count: int) -> None:
-        """Hold fewer bytes."""
+        """Count fewer bytes."""
         self._held[client] -= count
         self._together -= count
         if self._held[client] <= 0:
@@ -50,7 +50,7 @@ class ArrivingBytes:
 
 
 class BodyReader:
-    """The body of one request; how long it may take to arrive, `Connection` bounds.
+    """Reads the body of one request within the bounds on bytes; `Connection` bounds its time.
 
     Args:
         receive: ASGI's.
@@ -86,15 +86,15 @@ class BodyReader:
         return message
 
     def end(self) -> None:
-        """Hold nothing any more: the body is whole, or nobody needs it."""
+        """Stop counting the body's bytes: it is complete, or no longer needed."""
         if self._held:
             self._arriving.remove(self._client, self._held)
             self._held = 0
 
 
 class RestOfBody:
-    """What is left of a request's body when its answer is complete: it is dropped as it comes,
-    before the answer ends.
+    """Reads and drops the rest of a request's body when its answer is complete, before the answer
+    ends.
 
     A connection that is closed while bytes wait in it is reset, and the client may lose the answer
     (RFC 9112, section 9.6). How long they may take, `Connection` bounds.
@@ -128,6 +128,6 @@ class RestOfBody:
 
 
 def too_large(longest: int) -> ApiError:
-    """Return what a longer body is refused with."""
+    """Return the refusal of a body over `longest` bytes."""
     message = f"the body is larger than {longest} bytes"
     return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})

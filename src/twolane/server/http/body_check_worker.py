@@ -1,4 +1,4 @@
-"""The program that checks large bodies in a process of its own; `body_checks` starts it."""
+"""Checks large bodies in a sandbox that `body_checks` starts."""
 
 import importlib
 from typing import Any
@@ -13,13 +13,13 @@ from twolane.server.http.body_checks import IGNORING, BodyRefusal
 from twolane.server.http.errors import ApiError, from_validation
 
 MOST_PARTS = 1 << 15
-"""A body has at most this many objects, lists and fields: each takes some microseconds to read."""
+"""Most objects, lists and fields of a body: each takes some microseconds to read."""
 MOST_TEXT = 1 << 24
-"""The strings of a body have at most this many characters together."""
+"""Most characters of all strings of a body."""
 
 
 def check_parts(body: Any) -> None:
-    """Refuse a body that would take the API process long to parse.
+    """Refuse a body that would take the API process too long to parse.
 
     Raises:
         ApiError: 413.
@@ -47,7 +47,7 @@ def check_parts(body: Any) -> None:
 
 
 def check(asked: bytes) -> BodyRefusal | None:
-    """Return why a body is refused, or None; `asked` is its model's name, a newline and the
+    """Return the refusal of a body, or None; `asked` is its model's name, a newline and the
     body."""
     what, _, data = asked.partition(b"\n")
     name = what.decode()
@@ -68,7 +68,7 @@ def check(asked: bytes) -> BodyRefusal | None:
 
 
 def refusal(error: ApiError) -> BodyRefusal:
-    """Return an error as a message."""
+    """Return an error as a struct that can be encoded."""
     return BodyRefusal(error.status_code, error.message, error.code, error.param)
 
 

@@ -1,4 +1,4 @@
-"""Checks large request bodies in a separate process before the API process parses them.
+"""Checks large request bodies in a sandbox before the API process parses them.
 
 Parsing holds Python's lock, and no stream goes on meanwhile. A refused body costs the API process
 nothing; an accepted one has few enough parts to be parsed in some milliseconds.
@@ -15,7 +15,8 @@ from twolane.server.http.errors import ApiError, queue_full
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
-"""Bodies of this many bytes and more are checked first; smaller ones take a few milliseconds."""
+"""Bodies of at least this many bytes are checked first; smaller ones parse in a few
+milliseconds."""
 IGNORING = " ignoring"
 """Suffix of a model's name if unknown fields have no effect."""
 MODULE = "twolane.server.http.body_check_worker"
@@ -23,7 +24,7 @@ LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 
 class BodyRefusal(msgspec.Struct, frozen=True):
-    """The reason for which a body is refused, as the arguments of `ApiError`."""
+    """The refusal of a body, as arguments of `ApiError`."""
 
     status: int
     message: str
@@ -32,7 +33,7 @@ class BodyRefusal(msgspec.Struct, frozen=True):
 
 
 class BodyChecker:
-    """Checks bodies, in turn for all clients, in a process that starts with the first body."""
+    """Checks bodies, with clients in rotation, in a process that starts with the first body."""
 
     def __init__(self) -> None:
         self._sandbox = Sandbox(MODULE, b"", LIMITS)
@@ -61,6 +62,6 @@ class BodyChecker:
             raise ApiError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
 
     async def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._closed = True
         await self._sandbox.close()

@@ -1,4 +1,4 @@
-"""The latency bounds that a request brings in its headers."""
+"""Latency bounds in a request's headers."""
 
 import sys
 from typing import Annotated
@@ -19,7 +19,7 @@ async def bounded_call(
     x_llm_d_slo_ttft_ms: Milliseconds = None,
     x_llm_d_slo_tpot_ms: Milliseconds = None,
 ) -> Call:
-    """Return the call of a request, with what its headers say.
+    """Return a request's call with the latency bounds of its headers.
 
     llm-d and the gateway API inference extension send TTFT and TPOT by the names with and without
     `llm-d`; where a request has both, the tighter bound holds.
@@ -39,6 +39,6 @@ BoundedCall = Annotated[Call, Depends(bounded_call)]
 
 
 def tighter(*milliseconds: float | None) -> float | None:
-    """Return the shortest of the given bounds in seconds, which stays above 0, if there is one."""
+    """Return the tightest of the given bounds in seconds, above 0; None: none is given."""
     given = [value for value in milliseconds if value is not None]
     return max(min(given) / 1e3, sys.float_info.min) if given else None

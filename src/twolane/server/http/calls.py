@@ -1,4 +1,4 @@
-"""The life of an HTTP call, as the metrics count it.
+"""Life of an HTTP call, as metrics count it.
 
 A *call* is one POST to a path that generates; a *request* is one answer that it asks for. A call
 counts as one request when it arrives, and as many as it has answers once it is admitted, so that
@@ -19,11 +19,11 @@ from twolane.server.ops.metrics import RequestMetrics, ServerMetrics, miss_all
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499
-"""The status, nginx's, of a call whose client left before there was an answer."""
+"""Status, as in nginx, of a call whose client left before an answer."""
 
 
 class Call:
-    """One call that asks for answers. It is admitted, refused or aborted, once.
+    """A call that asks for answers. It is admitted, refused or aborted, once.
 
     Args:
         metrics: where it is counted.
@@ -31,20 +31,21 @@ class Call:
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.arrival = time.monotonic()
-        """When its last byte was read, in seconds."""
+        """Time at which its last byte was read, in seconds."""
         self.slo = metrics.slo
-        """Its own latency bounds, once they are read; the server's where it has none."""
+        """Latency bounds from its headers once read, completed by the server's."""
         self.headers: Mapping[str, str] = {}
         """Its HTTP headers, once they are read."""
         self.key: int | None = None
-        """Number of the API key that it came with; None: there are no keys."""
+        """Index of its API key; None: the server has no keys."""
         self._metrics = metrics
         self._open = True
         metrics.received.inc()
         metrics.in_flight.inc()
 
     def admit(self, prompts: Sequence[list[int]]) -> list[RequestMetrics]:
-        """Go on as one request for each of `prompts` (n of each, if so asked), which end apart."""
+        """Count the call as one request for each of `prompts`, given once for each answer; they end
+        separately."""
         assert self._open
         self._open = False
         self._metrics.received.inc(len(prompts) - 1)
@@ -65,7 +66,7 @@ class Call:
                 miss_all(self._metrics, self.slo)
 
     def abort(self, reason: str) -> None:
-        """Count the call as broken off, unless it has been settled."""
+        """Count the call as aborted, unless it has been settled."""
         if self._settle():
             self._metrics.aborted(reason).inc()
 
@@ -77,18 +78,19 @@ class Call:
 
 
 def call_of(request: Request) -> Call:
-    """Return the call that `CallMiddleware` has made of a request."""
+    """Return the call that `CallMiddleware` made of a request."""
     call: Call = request.state.call
     return call
 
 
 def set_reason(request: Request, code: str, message: str) -> None:
-    """Say why a request is refused; without, the reason is its status."""
+    """Set the reason of a request's refusal, which is otherwise its status."""
     request.state.reason = code, message
 
 
 def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> None:
-    """Say that the connection itself has refused a request, whose application sees a client gone.
+    """Record that the connection itself refused a request; the application only sees its client
+    gone.
 
     No effect on a request that is settled.
 
@@ -102,7 +104,7 @@ def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> 
 
 
 class CallMiddleware:
-    """ASGI middleware, the outermost: counts every HTTP request, and settles every call.
+    """Outermost ASGI middleware: counts every HTTP request, and settles every call.
 
     Args:
         app: what answers.
@@ -129,20 +131,20 @@ class CallMiddleware:
             await self._app(scope, receive, send)
             return
         is_call = scope["method"] == "POST" and scope["path"] in self._paths
-        watched = Watched(self._metrics, Call(self._metrics) if is_call else None, scope)
-        receive = watched.receiving(receive, self._quiet)
+        tracked = TrackedRequest(self._metrics, Call(self._metrics) if is_call else None, scope)
+        receive = tracked.receiving(receive, self._quiet)
         try:
-            await self._app(scope, receive, watched.sending(send))
+            await self._app(scope, receive, tracked.sending(send))
         except asyncio.CancelledError:
-            watched.settle(503, broken_off="shutdown")
+            tracked.settle(503, broken_off="shutdown")
             raise
         finally:
             # An answer that was never begun: the client has left, or an error was not foreseen.
-            watched.settle(CLIENT_GONE if watched.gone else 500)
+            tracked.settle(CLIENT_GONE if tracked.gone else 500)
 
 
-class Watched:
-    """One HTTP request under way. It is counted before its status is sent, or else at its end."""
+class TrackedRequest:
+    """An HTTP request in progress, counted before its status is sent, or else at its end."""
 
     def __init__(self, metrics: ServerMetrics, call: Call | None, scope: Scope) -> None:
         self.gone = False
@@ -154,8 +156,8 @@ class Watched:
         self._settled = False
 
     def receiving(self, receive: Receive, quiet: Callable[[], Awaitable[None]]) -> Receive:
-        """Wrap `receive`: note when the body is complete, before `quiet` is waited for, and whether
-        the client has left."""
+        """Wrap `receive`: record when the body is complete, then await `quiet`; record whether the
+        client left."""
 
         async def wrapped() -> Message:
             message = await receive()
@@ -197,7 +199,8 @@ class Watched:
             self._call.refuse(reason, message, overload=status == 429 or status >= 500)
 
     def _count(self, status: int) -> None:
-        """Add to the requests by endpoint; what clients can invent is no label of its own."""
+        """Count the request by method, endpoint and status; labels are never taken from unknown
+        paths."""
         path = self._scope["path"]
         if self._call is not None:  # it may be refused before it is routed
             route = path

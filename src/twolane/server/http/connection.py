@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: uvicorn's, strict about heads, and bounded in number and in time."""
+"""HTTP/1.1 connections: uvicorn's, with strict heads and bounds on number and time."""
 
 import asyncio
 import fcntl
@@ -23,42 +23,42 @@ from twolane.server.http.unsent import LOG_SECONDS, Fault, HeldOutput, UnsentOut
 log = logging.getLogger("twolane.server")
 
 CONNECTION = "connection"
-"""Key of the `Connection` that a request came on, in the state of its ASGI scope."""
+"""Key of a request's `Connection` in the state of its ASGI scope."""
 GRACE_SECONDS = 1.0
-"""A connection that has waited for a request for longer than this makes room for a new one."""
-CROWD = 64
-"""Connections beyond the bound that are still read, so that probes are served and others told."""
+"""Seconds without a request after which a connection may be closed for a new one."""
+EXTRA_CONNECTIONS = 64
+"""Connections beyond the bound that are still read, to serve probes and refuse the rest."""
 SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
-"""A body may come in this many chunks, and in one more for each of this many bytes. A chunk takes
-the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
+"""Chunks that any body may have, and bytes of a body for each further chunk. A chunk takes the loop
+10 µs, however small it is, and a thousand of them fit into one read."""
 
 REQUEST_LINE = re.compile(
     rb"(?P<method>[^ ]+) (?P<server>(?i:https?)://[^/?#@ ]+(?=[/?#@ ]))?"
     rb"(?P<path>[^ ?]*)(?=[ ?])(?P<rest>.* HTTP/1\.[01])"
 )
-"""A request line. Where a part ends never depends on what follows the next one: a long line that
-does not match takes time in proportion to its length."""
+"""A request line. Each part's end is determined by the next character, so that matching takes
+linear time."""
 
 
 API_ROOT = re.compile(rb"v1/+")
 """What the API's paths begin with, and clients put behind a base URL that ends with a slash."""
 OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
-"""A request line of another major version, which is read as HTTP/1.1 if nobody looks."""
+"""A request line of another major version, which h11 would read as HTTP/1.1."""
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """What the connections of all clients may take together, and each of them by itself."""
+    """Bounds on all connections together and on each."""
 
     max_connections: int
-    """Connections beyond this many replace the longest idle ones or are refused."""
+    """Number of connections beyond which new ones replace idle ones or are refused."""
     arrival_seconds: float
-    """A request must arrive, headers and body, within this many seconds."""
+    """Seconds within which a request must arrive, headers and body."""
     stall_seconds: float
-    """A client that takes nothing of its answer for this many seconds is disconnected."""
+    """Seconds without reading its answer after which a client is disconnected."""
 
 
 class StrictBuffer(ReceiveBuffer):
-    """Received bytes whose heads are refused where proxies and servers read them differently.
+    """Receive buffer that refuses heads which proxies and servers read differently.
 
     RFC 9112: lines end with CRLF (2.2), are not folded (5.2), and a request has one kind of length
     (6.1); whoever reads these otherwise than the proxy before it lets requests be smuggled.
@@ -67,10 +67,10 @@ class StrictBuffer(ReceiveBuffer):
     """
 
     _chunks = _body_bytes = 0
-    """Those of the body under way, with what ends its chunks."""
+    """Chunks and bytes, framing included, of the current body."""
 
     def maybe_extract_next_line(self) -> bytearray | None:
-        """Return the line in front of a chunk once it is whole.
+        """Return the line before a chunk once it is complete.
 
         Raises:
             h11.RemoteProtocolError: there are too many.
@@ -88,7 +88,7 @@ class StrictBuffer(ReceiveBuffer):
         return part
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return the lines of a head or of trailers once they are whole.
+        """Return the lines of a head or of trailers once they are complete.
 
         Raises:
             h11.RemoteProtocolError: the head is ambiguous.
@@ -106,8 +106,8 @@ class StrictBuffer(ReceiveBuffer):
 
 
 def plain_line(line: bytes) -> bytes:
-    """Return a request line with the path alone, without a slash at its end, two at its begin or
-    two behind the API's root.
+    """Return a request line with only the path as target, without a trailing slash and without a
+    second one at its beginning or after the API's root.
 
     A target may name the server, too (RFC 9112, section 3.2.2). Clients put slashes together where
     they join addresses. Elsewhere two slashes stay: the name of a model may begin with one.
@@ -122,7 +122,7 @@ def plain_line(line: bytes) -> bytes:
 
 
 def check_head(head: bytes) -> None:
-    """Refuse a head that can be read in two ways, or only by another version of HTTP.
+    """Refuse a head that is ambiguous or of another version of HTTP.
 
     Raises:
         h11.RemoteProtocolError: it can.
@@ -144,27 +144,27 @@ def check_head(head: bytes) -> None:
 
 
 class Connection(H11Protocol):
-    """One client's connection. What it sends that is no HTTP is refused in OpenAI's form."""
+    """A client's connection, which refuses invalid HTTP with an error in OpenAI's format."""
 
     limits: ClassVar[ConnectionLimits]
     output: ClassVar[UnsentOutput]
-    """What waits for the readers of all connections."""
+    """Unsent output of all connections."""
     waiting: ClassVar[dict["Connection", float]]
-    """Since when each connection waits for the whole head of its next request, the longest first,
-    in seconds of the loop's clock."""
-    told_at: ClassVar[float]
-    """When the log was last told that there are too many connections."""
+    """Time on the loop's clock since which each connection has waited for the head of its next
+    request, longest first."""
+    logged_at: ClassVar[float]
+    """Time of the last log line about too many connections."""
 
     probes_only = False
-    """Whether there were too many connections when this one came: only probes are served on it."""
+    """Whether the connection came beyond the bound, so that only probes are served on it."""
     _arrival: asyncio.TimerHandle | None = None
     _progress: asyncio.TimerHandle
     _unsent = 0
-    """Bytes that waited at the last look, if none could be added; 0: the client has read since."""
+    """Unsent bytes at the last check while writing was paused; 0: the client has read since."""
     _backlog: HeldOutput | None = None
-    """What waits of the answer under way and is not written yet."""
+    """Held output of the current answer that is not written yet."""
     _behind_since: float | None = None
-    """When the client fell behind, in seconds of the loop's clock; None: it is not behind."""
+    """Time on the loop's clock since which the client has been behind; None: it is not."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
@@ -178,7 +178,8 @@ class Connection(H11Protocol):
         self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for its next request, or serve only probes.
+        """Close the connection that has waited longest for a request, or serve only probes on this
+        one.
 
         Whoever opens many connections and asks nothing keeps nobody else out.
         """
@@ -186,19 +187,19 @@ class Connection(H11Protocol):
         longest = next(iter(self.waiting), None)
         if longest is not None:
             waited = self.loop.time() - self.waiting[longest]
-            if waited > GRACE_SECONDS or excess > CROWD:
+            if waited > GRACE_SECONDS or excess > EXTRA_CONNECTIONS:
                 longest.close_now()
                 return
         self.probes_only = True
-        if excess > CROWD:
+        if excess > EXTRA_CONNECTIONS:
             self.close_now()
-        if time.monotonic() - type(self).told_at > LOG_SECONDS:
-            type(self).told_at = time.monotonic()
+        if time.monotonic() - type(self).logged_at > LOG_SECONDS:
+            type(self).logged_at = time.monotonic()
             most = self.limits.max_connections
             log.warning("all %d connections are busy: further ones get a 503", most)
 
     def close_now(self) -> None:
-        """Close the connection without an answer; it counts no more."""
+        """Close the connection without an answer, and count it no more."""
         self.waiting.pop(self, None)
         self.connections.discard(self)
         self.transport.close()
@@ -209,7 +210,7 @@ class Connection(H11Protocol):
         self._watch_arrival()
 
     def on_response_complete(self) -> None:
-        """Go on to the next request, part of which may be here already."""
+        """Continue with the next request, part of which may have arrived."""
         self._backlog = None
         if not self.flow.write_paused:
             self._behind_since = None
@@ -229,8 +230,8 @@ class Connection(H11Protocol):
         self.scope = self.cycle = None  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, with status and reason of the error that uvicorn has caught where
-        it calls this."""
+        """Refuse invalid HTTP, with status and reason of the error that uvicorn has caught where it
+        calls this."""
         status, error = 400, sys.exception()
         if isinstance(error, h11.RemoteProtocolError):
             status, msg = error.error_status_hint, f"invalid HTTP: {shortened(str(error))}"
@@ -238,11 +239,12 @@ class Connection(H11Protocol):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the client does not read what is written to it."""
+        """Whether written bytes wait for the client."""
         return self.transport.get_write_buffer_size() > 0
 
     def _check_progress(self) -> None:
-        """Disconnect a client that has taken nothing between two looks, of what waits for it."""
+        """Disconnect a client that has read nothing between two checks although output waits for
+        it."""
         unsent = self.transport.get_write_buffer_size() + unacknowledged(self.transport)
         if 0 < self._unsent <= unsent:
             self.drop("stalled")
@@ -267,7 +269,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def hold(self, backlog: HeldOutput) -> None:
-        """Count what waits of the answer under way, until it has been sent."""
+        """Count the held output of the current answer until it has been sent."""
         self._backlog = backlog
         backlog.on_growth = self.output.grew
 
@@ -290,14 +292,14 @@ class Connection(H11Protocol):
 
     @property
     def takes_parts(self) -> bool:
-        """Whether `write_part` may be called: not for who has left, reads too slowly, or speaks
-        HTTP/1.0."""
+        """Whether `write_part` may be called: the client is connected, reads, and speaks
+        HTTP/1.1."""
         if self.flow.write_paused or self.transport.is_closing():
             return False
         return self.scope["http_version"] == "1.1"
 
     def write_part(self, data: bytes) -> None:
-        """Write part of the answer under way, which has begun and whose length was not given.
+        """Write part of the current answer, which has begun and whose length was not given.
 
         At once: ASGI's way, through the application's layers and a task, takes as long again as all
         else that is done for a token.
@@ -331,7 +333,7 @@ class Connection(H11Protocol):
         self._refuse(408, message, "request_timeout")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer, unless an answer is under way, and close."""
+        """Answer with an error, unless an answer has begun, and close."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # the application, if it waits for the body, gives up
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -349,7 +351,7 @@ class Connection(H11Protocol):
 
 
 def unacknowledged(transport: asyncio.Transport) -> int:
-    """Return how many bytes the system holds that the client has not taken; 0: it does not say."""
+    """Return the bytes in the socket that the client has not acknowledged; 0: unknown."""
     try:
         answer = fcntl.ioctl(
             transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4)
@@ -360,11 +362,11 @@ def unacknowledged(transport: asyncio.Transport) -> int:
 
 
 def connection_class(limits: ConnectionLimits, output: UnsentOutput) -> type[Connection]:
-    """Return the protocol that uvicorn makes one of for each connection.
+    """Return a protocol class for uvicorn with its own limits and state.
 
     Args:
         limits: of all connections.
         output: what waits for their readers.
     """
-    shared = {"limits": limits, "output": output, "waiting": {}, "told_at": -LOG_SECONDS}
+    shared = {"limits": limits, "output": output, "waiting": {}, "logged_at": -LOG_SECONDS}
     return type("BoundConnection", (Connection,), shared)

@@ -1,4 +1,4 @@
-"""Answers to browsers whose pages come from elsewhere (CORS)."""
+"""Cross-origin requests of browsers (CORS)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ CORS: dict[str, Any] = {
     "allow_headers": ["*"],
     "expose_headers": [REQUEST_ID, ANTHROPIC_REQUEST_ID, "Retry-After"],
 }
-"""What pages of allowed origins may send and read."""
+"""Methods and headers that pages of allowed origins may use."""
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, but a browser's preflight is answered without a body."""
+    """Starlette's middleware, but with empty answers to preflights."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """See Starlette; the errors keep their text."""
@@ -31,5 +31,5 @@ class Cors(CORSMiddleware):
 
 
 def cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """Return an application that answers pages of these origins, too; "*" is every page."""
+    """Wrap an application to answer pages of these origins, too; "*" is every page."""
     return Cors(app, allow_origins=list(origins), **CORS) if origins else app

@@ -1,4 +1,4 @@
-"""What answers from the moment the address is taken: the model's API, once it is loaded."""
+"""ASGI application from the moment the address is bound: loading, then the model's API."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -7,11 +7,11 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import LIVE_PATHS, refuse
 
 RETRY_SECONDS = 5
-"""A client that comes while the model is loaded is told to come again in this many seconds."""
+"""Retry-After in seconds while the model is loading."""
 
 
 class Entry:
-    """ASGI application that says that the model is being loaded until it is given the real one."""
+    """ASGI application that answers 503 while the model loads, and then delegates to `app`."""
 
     def __init__(self) -> None:
         self.app: ASGIApp = loading

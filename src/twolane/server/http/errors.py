@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form."""
+"""Errors in OpenAI's format."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from twolane.frontend.body import NO_OBJECT, first_finding
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Paths that begin so have errors in Anthropic's form."""
+"""Prefix of paths whose errors have Anthropic's format."""
 ANTHROPIC_KINDS: Mapping[str, str] = {
     "server_error": "api_error",
     "service_unavailable_error": "overloaded_error",
@@ -16,18 +16,18 @@ ANTHROPIC_KINDS: Mapping[str, str] = {
     "not_found": "not_found_error",
     "body_too_large": "request_too_large",
 }
-"""Anthropic's names of kinds of errors, by OpenAI's or by their codes."""
+"""Anthropic's error types, by OpenAI's types or codes."""
 WHOLE_BODY = {
     "missing": "the request needs a JSON body",
     **dict.fromkeys(
         NO_OBJECT, 'the body must be a JSON object with "Content-Type: application/json"'
     ),
 }
-"""What is wrong with a body of which no field is at fault."""
+"""Messages for errors of a whole body, by kind."""
 
 
 class ApiError(HTTPException):
-    """A refusal with a status, in OpenAI's form.
+    """An error with an HTTP status, in OpenAI's format.
 
     Args:
         status: the HTTP status.
@@ -53,18 +53,18 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body of the answer."""
+        """JSON body of the answer."""
         return error_body(self.status_code, self.message, self.code, self.param)
 
     def about(self, param: str, message: str) -> "ApiError":
-        """Return the same refusal with another name of the field at fault."""
+        """Return the same error with another field and message."""
         return ApiError(
             self.status_code, message, code=self.code, param=param, headers=self.headers
         )
 
 
 def queue_full(waiting: str) -> ApiError:
-    """Return the refusal of work on a request that has to wait behind too much of its kind.
+    """Return the refusal of a request because too many of its kind wait.
 
     Args:
         waiting: what waits, and for what.
@@ -74,7 +74,7 @@ def queue_full(waiting: str) -> ApiError:
 
 
 class ContextExceeded(ApiError):
-    """The refusal of a prompt, or of a prompt and an answer, that the context is too short for.
+    """The refusal of a prompt, alone or with its answer, that exceeds the context.
 
     Clients shorten a conversation, or ask for less, where they find the words of OpenAI's message
     or Anthropic's.
@@ -101,7 +101,7 @@ class ContextExceeded(ApiError):
             f"Please reduce the length of the {param}."
         )
         self.in_anthropic_words = f"prompt is too long: {tokens} tokens > {context} maximum"
-        """The message as Anthropic's API has it."""
+        """Message in the wording of Anthropic's API."""
         if wanted is not None:
             said = (
                 f"{param} is too large: {wanted}. {limit}, and {name} has {tokens} tokens "
@@ -127,19 +127,19 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 
 
 def as_anthropic(body: dict[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's error object in Anthropic's form, which has `param` and `code` besides."""
+    """Return OpenAI's error object in Anthropic's format, which has `param` and `code` besides."""
     error = body["error"]
     kind = ANTHROPIC_KINDS.get(error["code"]) or ANTHROPIC_KINDS.get(error["type"], error["type"])
     return {"type": "error", "error": {**error, "type": kind}}
 
 
 def error_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return an error object in the form of the API that a path belongs to."""
+    """Return an error object in the format of the API that a path belongs to."""
     return as_anthropic(body) if path.startswith(ANTHROPIC_PATH) else body
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """Turn pydantic's findings into one error that names the first field at fault."""
+    """Convert pydantic's findings to one error that names the first field at fault."""
     found = first_finding(errors)
     message = found.message
     if found.param is None:

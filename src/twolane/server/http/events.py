@@ -6,12 +6,12 @@ import msgspec
 
 Json = dict[str, Any]
 LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
-"""Characters that end a line for `str.splitlines`, by which some clients split a stream, and how
-JSON escapes them. It escapes the others anyway."""
+"""Line ends that JSON does not escape but `str.splitlines`, with which some clients split streams,
+knows, and their escapes."""
 
 
 def event(body: Json) -> bytes:
-    """Write a server-sent event."""
+    """Encode a server-sent event."""
     data = msgspec.json.encode(body)
     for end, escape in LINE_ENDS.items():
         data = data.replace(end, escape)
@@ -19,6 +19,6 @@ def event(body: Json) -> bytes:
 
 
 def named_event(body: Json) -> bytes:
-    """Write a server-sent event that is named after its type."""
+    """Encode a server-sent event that is named after its type."""
     kind: str = body["type"]
     return b"event: " + kind.encode() + b"\n" + event(body)

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: its id, its key, and the bound on its body."""
+"""Checks on every HTTP request: its id, its key, and the bound on its body."""
 
 import hashlib
 import hmac
@@ -25,32 +25,32 @@ from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID = "request-id"
-"""Header in which Anthropic's clients read the id of a request, beside `REQUEST_ID`."""
+"""Header in which Anthropic's clients read a request's id, besides `REQUEST_ID`."""
 KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key."""
 ID_LONGEST = 128
-"""Characters of a client's request id that are kept."""
+"""Most characters of a client's request id; the rest is cut."""
 IPV6_NETWORK = 64
 """Bits of an IPv6 address that name a client's network."""
 NOT_IN_IDS = re.compile(r"[^!-~]")
-"""All but visible ASCII."""
+"""All characters but visible ASCII."""
 GUARDED = (
     *("/v1/", "/fleet", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
     *("/dashboard/data", "/docs", "/openapi.json"),
 )
-"""Paths that need a key, where there are keys. The others are for probes and scrapers."""
+"""Prefixes of paths that need a key, if keys are set. The others are for probes and scrapers."""
 LIVE_PATHS = ("/livez", "/health/live")
-"""Paths that say that this process answers at all."""
+"""Paths of liveness probes."""
 PROBES = frozenset({*LIVE_PATHS, "/health", "/health/ready", "/ping", "/metrics"})
-"""Paths that are served even where there are too many connections."""
+"""Paths that are served even with too many connections."""
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Who sends the request that is served: the number of its key or, without one, its network."""
+"""Client of the current request: the index of its key or, without one, its network."""
 
 
 class Gate:
-    """ASGI middleware that refuses what is not to reach the endpoints.
+    """ASGI middleware that refuses requests before they reach the endpoints.
 
     Args:
         app: the endpoints.
@@ -108,7 +108,7 @@ class Gate:
             body.end()
 
     def _check_key(self, path: str, headers: Headers) -> int | None:
-        """Return the number of the key that a request brings; None: it needs none."""
+        """Return the index of the request's key; None: it needs none."""
         if not self._keys or not path.startswith(GUARDED):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -141,7 +141,7 @@ def client(scope: Scope) -> str:
 
 
 def check_room(scope: Scope) -> None:
-    """Refuse what comes on a connection beyond the bound, unless it is a probe.
+    """Refuse requests, except for probes, on a connection beyond the bound.
 
     Raises:
         ApiError: 503.
@@ -154,7 +154,7 @@ def check_room(scope: Scope) -> None:
 
 
 def digest(key: bytes) -> bytes:
-    """Return what keys are compared by: all have one length, and none is kept as it is."""
+    """Return a key's SHA-256: all digests have one length, and no key is kept in clear."""
     return hashlib.sha256(key).digest()
 
 
@@ -179,7 +179,7 @@ def with_request_id(send: Send, id: str, path: str) -> Send:
 
 
 async def refuse(error: ApiError, path: str, send: Send) -> None:
-    """Answer with an error, in the form of the API that the path belongs to."""
+    """Send an error in the format of the API that the path belongs to."""
     body = msgspec.json.encode(error_for(path, error.body))
     headers: Sequence[tuple[str, str]] = [
         ("Content-Type", "application/json"),

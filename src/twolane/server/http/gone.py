@@ -1,4 +1,4 @@
-"""Work for clients that may leave before it is done."""
+"""Work for clients that may disconnect before it is done."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer was there."""
+    """The client closed the connection before its answer."""
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

@@ -1,4 +1,4 @@
-"""Handlers that turn every exception of a request into an error in OpenAI's form."""
+"""Exception handlers that answer with errors in the format of the path's API."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ REFUSED_CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_valu
 
 
 def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
-    """Return what the client is told of an engine's refusal.
+    """Return an engine's refusal as an API error.
 
     A system refuses a good request that could not meet its deadline any more: 429, to be sent again
     in this many seconds. A model that gives NaN is the server's fault: 500. Everything else is the
@@ -39,7 +39,7 @@ def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
-    """Put every error into OpenAI's form.
+    """Add handlers of all exceptions.
 
     Args:
         app: gets the handlers.

@@ -1,10 +1,10 @@
-"""HEAD wherever GET is: the same status and headers, without the body."""
+"""HEAD for every GET endpoint: the same status and headers, without the body."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Head:
-    """ASGI middleware, next to the endpoints, that lets HEAD be answered as GET is.
+    """ASGI middleware next to the endpoints that answers HEAD as GET without the body.
 
     Args:
         app: the endpoints.

@@ -55,7 +55,7 @@ class Route(APIRoute):
     """A route that reads its body with `StrictJson`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler."""
+        """Return FastAPI's handler with `StrictJson` as its request."""
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
@@ -96,5 +96,5 @@ def check_media_type(request: Request) -> None:
 
 
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return `body` as JSON."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")

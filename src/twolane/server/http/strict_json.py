@@ -1,4 +1,4 @@
-"""JSON by the letter: what a request's body may be."""
+"""Strict parser of JSON bodies."""
 
 import json
 import sys
@@ -13,16 +13,16 @@ from twolane.frontend.body import Location, field_name, shortened
 from twolane.server.http.errors import ApiError
 
 MOST_VALUES = 1 << 18
-"""A body holds at most this many values, counted by the commas and brackets in it: what is parsed
-at once holds up all other clients for about 0.3 µs a value."""
+"""Most values of a body, counted by its commas and brackets: parsing blocks the event loop for
+about 0.3 µs a value."""
 MOST_NAMED = 8
-"""An error names a place in a body by this many fields and numbers at most."""
+"""Most fields and indices in an error's path into a body."""
 COUNTED_AT_ONCE = 1 << 18
-"""Bytes of a body in which values are counted before it is seen whether there are too many."""
+"""Bytes of a body that are counted before the next check."""
 
 
 def check_values(data: bytes) -> None:
-    """Refuse a body with too many values, before anything is made of it.
+    """Refuse a body with too many values before it is parsed.
 
     Raises:
         ApiError: 413.
@@ -62,7 +62,7 @@ def parse(data: bytes) -> Any:
 
 
 def parse_again(data: bytes) -> Any:
-    """Parse a body that `parse` has taken before, in a fraction of the time.
+    """Parse a body that `parse` accepted before, in a fraction of the time.
 
     Raises:
         ApiError: 400, it has numbers too large for anything.
@@ -75,7 +75,7 @@ def parse_again(data: bytes) -> Any:
 
 
 def check_pairs(text: str, made: Any) -> None:
-    """Refuse JSON in which a text has half of a surrogate pair.
+    """Refuse JSON with a lone surrogate.
 
     Args:
         text: the JSON.
@@ -96,7 +96,7 @@ def check_pairs(text: str, made: Any) -> None:
 
 
 def half_pair(made: Any) -> Location | None:
-    """Return where half of a surrogate pair is: in a text, or in a name of this object's fields."""
+    """Return the path to a lone surrogate: to its string, or to the object with it in a key."""
     left: list[tuple[Location, Any]] = [((), made)]
     while left:
         place, value = left.pop()
@@ -115,7 +115,7 @@ def half_pair(made: Any) -> Location | None:
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object.
+    """Return an object of its pairs.
 
     Raises:
         ValueError: a key comes twice, and which one is meant cannot be known.
@@ -129,5 +129,5 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def no_constant(name: str) -> NoReturn:
-    """Refuse what Python takes for JSON and nobody else does."""
+    """Refuse NaN and Infinity, which Python parses and JSON does not have."""
     raise ValueError(f"{name} is not JSON")

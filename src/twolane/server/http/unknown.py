@@ -1,4 +1,4 @@
-"""What happens to fields of bodies that the server does not know."""
+"""Handling of unknown fields in bodies."""
 
 import logging
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from twolane.frontend.body import IGNORED
 
 log = logging.getLogger("twolane.server")
-MOST_TOLD = 1000
-"""The log tells of at most this many names: clients can invent more."""
+MOST_LOGGED = 1000
+"""Most field names that are logged, since clients can invent any number."""
 
 
 class UnknownFields:
-    """Refuses unknown fields, or ignores them and tells the log of each name once.
+    """Refuses unknown fields, or ignores them and logs each name once.
 
     Args:
         ignore: whether they are ignored.
@@ -20,11 +20,11 @@ class UnknownFields:
 
     def __init__(self, *, ignore: bool) -> None:
         self._ignore = ignore
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     @contextmanager
     def during(self, path: str) -> Iterator[None]:
-        """Treat the fields of the bodies that are read meanwhile.
+        """Handle unknown fields of bodies parsed within the block.
 
         Args:
             path: of the request.
@@ -38,10 +38,10 @@ class UnknownFields:
             yield
         finally:
             IGNORED.reset(before)
-            self._tell(path, ignored)
+            self._log(path, ignored)
 
-    def _tell(self, path: str, names: list[str]) -> None:
+    def _log(self, path: str, names: list[str]) -> None:
         for name in dict.fromkeys(names):
-            if (path, name) not in self._told and len(self._told) < MOST_TOLD:
-                self._told.add((path, name))
+            if (path, name) not in self._logged and len(self._logged) < MOST_LOGGED:
+                self._logged.add((path, name))
                 log.warning("%s: the unknown field %r has no effect", path, name)

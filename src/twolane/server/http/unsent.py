@@ -1,4 +1,4 @@
-"""Output that waits for its readers: how much memory all of it may take."""
+"""Bound on the memory of output that clients have not read."""
 
 import logging
 import time
@@ -12,14 +12,14 @@ from prometheus_client.registry import Collector
 log = logging.getLogger("twolane.server")
 
 UNSENT_BYTES = 512 << 20
-"""Output that waits for its readers may have this many bytes together."""
-LOOKS = 64
-"""What waits is added up after each this fraction of the bytes that may wait was made: that takes
-the loop about a microsecond a connection."""
+"""Most bytes of unsent output of all connections."""
+CHECKS_PER_BOUND = 64
+"""Checks per `UNSENT_BYTES` of new output: one takes the loop about a microsecond a connection."""
 LOG_SECONDS = 60.0
-"""One line a kind is written into the log in this many seconds."""
+"""Seconds between two log lines of one kind."""
 Fault = Literal["slow", "stalled"]
-"""Why a reader is disconnected: all output together is too much, or it took nothing for long."""
+"""Reason of a disconnection: too much unsent output in total, or a client that read nothing for
+long."""
 FAULTS: dict[Fault, str] = {
     "slow": "too much output waits for slow clients: the slowest was disconnected",
     "stalled": "a client that did not read its answer was disconnected",
@@ -27,42 +27,42 @@ FAULTS: dict[Fault, str] = {
 
 
 class HeldOutput(Protocol):
-    """What is held of an answer before it is written to its connection, such as a `Backlog`."""
+    """Part of an answer held before it is written to its connection, such as a `Backlog`."""
 
     on_growth: Callable[[int], None]
-    """Is told how many bytes have been added, as far as that is noticed."""
+    """Called with the number of bytes added, as far as that is noticed."""
 
     @property
     def held(self) -> int:
-        """Bytes that are held."""
+        """Number of bytes held."""
         ...
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is."""
+        """Whether no bytes are held."""
         ...
 
 
 class OutputSink(Protocol):
-    """A connection, as far as output waits for it."""
+    """The part of a connection that `UnsentOutput` uses."""
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait for it."""
+        """Number of bytes that wait for the client."""
         ...
 
     @property
     def seconds_behind(self) -> float:
-        """Seconds for which it has not taken all that there was."""
+        """Seconds for which the client has been behind."""
         ...
 
     def drop(self, fault: Fault) -> None:
-        """Disconnect it; nothing waits for it any more."""
+        """Disconnect the client and drop its output."""
         ...
 
 
 class UnsentOutput:
-    """How many bytes wait for the readers of all connections, and who is disconnected for it.
+    """Bounds the unsent output of all connections.
 
     Where it is too much, the reader goes for which most has waited for longest, in bytes times
     seconds: one that has just been given a long answer reads it meanwhile.
@@ -76,37 +76,37 @@ class UnsentOutput:
         self, most: int = UNSENT_BYTES, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.readers: set[OutputSink] = set()
-        """Every open connection."""
+        """All open connections."""
         self.dropped: dict[Fault, int] = dict.fromkeys(FAULTS, 0)
-        """Number of readers that were disconnected."""
+        """Number of disconnected clients by reason."""
         self._most = most
         self._clock = clock
         self._grown = 0
-        """Bytes that were made since the last look."""
-        self._told: dict[Fault, float] = {}
-        """When the log was last told of each."""
+        """Bytes of output since the last check."""
+        self._logged: dict[Fault, float] = {}
+        """Time of the last log line of each kind."""
 
     @property
     def together(self) -> int:
-        """Bytes that wait for all readers."""
+        """Unsent bytes of all connections."""
         return sum(reader.unsent for reader in self.readers)
 
     def grew(self, count: int) -> None:
-        """Note output that may have to wait, and look whether it is too much."""
+        """Count new output, and check the total now and then."""
         self._grown += count
-        if self._grown * LOOKS >= self._most:
+        if self._grown * CHECKS_PER_BOUND >= self._most:
             self._grown = 0
-            self._look()
+            self._check()
 
     def note_drop(self, fault: Fault, client: object) -> None:
-        """Count a reader that is disconnected, and tell the log."""
+        """Count and log a client that is disconnected."""
         self.dropped[fault] += 1
         now = self._clock()
-        if now - self._told.get(fault, -LOG_SECONDS) >= LOG_SECONDS:
-            self._told[fault] = now
+        if now - self._logged.get(fault, -LOG_SECONDS) >= LOG_SECONDS:
+            self._logged[fault] = now
             log.warning("%s (%s)", FAULTS[fault], client)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         unsent = {reader: reader.unsent for reader in self.readers}
         together = sum(unsent.values())
         if together <= self._most:
@@ -120,7 +120,7 @@ class UnsentOutput:
 
 
 class UnsentCollector(Collector):
-    """The figures of what waits for readers.
+    """Collects metrics of unsent output.
 
     Args:
         unsent: has them.
@@ -131,7 +131,7 @@ class UnsentCollector(Collector):
         self._unsent, self._prefix = unsent, prefix
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them."""
+        """Yield the metrics."""
         yield GaugeMetricFamily(
             f"{self._prefix}unsent_bytes",
             "Bytes of output that wait for their readers",

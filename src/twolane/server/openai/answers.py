@@ -1,4 +1,4 @@
-"""The JSON of OpenAI's answers: whole ones and the chunks of streams."""
+"""JSON of OpenAI's answers: complete ones and the chunks of streams."""
 
 import time
 import uuid
@@ -19,40 +19,40 @@ Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
 DONE = b"data: [DONE]\n\n"
 EMPTY: Json = {"content": ""}
-"""What a chunk adds to a message that adds nothing to it."""
+"""The delta of a chunk that adds nothing."""
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """What of the prompts is shown before the answers."""
+    """Prompts that are shown before the answers."""
 
     texts: list[str]
     """Text of each prompt."""
     only: bool
-    """Show nothing of the answers."""
+    """Whether only the prompts are shown."""
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request wants to see."""
+    """Which parts of an answer a request asks for."""
 
     n: int = 1
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     return_token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    """As a field of its own, vLLM's."""
+    """Whether vLLM's field `prompt_logprobs` is part of the answer."""
     echo: Echo | None = None
     continuous_usage: bool = False
     include_usage: bool = False
     parsed: Callable[[], AnswerReader] | None = None
-    """Makes what finds thinking and tool calls in an answer; None: all of it is text."""
+    """Makes a parser of an answer's thinking and tool calls; None: all of it is text."""
     forced_call: bool = False
-    """Whether the request named the tool to call: then calling it is no reason to finish."""
+    """Whether the request named the tool to call, so that a call is no reason to finish."""
     reasoning_field: str = "reasoning_content"
-    """The field that has the thinking."""
+    """Field of the thinking."""
 
 
 def shown_call(call: ParsedCall) -> Json:
-    """Return a tool call as a message has it."""
+    """Return a tool call in the format of a message."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -76,7 +76,7 @@ def add_arguments(said: list[Json], call: int, text: str) -> None:
 
 
 class Answer:
-    """One request's answer under way: a choice for each answer to each prompt.
+    """A request's answer in progress: a choice for each answer to each prompt.
 
     Args:
         kind: which endpoint answers.
@@ -105,7 +105,7 @@ class Answer:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def whole(self) -> Json:
-        """Return the answer that does not stream."""
+        """Return the complete answer."""
         name = "chat.completion" if self._kind == "chat" else "text_completion"
         body = self._headed(name, [self._choice(i) for i in range(len(self.choices))])
         body["usage"] = self.usage()
@@ -117,12 +117,12 @@ class Answer:
         return body
 
     def add(self, delta: Delta) -> None:
-        """Take a delta of an answer that does not stream."""
+        """Add a delta to an answer that does not stream."""
         self.choices[delta.index].add(delta)
         self._read(delta)
 
     def chunks(self, delta: Delta) -> list[Json]:
-        """Take a delta; return the chunks of the stream that it makes."""
+        """Add a delta; return the chunks that it adds to the stream."""
         first = self.choices[delta.index].add(delta)
         if self._kind == "completion":
             return [self._completion_chunk(delta, first)]
@@ -152,11 +152,11 @@ class Answer:
         return pieces
 
     def usage_chunk(self) -> Json:
-        """Return the chunk with which a stream ends that was asked for its usage."""
+        """Return the chunk of usage that ends a stream."""
         return {**self._headed(self._chunk_name, []), "usage": self.usage()}
 
     def usage(self) -> Json:
-        """Return the token counts of all choices together; each prompt counts once."""
+        """Return the token counts of all choices, each prompt counted once."""
         leaders = self.choices[:: self._options.n]
         prompt = sum(len(choice.prompt) for choice in leaders)
         output = 0 if self._echo_only else sum(len(choice.tokens) for choice in self.choices)
@@ -250,7 +250,7 @@ class Answer:
         return body
 
     def _chat_chunks(self, delta: Delta) -> list[Json]:
-        """The chunks that a delta makes; none while a parser holds its text back.
+        """Return the chunks of a delta; none while a parser holds its text back.
 
         Many clients read one thing from a chunk and drop the rest: each has thinking, text or one
         call, and that with the reason to finish has nothing else.
@@ -277,7 +277,7 @@ class Answer:
         return chunks
 
     def _said(self, index: int, pieces: Sequence[Piece]) -> list[Json]:
-        """What pieces of an answer add to its message, one thing after the other."""
+        """Return the deltas that pieces of an answer add to its message."""
         said: list[Json] = []
         for piece in pieces:
             match piece:
@@ -321,7 +321,7 @@ class Answer:
         return self._writer.completion(chain(echo, self._places(index, of)))
 
     def _places(self, index: int, of: CollectedAnswer | Delta) -> Iterator[TokenPlace]:
-        """Where the output tokens are in the text that is shown."""
+        """Yield the positions of output tokens in the shown text."""
         if self._echo_only:
             return
         begin = len(self._echo_text(index))

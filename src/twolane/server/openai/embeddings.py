@@ -1,4 +1,4 @@
-"""Embeddings: the hidden states of prompts' last tokens, for checkpoints that are made for that."""
+"""Embeddings: hidden states of prompts' last tokens, from checkpoints made for embeddings."""
 
 import asyncio
 import base64
@@ -23,8 +23,7 @@ from twolane.server.service import Service
 
 PATH = "/v1/embeddings"
 MOST_BYTES = 1 << 16
-"""Hidden states of more bytes than these are written in a thread, so that streams go on
-meanwhile."""
+"""Bytes of hidden states above which an answer is encoded in a thread, so that streams go on."""
 
 
 class EmbeddingRequest(Body):
@@ -42,7 +41,7 @@ class EmbeddingRequest(Body):
 
 
 class EmbeddedTexts(CompletionRequest):
-    """Texts as the engine takes them: one token is made of each, which is not shown."""
+    """Texts as completions of one token, which is not shown."""
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         """See `GenerationBody.sampling`."""
@@ -50,7 +49,7 @@ class EmbeddedTexts(CompletionRequest):
 
 
 def add_embedding_routes(app: FastAPI, service: Service) -> None:
-    """Add what makes vectors of texts."""
+    """Add /v1/embeddings."""
 
     @app.post(
         PATH,
@@ -77,12 +76,12 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
 
 
 def about_input(error: ApiError) -> ApiError:
-    """Return an error about a prompt by the name that the texts have here."""
+    """Return an error about `prompt` as one about `input`."""
     return error.about("input", error.message) if error.param == "prompt" else error
 
 
 def check_served(service: Service, body: EmbeddingRequest) -> None:
-    """Refuse what the model does not give.
+    """Refuse embeddings or dimensions that the model does not have.
 
     Raises:
         ApiError: 501, the model is not one of embeddings; 400, it has no such dimensions.
@@ -95,7 +94,7 @@ def check_served(service: Service, body: EmbeddingRequest) -> None:
 
 
 def embedded_texts(body: EmbeddingRequest) -> EmbeddedTexts:
-    """Return the texts of a request."""
+    """Return the request's texts as a completion request."""
     return EmbeddedTexts(
         model=body.model,
         prompt=body.input,
@@ -120,7 +119,7 @@ async def hidden_states(generation: Generation, count: int) -> Sequence[bytes]:
 def answer(
     body: EmbeddingRequest, model: str, states: Sequence[bytes], tokens: int
 ) -> dict[str, Any]:
-    """Return the answer in OpenAI's form."""
+    """Return the answer in OpenAI's format."""
     return {
         "object": "list",
         "data": [shown(body, index, state) for index, state in enumerate(states)],
@@ -130,7 +129,7 @@ def answer(
 
 
 def shown(body: EmbeddingRequest, index: int, state: bytes) -> dict[str, Any]:
-    """Return an embedding as OpenAI's API shows it."""
+    """Return an embedding in OpenAI's format."""
     numbers = vector(state, body.dimensions)
     if body.encoding_format == "base64":
         value: Any = base64.b64encode(numbers.tobytes()).decode()

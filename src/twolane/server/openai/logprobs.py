@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of OpenAI's two endpoints, and in vLLM's for prompts."""
+"""Log-probabilities in the formats of OpenAI's two endpoints, and in vLLM's for prompts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from twolane.frontend.text.codec import TextCodec
 
 Json = dict[str, Any]
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have; OpenAI's and vLLM's number."""
+"""Number for minus infinity, which JSON does not have, as at OpenAI and vLLM."""
 
 
 class TokenPlace(NamedTuple):
@@ -18,13 +18,13 @@ class TokenPlace(NamedTuple):
 
     token: int
     offset: int
-    """Where in the text it begins, in characters."""
+    """Position of its first character in the text."""
     logprobs: TokenLogprobs | None
-    """None for the first token of a prompt, which nothing predicts."""
+    """Log-probabilities; None for the first token of a prompt, which nothing predicts."""
 
 
 class JsonList:
-    """A JSON array that is written value by value: they need not be in memory together.
+    """A JSON array that is encoded value by value, so that the values are never all in memory.
 
     Args:
         values: the first ones.
@@ -36,18 +36,18 @@ class JsonList:
             self.add(value)
 
     def add(self, value: object) -> None:
-        """Write one more value."""
+        """Append a value."""
         if len(self._text) > 1:
             self._text += b","
         self._text += msgspec.json.encode(value)
 
     def written(self) -> msgspec.Raw:
-        """Return the array, to which nothing may be added any more."""
+        """Return the array; nothing may be added afterwards."""
         return msgspec.Raw(self._text + b"]")
 
 
 class LogprobWriter:
-    """Names tokens, and writes what the model thought of them.
+    """Writes tokens and their log-probabilities as JSON.
 
     Args:
         codec: the tokenizer.
@@ -61,16 +61,16 @@ class LogprobWriter:
         self._as_ids = as_ids or not codec.has_tokenizer
 
     def piece(self, token: int) -> str:
-        """Return the text of a token, as far as it is text."""
+        """Return the text of a token; bytes that are no text become U+FFFD."""
         return self._codec.token_bytes(token).decode(errors="replace")
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text of tokens in a row: characters of several tokens are whole."""
+        """Return the texts of consecutive tokens; characters that span tokens are complete."""
         detokenizer = self._codec.detokenizer(skip_special_tokens=False)
         return [detokenizer.step(token) for token in tokens]
 
     def name(self, token: int) -> str:
-        """Return how a token is called: its text, or its bytes where they are no whole text."""
+        """Return a token's name: its text, or its bytes where they are not valid text."""
         if self._as_ids:
             return f"token_id:{token}"
         data = self._codec.token_bytes(token)
@@ -80,12 +80,12 @@ class LogprobWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat(self, entry: TokenLogprobs) -> Json:
-        """Write a token of a chat answer."""
+        """Return a token of a chat answer as JSON."""
         top = [self._chat_token(token, logprob) for token, logprob in entry.top[: self._count]]
         return {**self._chat_token(entry.token, entry.logprob), "top_logprobs": top}
 
     def completion(self, places: Iterable[TokenPlace]) -> Json:
-        """Write the tokens of a completion, OpenAI's older form."""
+        """Return the tokens of a completion in OpenAI's older format."""
         tokens, values, top, offsets = JsonList(), JsonList(), JsonList(), JsonList()
         for place in places:
             entry = place.logprobs
@@ -101,7 +101,7 @@ class LogprobWriter:
         }
 
     def ranked(self, entry: TokenLogprobs) -> Json:
-        """Write a token of a prompt, vLLM's form: by id, with ranks and texts."""
+        """Return a token of a prompt in vLLM's format: by id, with ranks and texts."""
         ranks = {token: (rank, lp) for rank, (token, lp) in enumerate(entry.top, 1)}
         ranks.setdefault(entry.token, (entry.rank, entry.logprob))
         return {
@@ -114,7 +114,7 @@ class LogprobWriter:
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The alternatives by name, and the token itself, as vLLM has it.
+        """Return the alternatives and the token itself by name, as vLLM does.
 
         Of tokens with one name, the likeliest counts.
         """
@@ -129,12 +129,12 @@ class LogprobWriter:
 
 
 def finite(logprob: float) -> float:
-    """Return a number that JSON has."""
+    """Return a log-probability with minus infinity replaced by `LEAST`."""
     return max(logprob, LEAST)
 
 
 def offsets_in(text: str, pieces: Sequence[str]) -> list[int]:
-    """Return where each piece begins in the text; pieces that are not shown have no length."""
+    """Return the position of each piece in the text; pieces that are not shown have no length."""
     place = 0
     offsets = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's API: what is honoured, what is accepted, what is refused.
+"""Request bodies of OpenAI's API: honoured, accepted and refused fields.
 
 `Body` subclasses hold the fields that are honoured. `UNSUPPORTED` holds the fields that OpenAI or
 vLLM know and this server does not serve: they may be sent with a neutral value, which changes
@@ -49,7 +49,7 @@ INERT = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier"),
     }
 )
-"""Accepted with any value: they are about the sender's own bookkeeping."""
+"""Fields accepted with any value: they concern the sender's bookkeeping."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -68,7 +68,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "request_id": (),
 }
-"""Fields of both endpoints that are refused, with their neutral values; null is always neutral."""
+"""Refused fields of both endpoints, with their neutral values; null is always neutral."""
 
 UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -110,12 +110,12 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
 }
 
 DEFAULT_MAX_TOKENS = 16
-"""Tokens of a completion that names no limit, as in OpenAI's API."""
+"""Default limit on a completion's tokens, as in OpenAI's API."""
 Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
 LogprobCount = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01)]
-"""Logits are divided by it, and what is almost 0 in float64 is 0 in float32."""
+"""Divisor of logits; it has a minimum because what is almost 0 in float64 is 0 in float32."""
 
 
 LogitBias = Annotated[
@@ -128,7 +128,7 @@ LogitBias = Annotated[
 
 
 class StreamOptions(Body):
-    """What to add to a stream."""
+    """Additions to a stream."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
@@ -137,7 +137,7 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """How each token is chosen, with the same names in all of OpenAI's endpoints."""
+    """Sampling parameters, with the same names in all of OpenAI's endpoints."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -151,7 +151,7 @@ class SamplingFields(Body):
 
 
 class GenerationBody(TextFields, SamplingFields):
-    """What both endpoints share."""
+    """Fields of both completion endpoints."""
 
     inert = INERT
     why_unsupported = WHY_UNSUPPORTED
@@ -171,21 +171,21 @@ class GenerationBody(TextFields, SamplingFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_token_ids: TokenIds | None = None
-    """Tokens of the prompt, from a router that had it rendered: it is not tokenised again."""
+    """Tokens of the prompt, from a router that had it rendered; it is not tokenised again."""
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the output, and its value; None: up to the context length."""
+        """Name and value of the field that limits the output; None: up to the context length."""
         return "max_tokens", self.max_tokens
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives to show beside each output token; None: no log-probabilities."""
+        """Number of alternatives to show for each output token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def prompt_logprob_count(self) -> int | None:
-        """The same for the tokens of the prompt."""
+        """Number of alternatives to show for each prompt token; None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
@@ -195,7 +195,7 @@ class GenerationBody(TextFields, SamplingFields):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of the stream has the usage so far."""
+        """Whether each chunk of the stream includes the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -215,7 +215,7 @@ class GenerationBody(TextFields, SamplingFields):
 
     @property
     def format_options(self) -> FormatOptions:
-        """What is asked of the form of the answers."""
+        """Options that determine the format of the answers."""
         return FormatOptions(constraint=self._constraint)
 
     @property
@@ -226,7 +226,7 @@ class GenerationBody(TextFields, SamplingFields):
         return None if constraint is None else ("response_format", constraint)
 
     def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
-        """Return the engine's form of the sampling fields; `defaults`: of those not given.
+        """Return the sampling parameters; `defaults` replace fields that are not given.
 
         Raises:
             FieldError: a field is out of range.
@@ -267,7 +267,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def only_echo(self) -> bool:
-        """Whether nothing but the prompt is asked for."""
+        """Whether only the prompt is shown."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
@@ -284,7 +284,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one for each choice of the answer."""
+        """The prompts in order."""
         return prompt_list(self.prompt)
 
 
@@ -301,7 +301,7 @@ class ChatRequest(GenerationBody, Rendering):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    """It reaches the chat template, if that has a variable of this name."""
+    """Value of the chat template's variable of this name, if it has one."""
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -310,7 +310,7 @@ class ChatRequest(GenerationBody, Rendering):
 
     @property
     def continued(self) -> str | None:
-        """The text of the message that the answer goes on with; None: it is a new one."""
+        """Text of the message that the answer continues; None: it is a new one."""
         return self.messages[-1].text if self.continue_final_message else None
 
     @property
@@ -341,7 +341,7 @@ class ChatRequest(GenerationBody, Rendering):
 
     @model_validator(mode="after")
     def chat_fields_agree(self) -> "ChatRequest":
-        """Refuse two names of one limit that disagree, and alternatives of nothing."""
+        """Refuse chat fields that contradict each other."""
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -379,7 +379,7 @@ class TokenizeRequest(Rendering):
 
     @model_validator(mode="after")
     def text_or_conversation(self) -> "TokenizeRequest":
-        """Refuse both and neither, and what only a conversation has."""
+        """Require either a prompt or messages, and messages for the fields of a conversation."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
         for name in (*Rendering.model_fields, "tools") if self.messages is None else ():

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's API, and of servers for it, that are refused with the reason."""
+"""Endpoints of OpenAI's API and of other servers that are refused with a reason."""
 
 from collections.abc import Collection, Mapping
 
@@ -19,18 +19,18 @@ REFUSED: Mapping[str, str] = {
     "/v1/audio/transcriptions": "is not served: only text models are",
     "/v1/images/generations": "is not served: only text models are",
 }
-"""Paths, and why they are not served."""
+"""Reasons by path that is not served."""
 
 
 OPENED: Mapping[str, tuple[str, ...]] = {
     "--admin-endpoints": ("/reset_prefix_cache",),
     "--lora-endpoints": ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
-"""Paths that an option of the server opens."""
+"""Paths that an option of the server enables."""
 
 
 def add_refused_routes(app: FastAPI, given: Collection[str]) -> None:
-    """Add what says why an endpoint is not served (501), or which option opens it (404).
+    """Add endpoints that answer why they are not served (501), or which option enables them (404).
 
     Args:
         app: gets the endpoints.

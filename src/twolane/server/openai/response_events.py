@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: the response object, and the events of its stream.
+"""Answers of /v1/responses: the response object, and the events of its stream.
 
 A response is a list of items: thinking, a message, function calls. Each is opened, grows, and is
 closed before the next one is opened.
@@ -31,7 +31,7 @@ Json = dict[str, Any]
 
 
 class ResponseAnswer:
-    """One response under way (`Answering`).
+    """A response in progress (`Answering`).
 
     Args:
         model: the served model's name.
@@ -60,9 +60,9 @@ class ResponseAnswer:
         self._counts = AnswerCounts(prompt_tokens)
         self._items: list[Json] = []
         self._open = False
-        """Whether the last item still grows."""
+        """Whether the last item is open."""
         self._free_text = ""
-        """The arguments of the open call of a tool that takes free text."""
+        """Arguments of the open call to a tool that takes free text."""
         self._events: list[Json] = []
         self._sequence = 0
 
@@ -98,7 +98,7 @@ class ResponseAnswer:
         return self._emitted()
 
     def shown(self, status: str) -> Json:
-        """Return the response object as it is now."""
+        """Return the current response object."""
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status in ("completed", "incomplete")
         return {
@@ -142,7 +142,7 @@ class ResponseAnswer:
         }
 
     def _grow(self, kind: str, text: str) -> None:
-        """Add text to an item of that kind, which is opened if need be."""
+        """Add text to the open item of a kind; open one if there is none."""
         if not self._open or self._items[-1]["type"] != kind:
             self._close()
             self._open_text(kind)
@@ -185,7 +185,7 @@ class ResponseAnswer:
         self._emit("response.output_item.added", output_index=len(self._items) - 1, item=shown)
 
     def _close(self, status: str = "completed") -> None:
-        """Say that the last item is whole, if it still grows."""
+        """Emit the events that complete the last item, if it is open."""
         if not self._open:
             return
         self._open, item = False, self._items[-1]
@@ -229,12 +229,12 @@ TEXT_OF = {
     "function_call": "arguments",
     "custom_tool_call": "input",
 }
-"""Types of the parts of text of an item, or the field of its text."""
+"""Types of the text parts of items, or names of their text fields, by kind."""
 LOGPROBS: Mapping[str, Json] = {"reasoning": {}, "message": {"logprobs": []}}
 
 
 def message_of(reader: AnswerReader) -> Json:
-    """Return an answer as a message of /v1/chat/completions, for the history."""
+    """Return an answer as a message of /v1/chat/completions for the history."""
     said = {
         "content": reader.content,
         "reasoning_content": reader.thinking,
@@ -244,7 +244,8 @@ def message_of(reader: AnswerReader) -> Json:
 
 
 def free_text(arguments: str) -> str:
-    """Return the text that the arguments of a call hold; what is no such JSON is shown raw."""
+    """Return the free text in a call's arguments; arguments that are no such JSON are returned as
+    they are."""
     try:
         value = msgspec.json.decode(arguments, type=dict[str, str])
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""The items of /v1/responses: what a conversation consists of, and as which messages it is read."""
+"""Items of /v1/responses, and their conversion to chat messages."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,9 +10,9 @@ from twolane.frontend.body import Body, wrong
 from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
-"""A message in the form of /v1/chat/completions."""
+"""A message of /v1/chat/completions."""
 ITEM_INERT = frozenset({"id", "status", "phase", "caller", "async", "created_by"})
-"""Fields of items that say nothing to the model."""
+"""Fields of items that the model does not see."""
 
 
 class TextPart(Body):
@@ -28,7 +28,7 @@ class TextPart(Body):
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str | None = None
@@ -36,24 +36,24 @@ class TextPart(Body):
 
     @property
     def shown(self) -> str:
-        """What the part says."""
+        """Text of the part."""
         return self.text or self.refusal or ""
 
 
 class AgentPart(Body):
-    """A piece of what an agent wrote to another one."""
+    """A part of a message from another agent."""
 
     inert = frozenset({"annotations", "prompt_cache_breakpoint"})
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["input_text", "encrypted_content"]
     text: str | None = None
     encrypted_content: str | None = None
-    """Text: Codex puts here what the model has written, which only OpenAI's models encrypt."""
+    """Plain text: Codex puts the model's text here, which only OpenAI's models encrypt."""
 
     @property
     def shown(self) -> str:
-        """What the part says."""
+        """Text of the part."""
         return self.text or self.encrypted_content or ""
 
 
@@ -62,7 +62,7 @@ _PARTS = TypeAdapter(Parts)
 
 
 def _text(value: Any) -> str:
-    """Read a text, or a list of parts that are joined by new lines."""
+    """Return a string, or the texts of a list of parts joined by newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -78,17 +78,17 @@ Text = Annotated[
 
 
 class MessageItem(Body):
-    """A message of anybody."""
+    """A message of any role."""
 
     inert = ITEM_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Text
 
     def turn(self) -> Turn:
-        """Return the message that the item is."""
+        """Return the item as a message."""
         return {"role": self.role, "content": self.content}
 
 
@@ -96,14 +96,14 @@ class ReasoningItem(Body):
     """The thinking of an earlier answer."""
 
     inert = ITEM_INERT | {"encrypted_content"}
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["reasoning"]
     summary: Parts | None = None
     content: Parts | None = None
 
     def turn(self) -> Turn:
-        """Return the message that the item is part of."""
+        """Return the item as a message, to be merged with its neighbours."""
         parts = self.content or self.summary or ()
         return {"role": "assistant", "reasoning_content": "\n".join(p.shown for p in parts)}
 
@@ -112,7 +112,7 @@ class FunctionCallItem(Body):
     """A call of a function that an earlier answer made."""
 
     inert = ITEM_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["function_call"]
     call_id: str
@@ -121,15 +121,15 @@ class FunctionCallItem(Body):
     namespace: str | None = None
 
     def turn(self) -> Turn:
-        """Return the message that the item is part of."""
+        """Return the item as a message, to be merged with its neighbours."""
         return _calling(self.call_id, qualified(self.namespace, self.name), self.arguments)
 
 
 class CustomCallItem(Body):
-    """A call of a tool that takes free text."""
+    """A call of a tool with free text as input."""
 
     inert = ITEM_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -138,31 +138,31 @@ class CustomCallItem(Body):
     namespace: str | None = None
 
     def turn(self) -> Turn:
-        """Return the message that the item is part of."""
+        """Return the item as a message, to be merged with its neighbours."""
         arguments = msgspec.json.encode({CUSTOM_INPUT: self.input}).decode()
         return _calling(self.call_id, qualified(self.namespace, self.name), arguments)
 
 
 class OutputItem(Body):
-    """What a called tool returned."""
+    """The output of a tool call."""
 
     inert = ITEM_INERT | {"name", "namespace"}
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Text
 
     def turn(self) -> Turn:
-        """Return the message that the item is."""
+        """Return the item as a message."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
 
 
 class AgentMessageItem(Body):
-    """What another agent of the client wrote to this one (Codex)."""
+    """A message from another agent of the client (Codex)."""
 
     inert = ITEM_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["agent_message"]
     author: str | None = None
@@ -170,7 +170,7 @@ class AgentMessageItem(Body):
     content: str | Annotated[list[AgentPart], Field(fail_fast=True)] | None = None
 
     def turn(self) -> Turn:
-        """Return the message that the item is: the user's, who says whose it is."""
+        """Return the item as a user message that names its author."""
         parts = self.content or ""
         said = parts if isinstance(parts, str) else "\n".join(part.shown for part in parts)
         whose = f"Message from {self.author} to {self.recipient}:\n" if self.author else ""
@@ -178,10 +178,10 @@ class AgentMessageItem(Body):
 
 
 class ToolsItem(Body):
-    """Tools that are given among the items instead of in `tools` (Codex)."""
+    """Tools among the items instead of in `tools` (Codex)."""
 
     inert = ITEM_INERT | {"role"}
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["additional_tools"]
     tools: ResponseTools
@@ -194,11 +194,11 @@ class ReferenceItem(Body):
     id: str
 
 
-Said = (
+MessagePart = (
     MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | OutputItem | AgentMessageItem
 )
-"""The items that are, or are part of, messages."""
-Item = Said | ToolsItem | ReferenceItem
+"""Items that become messages or parts of them."""
+Item = MessagePart | ToolsItem | ReferenceItem
 ITEMS: Mapping[str, Callable[[Any], Item]] = {
     "message": MessageItem.model_validate,
     "reasoning": ReasoningItem.model_validate,
@@ -213,7 +213,7 @@ ITEMS: Mapping[str, Callable[[Any], Item]] = {
 
 
 def read_item(value: Any) -> Item:
-    """Read an item; an error names its field."""
+    """Validate an item; an error names its field."""
     kind = "message"
     if isinstance(value, dict):
         kind = value.get("type") or ("item_reference" if value.keys() == {"id"} else "message")
@@ -238,7 +238,7 @@ def _calling(id: str, name: str, arguments: str) -> Turn:
 
 
 def joined(turns: list[Turn]) -> list[Turn]:
-    """Return messages in which the parts of one answer are one, and so are the first instructions.
+    """Return messages with the parts of each answer merged, and likewise the first instructions.
 
     An answer is thinking, then text, then calls. Chat templates take one system message, at the
     beginning.

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and as which chat request it is served."""
+"""Request body of /v1/responses, and its conversion to a chat request."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
 from twolane.server.openai.response_items import (
     Item,
     Items,
+    MessagePart,
     ReferenceItem,
-    Said,
     ToolsItem,
     Turn,
     joined,
@@ -46,9 +46,9 @@ SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
     *("logit_bias", "stop", "cache_salt"),
 )
-"""Fields that /v1/chat/completions has, too."""
+"""Fields that /v1/chat/completions has under the same name."""
 REPEATED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "max_tool_calls")
-"""Fields that have no effect but to be repeated in the response."""
+"""Fields that are repeated in the response and have no other effect."""
 SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 RENAMED: Mapping[str, str] = {
     "messages": "input",
@@ -56,14 +56,14 @@ RENAMED: Mapping[str, str] = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Fields of /v1/chat/completions by which they are set here."""
+"""Names here of fields of /v1/chat/completions."""
 
 
 _ITEMS = TypeAdapter(Items)
 
 
 def _input(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Read a list as items, so that an error names the item's field; all else as text."""
+    """Validate a list as items, so that errors name the item's field, or accept a string."""
     if isinstance(value, list):
         return _ITEMS.validate_python(value)
     if isinstance(value, str):
@@ -76,7 +76,7 @@ Input = Annotated[str | Items, WrapValidator(_input)]
 
 
 class ReasoningOptions(Body):
-    """How the model thinks."""
+    """Options of the model's thinking."""
 
     inert = frozenset({"summary", "generate_summary", "context"})
     """Without effect: the thinking is shown as it is."""
@@ -85,7 +85,7 @@ class ReasoningOptions(Body):
 
 
 class TextFormat(Body):
-    """What form the answer has."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -102,7 +102,7 @@ class TextFormat(Body):
         return self
 
     def response_format(self) -> dict[str, Any]:
-        """Return the form as /v1/chat/completions has it."""
+        """Return the format as the field `response_format` of /v1/chat/completions."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {
@@ -112,7 +112,7 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """What the answer's text is like."""
+    """Options of the answer's text."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
@@ -120,7 +120,7 @@ class TextConfig(Body):
 
 
 class ResponseStreamOptions(Body):
-    """What to add to a stream: nothing can be."""
+    """Options of the stream, none of which has an effect."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
@@ -167,7 +167,7 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
     include: list[Included] | None = None
-    """Without effect: the thinking comes as text, and none of the rest is there."""
+    """Without effect: thinking is shown as text, and the rest does not exist here."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
@@ -176,12 +176,12 @@ class ResponsesRequest(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     max_tool_calls: Whole | None = None
-    """It is about tools that OpenAI runs."""
+    """Limit on calls of tools that OpenAI runs; without effect."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def tools_can_be_called(self) -> "ResponsesRequest":
-        """Refuse two tools of one name, and the choice of a tool that there is not."""
+        """Refuse different tools of one name, and a choice of tools that are not offered."""
         told = [one["function"] for tool in self.tools or () for one in tool.shown()]
         if twice := ambiguous((one["name"], one) for one in told):
             raise wrong("tools", f"has two different tools of the name {twice}")
@@ -200,13 +200,13 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def all_tools(self) -> list[ResponseTool]:
-        """The tools that are offered, those among the items too."""
+        """All offered tools, including those among the items."""
         items = () if isinstance(self.input, str) else self.input
         added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
         return [*(self.tools or ()), *added]
 
     def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> "ResponsesRequest":
-        """Return the request with the items to which it refers.
+        """Return the request with references replaced by the items.
 
         Args:
             find: returns an item by its id; None: it is not in memory.
@@ -231,13 +231,13 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def turns(self) -> list[Turn]:
-        """The new messages, as /v1/chat/completions has them."""
+        """The new messages in the format of /v1/chat/completions."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return [item.turn() for item in self.input if isinstance(item, Said)]
+        return [item.turn() for item in self.input if isinstance(item, MessagePart)]
 
     def as_chat(self, history: Sequence[Turn]) -> ChatRequest:
-        """Return the request as one of /v1/chat/completions.
+        """Return the request as a request of /v1/chat/completions.
 
         Args:
             history: the messages before the new ones.
@@ -301,7 +301,7 @@ class ResponsesRequest(SamplingFields):
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return an error of the chat request with the field named as it is here."""
+    """Return an error of the chat request under the field's name here."""
     old = re.split(r"[.\[]", error.param or "")[0]
     if old not in RENAMED and old != "tools":
         return error

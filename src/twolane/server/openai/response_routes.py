@@ -27,7 +27,7 @@ STORED: dict[int | str, dict[str, Any]] = {
 
 
 def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) -> None:
-    """Add /v1/responses, which keeps its answers in `store`."""
+    """Add the endpoints of /v1/responses, which store answers in `store`."""
 
     @app.post(
         "/v1/responses",
@@ -92,7 +92,7 @@ def earlier(store: ResponseStore, id: str | None) -> list[Turn]:
 
 
 def keep(store: ResponseStore, turns: list[Turn] | None, response: Json, answer: Json) -> None:
-    """Store a response that is whole, unless the request has said not to."""
+    """Store a complete response, unless `turns` is None."""
     if turns is not None:
         store.add(response, [*turns, answer])
 

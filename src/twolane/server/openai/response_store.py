@@ -1,4 +1,4 @@
-"""Responses in memory, for requests that go on with an earlier one."""
+"""Responses in memory, for requests that continue an earlier one."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import msgspec
 
 Json = dict[str, Any]
 ITEM_BYTES = 300
-"""Bytes that the store takes to find an item by its id."""
+"""Bytes of the index per item."""
 
 
 class StoredResponse(NamedTuple):
@@ -17,16 +17,16 @@ class StoredResponse(NamedTuple):
     response: bytes
     turns: bytes
     items: tuple[str, ...]
-    """Ids of the items of its output."""
+    """Ids of its output items."""
 
     @property
     def size(self) -> int:
-        """What it takes of the store, in bytes."""
+        """Bytes that it takes in the store."""
         return len(self.response) + len(self.turns) + ITEM_BYTES * len(self.items)
 
 
 class ResponseStore:
-    """The latest responses, as many as fit.
+    """The latest responses, as many as fit into `max_bytes`.
 
     Args:
         max_bytes: number of bytes that they may take together; 0: none is stored.
@@ -35,13 +35,13 @@ class ResponseStore:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.bytes = 0
-        """Number of bytes that are taken."""
+        """Number of bytes in use."""
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._holders: dict[str, str] = {}
-        """The id of the response of which each item is, by the item's id."""
+        """Id of the response that each item belongs to, by item id."""
 
     def add(self, response: Json, turns: Sequence[Json]) -> None:
-        """Store a response, in place of the oldest ones; one that does not fit is not stored."""
+        """Store a response and evict the oldest ones; one that does not fit is not stored."""
         encode = msgspec.json.encode
         items = tuple(item["id"] for item in response["output"])
         one = StoredResponse(encode(response), encode(turns), items)
@@ -59,7 +59,7 @@ class ResponseStore:
         return None if one is None else one.response
 
     def finder(self) -> Callable[[str], Json | None]:
-        """Return what finds items of stored responses by their ids, for one request.
+        """Return a function that finds items of stored responses by id, for one request.
 
         It reads each response once: a request may refer to very many items.
         """
@@ -86,7 +86,7 @@ class ResponseStore:
         return msgspec.json.decode(one.turns, type=list[Json])
 
     def remove(self, id: str) -> bool:
-        """Forget a response; return whether there was one of this id."""
+        """Delete a response; return whether it was stored."""
         one = self._stored.pop(id, None)
         if one is None:
             return False

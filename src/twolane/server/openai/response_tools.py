@@ -1,4 +1,4 @@
-"""The tools of /v1/responses, and how they are shown to models, which know functions only."""
+"""Tools of /v1/responses, and their conversion to functions, the only tools that models know."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -9,9 +9,9 @@ from twolane.frontend.body import Body, one_message, wrong
 from twolane.server.openai.tools import MOST_TOOLS
 
 CUSTOM_INPUT = "input"
-"""The one argument of the function as which a tool that takes free text is shown."""
+"""Argument of the function that stands for a tool with free text as input."""
 HOSTED = ("web_search", "web_search_preview", "image_generation", "tool_search")
-"""Tools that OpenAI runs and that clients offer by default; the model is not told of them."""
+"""Tools run by OpenAI that clients offer by default; the model does not see them."""
 Json = dict[str, Any]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 TOOL_INERT = frozenset({"allowed_callers", "defer_loading", "output_schema", "async"})
@@ -23,14 +23,14 @@ class CalledTool(NamedTuple):
     name: str
     namespace: str | None = None
     custom: bool = False
-    """Whether it takes free text."""
+    """Whether its input is free text."""
 
 
 class FunctionTool(Body):
     """A function that the client runs."""
 
     inert = TOOL_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["function"]
     name: Name
@@ -44,19 +44,19 @@ class FunctionTool(Body):
         return self.model_dump()
 
     def shown(self, namespace: str | None = None) -> list[Json]:
-        """Return the tool as /v1/chat/completions has it."""
+        """Return the tool as functions in the format of /v1/chat/completions."""
         name = qualified(namespace, self.name)
         return [_function(name, self.description, self.parameters, strict=self.strict)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
-        """Return the tool by the name that the model knows."""
+        """Return the tools as answers name them, by the name that the model knows."""
         return {qualified(namespace, self.name): CalledTool(self.name, namespace)}
 
 
 class CustomToolFormat(Body):
-    """The form of a custom tool's input."""
+    """The format of a custom tool's input."""
 
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -64,7 +64,7 @@ class CustomToolFormat(Body):
 
     @model_validator(mode="after")
     def grammar_where_it_belongs(self) -> "CustomToolFormat":
-        """Refuse a format that lacks its grammar, and a grammar without its format."""
+        """Refuse the type "grammar" without a grammar, and a grammar with another type."""
         if {self.type == "grammar"} != {self.syntax is not None, self.definition is not None}:
             problem = 'and syntax are required with the type "grammar", and only there'
             raise wrong("definition", problem)
@@ -72,17 +72,17 @@ class CustomToolFormat(Body):
 
     @property
     def told(self) -> str | None:
-        """What the model is told of the form, which is not enforced; None: any text will do."""
+        """Description of the format for the model, which is not enforced; None: any text."""
         if self.definition is None:
             return None
         return f"The input follows this grammar ({self.syntax}):\n{self.definition}"
 
 
 class CustomTool(Body):
-    """A tool that takes free text."""
+    """A tool with free text as input."""
 
     inert = TOOL_INERT
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["custom"]
     name: Name
@@ -108,13 +108,13 @@ class CustomTool(Body):
 
 
 class HostedTool(Body):
-    """A tool that this server does not run; the model is not told of it."""
+    """A tool that this server does not run and the model does not see."""
 
     type: str
 
     @classmethod
     def read(cls, value: Any) -> "HostedTool":
-        """Read the tool, whose settings say nothing here."""
+        """Validate the tool's type only: its settings have no effect."""
         return cls(type=value["type"])
 
     @property
@@ -207,14 +207,14 @@ ResponseToolChoice = Annotated[
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """Return the name by which the model knows a tool."""
+    """Return a tool's name for the model, with its namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def chat_tools(
     tools: Sequence[ResponseTool], choice: "ResponseToolChoice | None"
 ) -> tuple[list[Json], Any]:
-    """Return the tools and the choice as /v1/chat/completions has them.
+    """Return the tools and the choice in the format of /v1/chat/completions.
 
     Of two tools of one name the last counts: those among the items may renew an earlier one.
     """
@@ -231,7 +231,7 @@ def chat_tools(
 
 
 def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
-    """Return what answers call the tools, by the names that the model knows."""
+    """Return all tools as answers name them, by the name that the model knows."""
     return {name: called for tool in tools for name, called in tool.called().items()}
 
 

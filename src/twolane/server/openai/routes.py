@@ -1,4 +1,4 @@
-"""The endpoints of OpenAI's API that generate: completions and chat."""
+"""OpenAI's endpoints of completions and chat."""
 
 from fastapi import FastAPI, Request, Response
 
@@ -21,7 +21,7 @@ from twolane.server.service import Service
 
 
 def add_generation_routes(app: FastAPI, service: Service) -> None:
-    """Add what asks the model."""
+    """Add /v1/completions and /v1/chat/completions."""
     described = {**ERRORS, **QUEUE_FULL, **NO_KEY}
 
     @app.post(
@@ -61,7 +61,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
 def answer_options(
     body: GenerationBody, service: Service, answer_format: AnswerFormat, echo: Echo | None = None
 ) -> AnswerOptions:
-    """Return what a request wants to see."""
+    """Return which parts of the answer a request asks for."""
     return AnswerOptions(
         n=body.choices,
         return_token_ids=bool(body.return_token_ids),
@@ -77,6 +77,6 @@ def answer_options(
 
 
 def logprob_writer(body: GenerationBody, service: Service) -> LogprobWriter:
-    """Return what writes the log-probabilities that a request wants to see."""
+    """Return the writer of a request's log-probabilities."""
     as_ids = bool(body.return_tokens_as_token_ids)
     return LogprobWriter(service.codec, body.logprob_count or 0, as_ids=as_ids)

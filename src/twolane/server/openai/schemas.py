@@ -1,4 +1,4 @@
-"""The answers as the OpenAPI description shows them. `answers.py` writes them; a test compares."""
+"""Schemas of the answers for the OpenAPI description. `answers.py` writes them; a test compares."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ class Shown(BaseModel):
 
 
 class ErrorDetail(Shown):
-    """What is wrong."""
+    """The error."""
 
     message: str
     type: str
@@ -23,7 +23,7 @@ class ErrorDetail(Shown):
 
 
 class ErrorBody(Shown):
-    """Every error's body."""
+    """Body of every error."""
 
     error: ErrorDetail
 
@@ -51,7 +51,7 @@ class Usage(Shown):
 
 
 class PromptLogprob(Shown):
-    """What the model thought of a token at a place of the prompt."""
+    """Log-probability and rank of a token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -107,7 +107,7 @@ class EmbeddingItem(Shown):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
-    """Its numbers, or with `base64` these in float32, the lowest byte first."""
+    """The numbers, or with `base64` their float32 bytes in little-endian order."""
 
 
 class EmbeddingList(Shown):
@@ -156,14 +156,14 @@ class ToolCall(Shown):
 
 
 class AssistantMessage(Shown):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The former by vLLM's name, with `--reasoning-field reasoning`."""
+    """The thinking under vLLM's name, with `--reasoning-field reasoning`."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -230,7 +230,7 @@ class Health(Shown):
 
     status: Literal["ok"]
     ranks: dict[str, float] | None = None
-    """Seconds since each other rank gave a sign of life, where there are several."""
+    """Seconds since each other rank last reported, if there are several ranks."""
 
 
 class ServerLoad(Shown):
@@ -264,13 +264,13 @@ class ReplicaStateShown(Shown):
     draining: bool
     running: int
     waiting: int
+    prefilling: int
     queued: list[float]
     yielding: list[list[float]] | None
     prompt_pace: dict[str, float]
     page_size: int
     pages: int
     pages_free: int
-    max_model_len: int
     slo: dict[str, float | None]
     attainment: float | None
     digest: dict[str, int | str] | None
@@ -316,7 +316,7 @@ STREAM: dict[str, Any] = {
         }
     }
 }
-"""The other form of an answer, with `stream`."""
+"""Content of a streamed answer."""
 NAMED_STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {
@@ -327,4 +327,4 @@ NAMED_STREAM: dict[str, Any] = {
         }
     }
 }
-"""The other form of an answer whose events have names."""
+"""Content of a streamed answer whose events have names."""

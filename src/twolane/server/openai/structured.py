@@ -27,20 +27,20 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What form the answer has (OpenAI)."""
+    """The format of the answer (OpenAI)."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def schema_where_it_belongs(self) -> "ResponseFormat":
-        """Refuse a format that lacks its schema, and a schema without its format."""
+        """Refuse the type "json_schema" without a schema, and a schema with another type."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise wrong("json_schema", 'is required with the type "json_schema", and only there')
         return self
 
     def constraint(self) -> jobs.Schema | None:
-        """Return what the answer is to be; None: it is free."""
+        """Return the constraint on the answer; None: free text."""
         if self.type == "text":
             return None
         schema = None if self.json_schema is None else self.json_schema.schema_
@@ -48,7 +48,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What form the answer has (vLLM): exactly one of the fields is given."""
+    """The format of the answer (vLLM): exactly one of the fields is given."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "disable_fallback": (False,),
@@ -66,7 +66,7 @@ class StructuredOutputs(Body):
 
     @model_validator(mode="after")
     def exactly_one(self) -> "StructuredOutputs":
-        """Refuse none and several."""
+        """Require exactly one format."""
         given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
         if sum(one is not None for one in given) != 1:
             known = "json, json_object, regex, choice and grammar"
@@ -74,7 +74,7 @@ class StructuredOutputs(Body):
         return self
 
     def constraint(self) -> jobs.OutputConstraint:
-        """Return what the answer is to be."""
+        """Return the constraint on the answer."""
         if self.regex is not None:
             return jobs.Regex(self.regex)
         if self.choice is not None:

@@ -1,4 +1,4 @@
-"""The request fields of tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
+"""Request fields of tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
@@ -9,38 +9,38 @@ from twolane.frontend.body import Body, one_message
 from twolane.frontend.structured.tools import Tool
 
 MOST_TOOLS = 1024
-"""A request may bring this many tools. OpenAI's API takes 128; users of MCP have hundreds."""
+"""Most tools of a request. OpenAI's API takes 128; users of MCP have hundreds."""
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 
 
 class FunctionDefinition(Body):
-    """What a model is told of a function."""
+    """A function as the model sees it."""
 
-    null_says_nothing = True
+    null_is_unset = True
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether the arguments follow the schema also where the model is free to call."""
+    """Whether the arguments follow the schema even where a call is optional."""
 
 
 class ToolDefinition(Body):
     """A tool that the model may call: a function."""
 
     inert = frozenset({"cache_control"})
-    null_says_nothing = True
+    null_is_unset = True
 
     type: Literal["function"]
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as chat templates know it."""
+        """Return the tool in the format of chat templates."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": "function", "function": {"parameters": {}, **function}}
 
     def tool(self) -> Tool:
-        """Return the tool as grammars and parsers know it."""
+        """Return the tool for grammars and parsers."""
         function = self.function
         return Tool(function.name, function.parameters, strict=bool(function.strict))
 
@@ -66,7 +66,7 @@ class AllowedFunctions(Body):
 
 
 class AllowedChoice(Body):
-    """The choice of some tools: the model is told of these alone."""
+    """The choice of some tools, which are the only ones that the model sees."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
@@ -94,7 +94,7 @@ def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:
 
 
 def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
-    """Return tools as chat templates show them; None: there are none."""
+    """Return tools in the format of chat templates; None: there are none."""
     return [tool.for_template() for tool in tools] if tools else None
 
 
@@ -111,7 +111,7 @@ def chosen_names(choice: "ToolChoice | None") -> list[str] | None:
 def offered(
     tools: Sequence[ToolDefinition], choice: "ToolChoice | None"
 ) -> Sequence[ToolDefinition]:
-    """Return the tools of which the model is told."""
+    """Return the tools that the model sees."""
     if choice == "none":
         return ()
     if not isinstance(choice, AllowedChoice):
@@ -121,7 +121,7 @@ def offered(
 
 
 def enforced(tools: Sequence[ToolDefinition], choice: "ToolChoice | None") -> list[Tool]:
-    """Return the tools of which one must be called; none: the model is free."""
+    """Return the tools one of which must be called; empty: none must."""
     if isinstance(choice, NamedChoice):
         return [each.tool() for each in tools if each.function.name == choice.function.name]
     mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice

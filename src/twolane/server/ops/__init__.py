@@ -1,1 +1,1 @@
-"""What operators look at: health, metrics, traces and the dashboard."""
+"""Operators' endpoints: health, metrics, traces and the dashboard."""

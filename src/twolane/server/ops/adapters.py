@@ -28,7 +28,7 @@ class LoadRequest(UnloadRequest):
 
 
 def add_adapter_routes(app: FastAPI, service: Service) -> None:
-    """Add what changes which adapters there are."""
+    """Add the endpoints that load and unload adapters."""
     described = {200: {"model": Health}, **ERRORS, **NO_KEY, **UNAVAILABLE}
 
     @app.post("/v1/load_lora_adapter", response_class=Response, responses=described)
@@ -67,5 +67,5 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
 
 
 def refused(error: AdapterRefused, param: str) -> ApiError:
-    """Return the refusal of what is not done."""
+    """Return the refusal of loading or unloading an adapter."""
     return ApiError(400, f"{param}: {error}", code="invalid_value", param=param)

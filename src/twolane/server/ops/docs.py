@@ -1,4 +1,4 @@
-"""The page for people that describes the API: made here, without scripts or third parties."""
+"""The API's description as an HTML page, without scripts or third parties."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ def _object(name: str, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Return what a value may be, in one line, with links to the objects."""
+    """Return a value's type in one line, with links to the objects."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rsplit("/", 1)[1])
         return f'<a href="#{name}">{name}</a>'

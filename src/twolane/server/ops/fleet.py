@@ -1,4 +1,4 @@
-"""The endpoints that a router of several replicas asks."""
+"""Endpoints for the router of a fleet."""
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -14,7 +14,7 @@ from twolane.server.service import Service
 
 
 def add_fleet_routes(app: FastAPI, service: Service) -> None:
-    """Add what a router needs to know of this server."""
+    """Add the endpoints for a router."""
 
     @app.get(
         "/fleet/state",
@@ -45,7 +45,7 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
 
 
 def replica_state(service: Service, known: int) -> ReplicaState:
-    """Return what the server publishes; without the digest if the caller has this version."""
+    """Return the published state; without the digest if the caller has this version."""
     engine = service.engine
     return msgspec.structs.replace(
         ReplicaState.of(engine.ready, engine.stats, engine.prefixes, known),
@@ -57,7 +57,7 @@ def replica_state(service: Service, known: int) -> ReplicaState:
 
 
 def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: bool) -> Response:
-    """Return what a router needs to know of a prompt.
+    """Return a prompt's length and landmarks.
 
     Args:
         tokens: of the prompt.

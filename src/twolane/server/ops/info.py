@@ -1,4 +1,4 @@
-"""The HTTP endpoints that tell about the server, the model and its tokens."""
+"""Endpoints about the server, the model and its tokens."""
 
 from typing import Any
 
@@ -29,14 +29,14 @@ from twolane.server.service import Service
 
 
 def add_info_routes(app: FastAPI, service: Service) -> None:
-    """Add what tells about the server."""
+    """Add the endpoints about the server."""
     _add_model_routes(app, service)
     _add_probes(app, service)
     _add_state_routes(app, service)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
-    """Add what tells about the served model and its adapters."""
+    """Add the endpoints about the served model and its adapters."""
 
     def model_card(name: str) -> dict[str, Any]:
         adapter = service.engine.adapters.loaded.get(name)
@@ -67,7 +67,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
-    """Add what tells whether the server is ready and whether it lives."""
+    """Add the probes of readiness and liveness."""
 
     probe: dict[int | str, dict[str, Any]] = {200: {"model": Health}, **UNAVAILABLE}
 
@@ -89,7 +89,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:
-    """Add what tells what serves, how busy it is, and how it is asked."""
+    """Add the endpoints of version, load, API description and metrics."""
 
     @app.get("/version", response_class=Response, responses={200: {"model": Version}})
     async def version() -> Response:
@@ -118,7 +118,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_admin_routes(app: FastAPI, service: Service) -> None:
-    """Add what changes the server's state for all clients."""
+    """Add the endpoints that change the server's state for all clients."""
 
     @app.post("/reset_prefix_cache", response_class=Response, responses={200: {"model": Health}})
     async def reset_prefix_cache() -> Response:
@@ -129,7 +129,7 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_token_routes(app: FastAPI, service: Service) -> None:
-    """Add what turns text into tokens and back, with vLLM's names."""
+    """Add the endpoints that tokenise and detokenise, with vLLM's names."""
 
     @app.post(
         "/tokenize",

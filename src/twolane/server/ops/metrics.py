@@ -1,4 +1,4 @@
-"""What `/metrics` says; docs/guides/metrics.md defines each figure by formula.
+"""Metrics of a server; docs/guides/metrics.md defines each by formula.
 
 Names are vLLM's after the prefix where the meaning is the same. `calls.py` says what counts as a
 request.
@@ -43,27 +43,27 @@ WHOLE_BUCKETS = (
 )
 """Buckets of the time of whole requests, in seconds."""
 REFUSALS_KEPT = 20
-"""Number of latest kinds of refusals that the dashboard shows."""
+"""Most refusals that the dashboard shows, in groups of one reason."""
 MOST_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
-"""Number of adapters that have a label of their own, and the label of all others."""
+"""Most adapters with a label of their own, and the label of all others."""
 MESSAGE_LONGEST = 200
-"""Characters of a refusal's message that are kept."""
+"""Most characters of a refusal's message that are kept."""
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 
 class RefusalGroup(msgspec.Struct):
-    """Requests in a row that were refused for one reason."""
+    """Consecutive requests that were refused for one reason."""
 
     reason: str
     message: str
-    """Message of the last refusal of this kind."""
+    """Message of the latest of these refusals."""
     at: float
-    """When that was; seconds since the epoch."""
+    """Time of the latest of these refusals, in seconds since the epoch."""
     count: int = 1
 
 
 class EngineCollector(Collector):
-    """Gauges and counters that the engine keeps.
+    """Collects gauges and counters that the engine keeps.
 
     Args:
         stats: returns the latest ones.
@@ -88,7 +88,7 @@ class EngineCollector(Collector):
         self._kv_cache_dtype = kv_cache_dtype
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's latest figures."""
+        """Yield the engine's latest values."""
         stats = self._stats()
         held = stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached
         running = stats.running + stats.prefilling
@@ -168,7 +168,7 @@ class EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """The figures of one server, in a registry of their own.
+    """Metrics of one server, in a registry of their own.
 
     Args:
         stats: returns the engine's latest.
@@ -193,7 +193,7 @@ class ServerMetrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
         self.refusals: deque[RefusalGroup] = deque(maxlen=REFUSALS_KEPT)
-        """The last ones."""
+        """The latest refusals."""
         self.registry = CollectorRegistry()
         pool = page_size, kv_cache_dtype
         self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
@@ -224,7 +224,7 @@ class ServerMetrics:
             registry=self.registry,
         )
         self._adapters = set[str]()
-        """Those that have a label."""
+        """Adapters with a label."""
         self.in_flight = Gauge(
             f"{PREFIX}requests_in_flight",
             "Requests received and not ended",
@@ -242,7 +242,7 @@ class ServerMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Make the series that are known beforehand.
+        """Create the series that are known in advance.
 
         A query over one that is not there yet has no answer: where all requests are late, their
         attainment would be no data instead of 0.
@@ -281,7 +281,7 @@ class ServerMetrics:
         )
 
     def count_adapter(self, name: str, requests: int) -> None:
-        """Count requests that an adapter answers; those beyond the first names share a label."""
+        """Count requests that an adapter answers; adapters beyond `MOST_ADAPTERS` share a label."""
         if name in self._adapters or len(self._adapters) < MOST_ADAPTERS:
             self._adapters.add(name)
         else:
@@ -289,7 +289,7 @@ class ServerMetrics:
         self._adapter.labels(self._model_name, name).inc(requests)
 
     def forget_adapter(self, name: str) -> None:
-        """Remove the series of an adapter that is served no more; its label is free for another."""
+        """Remove the series of an unloaded adapter, whose label another may take."""
         if name in self._adapters:
             self._adapters.remove(name)
             self._adapter.remove(self._model_name, name)
@@ -303,7 +303,7 @@ class ServerMetrics:
         self.refusals.append(refusal)
 
     def render(self) -> bytes:
-        """Return all figures in Prometheus' text form."""
+        """Return all metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(Scrape(self.registry.collect(), self._prefix))
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -323,7 +323,7 @@ class ServerMetrics:
 
 
 class RequestMetrics:
-    """The figures of one request in flight. Times are seconds on one monotonic clock.
+    """Records the metrics of one request in flight.
 
     Args:
         metrics: where they go.
@@ -346,7 +346,7 @@ class RequestMetrics:
         self._open = True
 
     def tokens(self, count: int, now: float, cached: int | None) -> None:
-        """Count tokens that arrived together: one gap, and none between them.
+        """Count tokens that arrived together, as one gap followed by gaps of 0.
 
         `cached`: with the first, prompt tokens that were in the prefix cache.
         """
@@ -365,7 +365,7 @@ class RequestMetrics:
         self._last = now
 
     def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:
-        """Count a full answer."""
+        """Count a completed answer."""
         if not self._end():
             return
         metrics = self._metrics
@@ -399,13 +399,13 @@ class RequestMetrics:
                 miss_all(self._metrics, self._slo)
 
     def fail(self, reason: str) -> None:
-        """Count a request that the server broke off; nothing happens if it has ended."""
+        """Count a request that the server aborted, unless it has ended."""
         if self._end():
             self._metrics.aborted(reason).inc()
             miss_all(self._metrics, self._slo)
 
     def give_up(self, reason: str, now: float) -> None:
-        """Count a request that the client broke off; nothing happens if it has ended.
+        """Count a request that the client aborted, unless it has ended.
 
         What was late by then is missed; of what was not, nobody knows.
         """

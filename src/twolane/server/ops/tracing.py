@@ -29,29 +29,28 @@ log = logging.getLogger("twolane.server")
 
 TRACES = "/v1/traces"
 NAMING = ("operation.name", "request.model")
-"""Attributes whose values are the name of a request's span: `chat NAME`, also of an adapter."""
+"""Attributes whose values form the name of a request's span: `chat NAME`, also of an adapter."""
 UNNAMED = "unknown_service"
-"""How the SDK's name of a service begins where no variable names it."""
+"""Prefix of the SDK's service name where no variable sets one."""
 SETTLE_SECONDS = 0.2
-"""After a request's end, its last launch is reaped within this time."""
+"""Seconds after a request's end within which its last launch is reaped."""
 SENDERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers of what sends spans, which would write several lines for each try."""
+"""Loggers of the span senders, which write several lines for each attempt."""
 LONGEST_REASON = 300
-"""Characters of a sender's message that the log has."""
+"""Most characters of a sender's message in the log."""
 CLOSE_SECONDS = 3.0
-"""How long the last spans may take to be sent."""
+"""Seconds that sending the last spans may take."""
 OPEN_KEPT = 10_000
-"""Requests whose slices are remembered; nobody asks for those of requests that were given up."""
+"""Most requests whose slices are kept; those of abandoned requests are never read."""
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where a collector takes traces: OTLP's path under its address, or the full URL."""
+    """Return a collector's URL for traces: OTLP's path under its address, or the full URL."""
     return endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
 
 
 class FaultLog(logging.Handler):
-    """Takes what the senders of spans log: the first line since spans were last sent stands for
-    all."""
+    """Log handler that reduces the span senders' errors to one line until sending works again."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -69,7 +68,7 @@ class FaultLog(logging.Handler):
             log.warning("traces do not reach the collector: %s", reason)
 
     def note(self, spans: int, *, sent: bool) -> None:
-        """Note that so many spans were sent or lost."""
+        """Record the number of spans that were sent or lost."""
         self._lost += 0 if sent else spans
         if sent and self._failing:
             log.warning("traces reach the collector again; %d spans were lost", self._lost)
@@ -95,7 +94,7 @@ class Exporter(OTLPSpanExporter):
 
 
 def make_provider(endpoint: str) -> TracerProvider:
-    """Return what sends spans to a collector; OTEL_* variables say the rest."""
+    """Return a provider that sends spans to a collector; OTEL_* variables set the rest."""
     exporter = Exporter(traces_url(endpoint))
     provider = TracerProvider(resource=described())
     provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -103,7 +102,7 @@ def make_provider(endpoint: str) -> TracerProvider:
 
 
 def described() -> Resource:
-    """Return what the spans say of the server: what OTEL_* variables name, and defaults."""
+    """Return the spans' resource: what OTEL_* variables set, and defaults."""
     named = Resource({"service.version": twolane.__version__}).merge(Resource.create())
     if str(named.attributes["service.name"]).startswith(UNNAMED):
         return named.merge(Resource({"service.name": "twolane"}))
@@ -111,7 +110,7 @@ def described() -> Resource:
 
 
 class Tracing:
-    """Makes the spans of requests. Belongs to the engine client's event loop.
+    """Makes the spans of requests, on the engine client's event loop.
 
     Args:
         provider: where they go.
@@ -129,7 +128,7 @@ class Tracing:
     def begin(
         self, headers: Mapping[str, str], arrival: float, attributes: Mapping[str, Any]
     ) -> "RequestTrace":
-        """Follow a request.
+        """Begin the trace of a request.
 
         Args:
             headers: of its call; a `traceparent` among them is the span's parent.
@@ -148,7 +147,7 @@ class Tracing:
         return self._slices.pop(id, [])
 
     async def close(self) -> None:
-        """Send what there is, within bounds."""
+        """Send the remaining spans within `CLOSE_SECONDS`."""
         for request in list(self._ending):
             self._write(request)
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
@@ -171,7 +170,7 @@ class Tracing:
 
 
 class RequestTrace:
-    """One request on its way to becoming a span; see `Tracing.begin`."""
+    """Trace of a request in progress; see `Tracing.begin`."""
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class RequestTrace:
         self._tokens += count
 
     def ended(self, event: Event | None, reason: str, now: float) -> None:
-        """Take the request's end.
+        """Record the request's end.
 
         Args:
             event: the engine's last word; None: the client gave the request up.
@@ -212,7 +211,7 @@ class RequestTrace:
         self._tracing.end(self)
 
     def write(self) -> None:
-        """Make the spans."""
+        """Create the spans."""
         # One for all spans: whoever reads two clocks may lose the processor in between.
         epoch = time.time_ns() - time.monotonic_ns()
         operation, model = (self._attributes[f"gen_ai.{one}"] for one in NAMING)
@@ -268,6 +267,6 @@ def add_slices(span: trace.Span, slices: list[Launched], epoch: int) -> None:
 
 
 def nanoseconds(monotonic: float, epoch: int) -> int:
-    """Return a moment of the monotonic clock, in seconds, in nanoseconds since the epoch; `epoch`
-    is the difference between the two clocks."""
+    """Return a time of the monotonic clock as nanoseconds since the epoch; `epoch` is the
+    difference between the clocks."""
     return round(monotonic * 1e9) + epoch

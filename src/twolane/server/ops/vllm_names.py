@@ -1,5 +1,4 @@
-"""The metrics under vLLM's names, for dashboards, scaling rules and gateways that were written for
-it.
+"""Metrics under vLLM's names, for dashboards, scaling rules and gateways written for vLLM.
 
 Every series is made from one of ours at the moment of the scrape, so that both have the same value.
 What vLLM has no counterpart of keeps its name.
@@ -16,7 +15,7 @@ from twolane.server.options import MetricsPrefix
 
 OURS, THEIRS = "twolane:", "vllm:"
 ENGINE = MappingProxyType({"engine": "0"})
-"""The label that vLLM's metrics have besides the model's name: the number of the engine."""
+"""Label of vLLM's metrics besides the model's name: the engine's number."""
 SAME_NAMES = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
@@ -26,14 +25,14 @@ SAME_NAMES = (
     *("request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "request_inference_time_seconds"),
 )
-"""Metrics that have the same name, meaning and labels in vLLM."""
+"""Metrics with the same name, meaning and labels in vLLM."""
 OLD_NAMES: Mapping[str, str] = {
     "kv_cache_usage_perc": "gpu_cache_usage_perc",
     "prefix_cache_queries": "gpu_prefix_cache_queries",
     "prefix_cache_hits": "gpu_prefix_cache_hits",
     "inter_token_latency_seconds": "time_per_output_token_seconds",
 }
-"""Names that earlier versions of vLLM have for the same metrics, and that rules still use."""
+"""Names of the same metrics in earlier versions of vLLM, which rules still use."""
 ENDS: Mapping[str, str] = {
     "disconnect": "abort",
     "shutdown": "abort",
@@ -45,7 +44,7 @@ requests in vLLM, too."""
 
 
 class Scrape(Collector):
-    """What one answer of `/metrics` has: the metrics of a collector under the names asked for."""
+    """Metrics of a collector under the names that `prefix` asks for."""
 
     def __init__(self, metrics: Iterable[Metric], prefix: MetricsPrefix) -> None:
         self._metrics = metrics
@@ -85,7 +84,7 @@ def _renamed(metric: Metric, name: str) -> Metric:
 
 
 def _ends(success: Metric, aborted: Metric) -> Metric:
-    """Return vLLM's count of requests by their end, those that were broken off too."""
+    """Return vLLM's count of requests by outcome, aborted ones included."""
     family = _renamed(success, f"{THEIRS}request_success")
     counts: dict[tuple[str, str], float] = {}
     for sample in aborted.samples:

@@ -1,4 +1,4 @@
-"""What the dashboard shows, gathered in bounded memory."""
+"""Data of the dashboard, in bounded memory."""
 
 import asyncio
 import time
@@ -14,13 +14,13 @@ from twolane.server.ops.dashboard.history import FINE_SECONDS, History, Reader, 
 from twolane.server.ops.metrics import ServerMetrics
 
 WATCH_SECONDS = 5.0
-"""How long after the last look the engine tells of launches."""
+"""Seconds for which the engine reports launches after the last query."""
 LAUNCHES_KEPT = 4096
-"""Number of latest launches that the dashboard has."""
+"""Most launches that are kept."""
 
 
 class Dashboard:
-    """The figures of a server over time, and what its lanes do now.
+    """Figures of a server over time, and its latest launches.
 
     While nobody looks it costs a reading of the counters every second.
 
@@ -39,14 +39,14 @@ class Dashboard:
         engine.watchers.append(self._note)
 
     async def keep(self) -> None:
-        """Take readings for ever."""
+        """Record a reading every second, forever."""
         while True:
             await asyncio.sleep(FINE_SECONDS)
             await self._engine.wait_for_gap()
             self._history.tick()
 
     def data(self, window: Window, after: int) -> dict[str, Any]:
-        """Return what the page shows now.
+        """Return the data that the page shows.
 
         Args:
             window: what its charts span.

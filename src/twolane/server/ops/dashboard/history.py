@@ -1,4 +1,4 @@
-"""What the dashboard remembers: /metrics, second by second, over the last 15 minutes.
+"""History of the dashboard: /metrics, second by second, over the last 15 minutes.
 
 Every figure is a difference of two readings of the counters and histograms of
 docs/guides/metrics.md, so the page and Prometheus cannot disagree. Two rings of readings bound the
@@ -17,9 +17,9 @@ from twolane.engine.messages import Stats
 from twolane.server.ops.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, ServerMetrics
 
 Window = Literal["minute", "quarter"]
-"""The span of a chart."""
+"""Span of a chart."""
 WINDOWS = {"now": 5.0, "minute": 60.0, "quarter": 900.0}
-"""Seconds that each window spans."""
+"""Span of each window in seconds."""
 FINE_SECONDS, COARSE_SECONDS = 1.0, 10.0
 QUANTILES = (0.5, 0.9, 0.99)
 LATENCIES = {
@@ -46,11 +46,11 @@ class Reading:
     at: float
     """Seconds, monotonic."""
     stats: Stats
-    """The engine's."""
+    """The engine's counters."""
     totals: dict[str, float]
-    """By the names of `TOTALS`, and "ttft met", "ttft missed" … of requests with bounds."""
+    """Totals by the names of `TOTALS`, and "ttft met", "ttft missed" … of requests with bounds."""
     buckets: "dict[str, array[float]]"
-    """By latency: observations up to each bound, the last one infinite."""
+    """Cumulative counts up to each bound, the last one infinite, by latency."""
     idle: bool
     """Whether no request was in flight."""
 
@@ -73,7 +73,7 @@ class Reader:
         self._last: Reading | None = None
 
     def __call__(self) -> Reading:
-        """Read them now."""
+        """Return the current reading."""
         stats, now, last = self._stats(), self._clock(), self._last
         received, in_flight = value_of(self._metrics.received), value_of(self._metrics.in_flight)
         # With nothing in flight then and nothing received since, nothing else was counted.
@@ -85,7 +85,7 @@ class Reader:
 
 
 def value_of(metric: Counter | Gauge) -> float:
-    """Return a metric's one value."""
+    """Return the value of a metric with one series."""
     return sum(sample.value for family in metric.collect() for sample in family.samples)
 
 
@@ -105,7 +105,7 @@ def read(registry: CollectorRegistry, stats: Stats, at: float, *, idle: bool) ->
 
 
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """The q-quantile (0 to 1) of cumulative counts, as Prometheus' `histogram_quantile` has it.
+    """Return the q-quantile (0 to 1) of cumulative counts, like Prometheus' `histogram_quantile`.
 
     Linear within a bucket; beyond the last finite bound it is that bound. None: nothing counted.
     """
@@ -123,35 +123,35 @@ def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> floa
 
 
 class Span:
-    """What happened between two readings."""
+    """The differences between two readings."""
 
     def __init__(self, first: Reading, last: Reading) -> None:
         self.seconds = max(last.at - first.at, 1e-9)
         self._first, self._last = first, last
 
     def total(self, name: str) -> float:
-        """How much a counter grew."""
+        """Return the increase of a counter."""
         return self._last.totals.get(name, 0.0) - self._first.totals.get(name, 0.0)
 
     def quantiles(self, latency: str) -> list[float | None]:
-        """The `QUANTILES` of "ttft" or "tbt", in seconds."""
+        """Return the `QUANTILES` of "ttft" or "tbt", in seconds."""
         before, after = (r.buckets[latency] for r in (self._first, self._last))
         counts = [b - a for a, b in zip(before, after, strict=True)]
         return [quantile(q, LATENCIES[latency][1], counts) for q in QUANTILES]
 
     def attainment(self, slo: str) -> float | None:
-        """Share of the requests that ended with that bound and met it; None: there were none."""
+        """Return the attainment of a bound by the requests that ended; None: none had it."""
         met, missed = self.total(f"{slo} met"), self.total(f"{slo} missed")
         return met / (met + missed) if met + missed else None
 
     def prefix_hits(self) -> float | None:
-        """Share of the prompt tokens looked up that the prefix cache had."""
+        """Return the hit rate of the prefix cache in tokens; None: none were looked up."""
         first, last = self._first.stats, self._last.stats
         asked = last.prefix_queries - first.prefix_queries
         return (last.prefix_hits - first.prefix_hits) / asked if asked else None
 
     def lanes(self) -> list[tuple[str, int, float]]:
-        """(lane, units, share of the time that it worked on this many)."""
+        """Return tuples of lane, units, and share of the time that the lane worked on them."""
         before = {(lane, units): spent for lane, units, spent in self._first.stats.seconds}
         shares = (
             (lane, units, (spent - before.get((lane, units), 0.0)) / self.seconds)
@@ -160,7 +160,7 @@ class Span:
         return sorted(share for share in shares if share[2] > 0)
 
     def figures(self) -> dict[str, Any]:
-        """What the page shows of a window."""
+        """Return the figures of a window."""
         return {
             "seconds": self.seconds,
             "ttft": self.quantiles("ttft"),
@@ -173,7 +173,7 @@ class Span:
         }
 
     def point(self) -> dict[str, float | None]:
-        """What the charts show of a step."""
+        """Return the point of the charts for a step."""
         ttft, tbt, stats = self.quantiles("ttft"), self.quantiles("tbt"), self._last.stats
         return {
             "at": self._last.at,
@@ -190,7 +190,7 @@ class Span:
 
 
 class Ring:
-    """Readings some seconds apart, and the steps between them.
+    """Readings at a fixed distance, and the chart points between them.
 
     Args:
         step: seconds between two readings.
@@ -203,7 +203,7 @@ class Ring:
         self.points: deque[dict[str, float | None]] = deque(maxlen=round(span / step))
 
     def add(self, reading: Reading) -> None:
-        """Keep a reading if it is time for one."""
+        """Add a reading if one is due."""
         if self.readings:
             span = Span(self.readings[-1], reading)
             if span.seconds < self._step - FINE_SECONDS / 2:
@@ -212,7 +212,7 @@ class Ring:
         self.readings.append(reading)
 
     def before(self, at: float) -> Reading:
-        """The latest reading up to a moment, or else the first."""
+        """Return the latest reading up to a time, or else the first."""
         found = self.readings[0]
         for reading in self.readings:
             if reading.at > at:
@@ -222,7 +222,7 @@ class Ring:
 
 
 class History:
-    """The last 15 minutes.
+    """Readings of the last 15 minutes.
 
     Args:
         read: reads the counters now.
@@ -237,13 +237,13 @@ class History:
         self.tick()
 
     def tick(self) -> None:
-        """Take a reading; call it every second."""
+        """Add a reading; called every second."""
         reading = self._read()
         for ring in self._rings.values():
             ring.add(reading)
 
     def windows(self) -> dict[str, dict[str, Any]]:
-        """The figures of each of `WINDOWS` until now."""
+        """Return the figures of each of `WINDOWS` up to now."""
         now = self._read()
         fine, coarse = self._rings["minute"], self._rings["quarter"]
         return {
@@ -252,11 +252,11 @@ class History:
         }
 
     def attainment(self, slo: str) -> float | None:
-        """See `Span.attainment`, of the last minute's readings."""
+        """Return `Span.attainment` of the last minute's readings."""
         readings = self._rings["minute"].readings
         return Span(readings[0], readings[-1]).attainment(slo)
 
     def points(self, window: Window) -> dict[str, list[float | None]]:
-        """The chart of a window, column by column."""
+        """Return the points of a window's charts by column."""
         points = self._rings[window].points
         return {name: [point[name] for point in points] for name in (points[0] if points else ())}

@@ -28,7 +28,7 @@ HEADERS = {
 
 
 def about(service: Service) -> dict[str, Any]:
-    """Return what is served, and whether it can be."""
+    """Return the facts of the served model, and why it is unavailable if it is."""
     ready = service.engine.ready
     return {
         "model": service.model_name,
@@ -43,7 +43,7 @@ def about(service: Service) -> dict[str, Any]:
 
 
 def add_dashboard_routes(app: FastAPI, service: Service) -> None:
-    """Add the page."""
+    """Add the endpoints of the dashboard."""
     folder = resources.files("twolane.server.ops.dashboard") / "static"
     files = {name: (folder / name).read_bytes() for name in FILES}
 
