@@ -1,1 +1,1 @@
-"""Structured output: from a request's schema, regex, choice or grammar to what the engine obeys."""
+"""Structured output: compiles a request's schema, regex, choice or grammar for the engine."""

@@ -1,28 +1,29 @@
-"""Grammars in llama.cpp's form, GBNF, written so that llguidance's converter reads them right."""
+"""GBNF, llama.cpp's format of grammars, rewritten for llguidance's converter."""
 
 import re
 
 LARK = re.compile(r"^[ \t]*(%llguidance\b|[!?]?start(\.\d+)?[ \t]*:(?!:))", re.M)
-"""A line that only a grammar in Lark's form has."""
+"""A line that occurs only in Lark grammars."""
 PARTS = re.compile(
     r'(?P<literal>"(?:\\.|[^"\\])*")|(?P<class>\[(?:\\.|[^\]\\])*\])|(?P<comment>#[^\n]*)|(?P<any>\.)',
     re.S,
 )
-"""What a grammar has beside names and signs."""
+"""Literals, classes, comments and dots of a grammar."""
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.S)
 IN_LITERALS = {"\n": r"\n", "\r": r"\r", "\t": r"\t", '"': r"\"", "\\": r"\\"}
 SIGNS = frozenset('\\[]^-&~\n\r\t"')
-"""Characters that may mean something in a class of a regular expression."""
+"""Characters with a meaning in a class of a regular expression."""
 
 
 def is_lark(text: str) -> bool:
-    """Return whether a grammar is in Lark's form rather than in GBNF."""
+    """Return whether a grammar is in Lark's format rather than in GBNF."""
     return LARK.search(text) is not None
 
 
 def plain_gbnf(text: str) -> str:
-    """Return an equal grammar without what the converter reads otherwise: characters by number,
-    signs of regular expressions in classes, and the dot, which matches line ends, too."""
+    """Return an equivalent grammar without constructs that the converter reads differently:
+    characters by number, signs of regular expressions in classes, and the dot, which matches line
+    ends, too."""
     return PARTS.sub(_plain, text.removeprefix("\ufeff"))
 
 
@@ -58,7 +59,7 @@ def _in_class(text: str) -> str:
 
 
 def _named(escape: re.Match[str]) -> str:
-    """The character that an escape names; GBNF knows no others than of line ends and tabs."""
+    """Return the character of an escape; GBNF has names only for line ends and tabs."""
     number = escape[1] or escape[2] or escape[3]
     if number is None:
         return {"n": "\n", "r": "\r", "t": "\t"}.get(escape[4], escape[4])

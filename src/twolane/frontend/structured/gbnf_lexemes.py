@@ -1,4 +1,5 @@
-"""Which GBNF grammars may be read word by word, and the rest written character by character.
+"""Converts GBNF to Lark, with lexemes where that allows the same texts, else character by
+character.
 
 llguidance's parser reads lexemes, each as long as it can be, while GBNF has no such rule: behind
 `word ::= [a-z]+` an "x" may follow. A grammar is safe to read by lexemes if no lexeme could go on
@@ -25,36 +26,36 @@ from llguidance.gbnf_to_lark import (
 )
 
 Ranges = tuple[tuple[int, int], ...]
-"""Characters, as ranges of their numbers with both ends."""
+"""Characters, as inclusive ranges of code points."""
 CHARACTER = re.compile(r"\\x([0-9A-Fa-f]{2})|\\(.)|(.)", re.S)
 NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 LAST = 0x10FFFF
-"""The last character's number."""
+"""Largest code point."""
 MOST_PLACES = 1000
-"""Places of characters up to which a grammar's lexemes are compared."""
+"""Most character positions for which a grammar's lexemes are compared."""
 MOST_NODES = 10_000
-"""Nodes that a lexeme is built from at most."""
+"""Most nodes of a lexeme."""
 MOST_LOOKS = 200_000
-"""Pairs of ranges of characters that are compared at most, and what may follow what, in all rounds
-that look for it: each takes some tenths of a second."""
+"""Most comparisons of character ranges, and most steps of computing what may follow what: each
+takes some tenths of a second."""
 
 
 @dataclass
 class Lexeme:
-    """What the lexer reads as one piece, as an automaton over the places of its characters."""
+    """A lexeme, as a position automaton."""
 
     chars: list[Ranges] = field(default_factory=list)
-    """The characters that may be at each place."""
+    """Characters that may be at each position."""
     follow: list[set[int]] = field(default_factory=list)
-    """The places that may come behind each place."""
+    """Positions that may follow each position."""
     first: set[int] = field(default_factory=set)
     last: set[int] = field(default_factory=set)
     nullable: bool = False
     nodes: int = 0
-    """Number of nodes that it was built from, those of a rule as often as it is referred to."""
+    """Number of nodes, those of a rule once per reference."""
 
     def place(self, chars: Ranges) -> int:
-        """Add a place.
+        """Add a position.
 
         Raises:
             TooManyPlaces: there are too many.
@@ -67,11 +68,11 @@ class Lexeme:
 
 
 class TooManyPlaces(Exception):
-    """The lexemes are too long, or too many, to be compared."""
+    """The lexemes are too long or too many to be compared."""
 
 
 def lark_of_gbnf(text: str) -> str:
-    """Return a GBNF grammar in Lark's form, which allows the same texts."""
+    """Return a GBNF grammar in Lark's format that allows the same texts."""
     rules = GrammarParser().parse(text)
     resolve(rules)
     try:
@@ -82,7 +83,7 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def lark_text(rules: Mapping[str, RuleNode], *, whole: bool) -> str:
-    """Write a grammar in Lark's form.
+    """Return a grammar in Lark's format.
 
     Args:
         rules: of the grammar, resolved.
@@ -115,7 +116,7 @@ def lark_text(rules: Mapping[str, RuleNode], *, whole: bool) -> str:
 
 
 def reads_by_lexemes(rules: Mapping[str, RuleNode]) -> bool:
-    """Return whether no lexeme of a grammar could go on with what may follow it.
+    """Return whether no lexeme of a grammar could continue with what may follow it.
 
     Raises:
         TooManyPlaces: that cannot be told in bounded time.
@@ -130,13 +131,13 @@ def reads_by_lexemes(rules: Mapping[str, RuleNode]) -> bool:
 
 
 class Comparison:
-    """Compares the lexemes of a grammar, in bounded time."""
+    """Compares the lexemes of a grammar in bounded time."""
 
     def __init__(self) -> None:
         self._left = MOST_LOOKS
 
     def goes_on(self, lexeme: Lexeme, other: Lexeme, behind: Collection[Ranges]) -> bool:
-        """Return whether `other` may begin with all of `lexeme` and go on with what is behind.
+        """Return whether `other` may begin with all of `lexeme` and continue with what follows.
 
         Raises:
             TooManyPlaces: there are too many pairs of places.
@@ -160,7 +161,7 @@ class Comparison:
     def _overlapping(
         self, one: Lexeme, ones: set[int], other: Lexeme, others: set[int]
     ) -> list[tuple[int, int]]:
-        """Return the pairs of places that may hold the same character."""
+        """Return the pairs of positions that may hold the same character."""
         pairs = product(ones, others)
         return [pair for pair in pairs if self._overlap(one.chars[pair[0]], other.chars[pair[1]])]
 
@@ -173,7 +174,7 @@ class Comparison:
 
 
 class LexemeGrammar:
-    """The lexemes of a grammar, and what may follow each.
+    """The lexemes of a grammar, and which may follow which.
 
     Args:
         rules: of the grammar, resolved.
@@ -184,9 +185,9 @@ class LexemeGrammar:
 
     def __init__(self, rules: Mapping[str, RuleNode]) -> None:
         self.lexemes: dict[int, Lexeme] = {}
-        """The lexemes by the ids of their nodes."""
+        """Lexemes by node id."""
         self.follow: dict[int, set[int]] = {}
-        """The lexemes that may come behind a lexeme, or behind a rule."""
+        """Lexemes that may follow a lexeme or a rule, by node id."""
         self._places = 0
         self._first: dict[int, set[int]] = {}
         self._nullable: dict[int, bool] = {}
@@ -197,7 +198,7 @@ class LexemeGrammar:
         self._settle()
 
     def _settle(self) -> None:
-        """Repeat until nothing new is found.
+        """Compute first, nullable and follow sets to their fixed point.
 
         Raises:
             TooManyPlaces: there is too much of it.
@@ -218,7 +219,7 @@ class LexemeGrammar:
         return sum(map(len, sets)) + sum(self._nullable.values())
 
     def _lexeme(self, node: ASTNode) -> int | None:
-        """The id of the lexeme that a node is; None: it is none."""
+        """Return the id of the lexeme at a node; None: it is none."""
         target: ASTNode = node
         if isinstance(node, RuleRefNode) and node.target is not None and node.is_terminal():
             target = node.target
@@ -258,7 +259,7 @@ class LexemeGrammar:
         return found
 
     def _walk(self, node: ASTNode, behind: set[int]) -> None:
-        """Note what may follow each lexeme and rule of a node, which `behind` may follow."""
+        """Add to the follow sets of a node's lexemes and rules, which `behind` may follow."""
         if (key := self._lexeme(node)) is not None:
             self.follow[key] |= behind
         elif isinstance(node, RuleRefNode):
@@ -275,7 +276,8 @@ class LexemeGrammar:
 
 
 def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:
-    """Add a node's places to a lexeme; return whether it may be empty, and its ends.
+    """Add a node's positions to a lexeme; return whether it may be empty, and its first and last
+    positions.
 
     Raises:
         TooManyPlaces: there are too many.
@@ -310,7 +312,7 @@ def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:
 def in_a_row(
     lexeme: Lexeme, parts: Sequence[tuple[bool, set[int], set[int]]]
 ) -> tuple[bool, set[int], set[int]]:
-    """Put parts of a lexeme behind each other."""
+    """Concatenate parts of a lexeme."""
     nullable, first, last = True, set[int](), set[int]()
     for empty, begins, ends in parts:
         for place in last:
@@ -322,7 +324,7 @@ def in_a_row(
 
 
 def class_ranges(text: str) -> Ranges:
-    """Return the characters of a class of a regular expression, or of a dot."""
+    """Return the characters of a class or a dot of a regular expression."""
     if text == ".":
         return ((0, 9), (11, LAST))
     inside = text[1:-1]
@@ -350,7 +352,7 @@ def others(ranges: Sequence[tuple[int, int]]) -> Ranges:
 
 
 def character_number(found: re.Match[str]) -> int:
-    """Return the number of a character as `CHARACTER` finds it."""
+    """Return the code point of a match of `CHARACTER`."""
     if found[1]:
         return int(found[1], 16)
     return ord(NAMED.get(found[2], found[2]) if found[2] else found[3])

@@ -1,4 +1,4 @@
-"""Grammars in the form that the engine matches (llguidance's), made from what requests ask for."""
+"""Grammars in llguidance's format, made from constraints of requests."""
 
 import json
 import re
@@ -21,14 +21,14 @@ from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
 from twolane.frontend.structured.schema import plain_schema
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
-"""White space that JSON may have between two tokens: a space, or a line's end and an indentation.
-It is bounded: a model that writes nothing else would never end."""
+"""White space between JSON tokens: a space, or a line end and an indentation. It is bounded: a
+model that writes nothing else would never end."""
 RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w.-]*[^:\n\"/]*:", re.M)
 """The beginning of a rule in a Lark grammar."""
 TokenOf = Callable[[str], int | None]
-"""Returns the id of an added token by its text, or None if no token has it."""
+"""Returns the id of an added token by its text; None: there is no such token."""
 Maker = Callable[[], str]
-"""Makes a grammar in llguidance's form; it may raise what `made_grammar` turns into errors."""
+"""Makes a grammar in llguidance's format; it may raise errors that `made_grammar` converts."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -51,13 +51,13 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of some strings, which are one terminal: as rules, a few thousand are more
-    than the parser may hold side by side."""
+    """Return the grammar of some strings as one terminal: as rules, a few thousand exceed the
+    parser's bounds."""
     return lark_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def context_free_grammar(text: str) -> str:
-    """Return a grammar that is given in Lark's or GBNF's form.
+    """Return a grammar given in Lark's format or GBNF.
 
     Raises:
         ValueError: it is in neither, is too complex to compile, or has parts in other forms.
@@ -72,12 +72,12 @@ def context_free_grammar(text: str) -> str:
 
 
 def lark_grammar(lark: str) -> str:
-    """Return a grammar in Lark's form as others can be put before it."""
+    """Return a grammar in Lark's format to which a prefix can be added."""
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def check_complexity(schema: object) -> None:
-    """See that a schema can be compiled in bounded time and stack.
+    """Check that a schema can be compiled in bounded time and stack.
 
     Raises:
         ValueError: it has too many references, or too many optional properties or patterns of
@@ -98,7 +98,7 @@ def check_complexity(schema: object) -> None:
 
 
 def check_object(schema: Mapping[str, Any]) -> None:
-    """See that no place in an object has too many properties that may come next.
+    """Check that no position in an object has too many possible next properties.
 
     Raises:
         ValueError: it has.
@@ -139,7 +139,7 @@ def behind_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) ->
 
 
 def terminal(mark: str, token_of: TokenOf) -> str:
-    """Return what matches a mark in a Lark grammar: the added token that it is, or its text."""
+    """Return the Lark terminal of a mark: an added token, or text."""
     token = token_of(mark)
     return json.dumps(mark) if token is None else f"<[{token}]>"
 
@@ -164,7 +164,7 @@ def check_grammar(grammar: str, field: str) -> str:
 
 
 def made_grammar(maker: Maker, field: str) -> str:
-    """Return the grammar that a field asks for, if it can be made and compiles.
+    """Return a field's grammar if it can be made and compiles.
 
     Raises:
         FieldError: it cannot.

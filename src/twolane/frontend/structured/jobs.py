@@ -1,4 +1,4 @@
-"""What is asked of the program that makes grammars, and what it answers."""
+"""Messages between the API process and the grammar worker."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class Schema(msgspec.Struct, frozen=True, tag=True):
 
 
 class SchemaText(msgspec.Struct, frozen=True, tag=True):
-    """The same, of a schema that is given as text."""
+    """JSON values that a JSON schema, given as text, allows."""
 
     text: str
 
@@ -28,13 +28,13 @@ class Regex(msgspec.Struct, frozen=True, tag=True):
 
 
 class Choices(msgspec.Struct, frozen=True, tag=True):
-    """Some texts."""
+    """One of some texts."""
 
     choices: Sequence[str]
 
 
 class ContextFree(msgspec.Struct, frozen=True, tag=True):
-    """Texts of a grammar in Lark's or GBNF's form."""
+    """Texts of a grammar in Lark's format or GBNF."""
 
     text: str
 
@@ -43,44 +43,44 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """Calls of tools."""
 
     format: str
-    """How the model writes calls, a name of `tool_calls.FORMATS`."""
+    """Format of the calls, a name of `tool_calls.FORMATS`."""
     tools: Sequence[Tool]
     several: bool
     """Whether more than one call may be made."""
     free: bool
-    """Whether the model may also answer without a call."""
+    """Whether a call is optional."""
 
 
 OutputConstraint = Schema | SchemaText | Regex | Choices | ContextFree
-"""The answers that a request may ask for."""
+"""Constraints that a request may set on its answers."""
 
 
 class GrammarJob(msgspec.Struct, frozen=True):
-    """The grammar of one request's answers."""
+    """A request for the grammar of one request's answers."""
 
     field: str
-    """The field of the request that asks for it."""
+    """Field of the request that sets the constraint."""
     answer: OutputConstraint | Calls
     thinking: ThinkingMarks | None = None
-    """How the model thinks before it answers; None: it does not."""
+    """Marks of the thinking before the answer; None: there is none."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
-    """The model whose answers grammars are for."""
+    """The model that grammars are compiled for."""
 
     tokenizer: str
-    """Its `tokenizer.json`."""
+    """Content of its `tokenizer.json`."""
     eos_token_ids: Sequence[int]
 
 
 class MadeGrammar(msgspec.Struct, frozen=True, tag=True):
-    """A grammar in the form that the engine matches."""
+    """A grammar in llguidance's format."""
 
     grammar: str
 
 
 class InvalidGrammar(msgspec.Struct, frozen=True, tag=True):
-    """Why there is no grammar, as a clause about the field."""
+    """An error of a grammar, as a clause about the field."""
 
     problem: str
 

@@ -1,4 +1,4 @@
-"""Has grammars made and tried in a process of its own, whose time and memory are bounded."""
+"""Compiles and tries grammars in a sandbox with bounded time and memory."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from twolane.frontend.structured.jobs import GrammarJob, GrammarSetup, MadeGramm
 
 MODULE = "twolane.frontend.structured.worker"
 LONG_JOB = 1 << 14
-"""Jobs of this many bytes and more wait for each other, and no shorter one for them."""
+"""Bytes from which a job runs in the queue of long jobs, which shorter ones do not wait for."""
 SHORT_WORK_NICENESS = 5
-"""Niceness (nice(2)) that the process of short grammars adds to its own: it yields to those that
+"""Niceness (nice(2)) that the worker of short jobs adds to its own: it yields to processes that
 decode."""
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 
 class GrammarMaker:
-    """Makes grammars for a model. Its process starts with the first of them.
+    """Compiles grammars for a model. Its sandbox starts with the first one.
 
     All methods belong to one event loop.
 
@@ -61,5 +61,5 @@ class GrammarMaker:
         raise FieldError(job.field, made.problem)
 
     async def close(self) -> None:
-        """End the process."""
+        """Stop the sandbox."""
         await self._sandbox.close()

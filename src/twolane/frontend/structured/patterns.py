@@ -1,4 +1,4 @@
-"""Regular expressions of schema generators that have an equal one without look-around.
+"""Equivalents without look-around of regular expressions of schema generators.
 
 llguidance matches regular languages, and look-around is beyond its syntax. Zod 4 writes some in the
 schemas of all its users (https://github.com/colinhacks/zod, `core/regexes.ts`).
@@ -22,4 +22,4 @@ EQUAL: Mapping[str, str] = MappingProxyType(
         "(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$": f"^P([0-9]+W|{DATE}({TIME})?|{TIME})$",
     }
 )
-"""An expression as it is written, and its equal."""
+"""Equivalents by expression."""

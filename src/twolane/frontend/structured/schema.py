@@ -1,4 +1,4 @@
-"""JSON schemas in the words that llguidance knows.
+"""Rewrites JSON schemas with keywords that llguidance supports.
 
 Generators of schemas write keywords that say nothing, and others for which there are plainer ones.
 What is left is llguidance's to refuse by name.
@@ -27,20 +27,20 @@ NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternPropertie
 COUNTS = frozenset(
     {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 )
-"""Keywords with a whole number, which JSON may write as 8.0."""
+"""Keywords with an integer, which JSON may write as 8.0."""
 NULLS = frozenset({"const", "default", "type"})
-"""Keywords that keep null; elsewhere generators write it for what is not there."""
+"""Keywords whose null is kept; elsewhere generators write null for a missing value."""
 EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
-"""Keywords that say nothing where they are empty."""
+"""Keywords without effect if empty."""
 OF_CONTAINS = frozenset({"maxContains", "minContains"})
-"""Keywords that say nothing without `contains`."""
+"""Keywords without effect without `contains`."""
 ANNOTATIONS = frozenset(
     {
         *("$comment", "default", "deprecated", "description", "examples", "readOnly", "title"),
         "writeOnly",
     }
 )
-"""Keywords that allow everything."""
+"""Keywords without effect on validity."""
 FORMATS = frozenset(
     {
         *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
@@ -48,7 +48,7 @@ FORMATS = frozenset(
         *("relative-json-pointer", "time", "uri-reference", "uri-template", "uuid"),
     }
 )
-"""The formats that JSON Schema defines; by it, another one is an annotation and never an error."""
+"""Formats that JSON Schema defines; any other is an annotation and never an error."""
 DATE = (
     r"(?:(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
     r"-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
@@ -57,23 +57,23 @@ DATE = (
 )
 TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 MOMENTS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}
-"""Formats of which llguidance takes what there is not, such as February 29 of every year. Leap
-seconds and the year 0 are left out: most programs read neither."""
+"""Patterns of formats for which llguidance accepts dates that do not exist, such as February 29 of
+every year. Leap seconds and the year 0 are left out: most programs read neither."""
 DIALECT = re.compile(
     r"https?://json-schema\.org/(?:draft-(0[3467])|draft/(2019-09|2020-12))/(?:hyper-)?schema#?"
 )
-"""The dialects that change how llguidance reads a schema."""
+"""Dialects that llguidance distinguishes."""
 URI_CHARACTERS = "!#$%&'()*+,-./:;=?@_~"
-"""Characters that a reference may have beside letters and digits."""
+"""Characters of a reference besides letters and digits."""
 LOOSE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 MOST_STEPS, LONGEST_POINTER = 8, 256
-"""References to references are followed this far, and those of this many characters."""
+"""Most steps of a chain of references, and most characters of a reference."""
 MOST_LOOKS = 8192
-"""Number of schemas and listed values at which a `KindFinder` looks; a look takes 1 to 30 µs."""
+"""Most schemas and listed values that a `KindFinder` visits, in 1 to 30 µs each."""
 
 
 def plain_schema(schema: object) -> Json:
-    """Return an equal schema without what says nothing, in words that llguidance knows.
+    """Return an equivalent schema with only keywords that llguidance supports.
 
     Raises:
         ValueError: it allows no value, or is no schema.
@@ -87,12 +87,12 @@ def plain_schema(schema: object) -> Json:
 
 
 def with_objects_only(schema: Mapping[str, Any]) -> Json:
-    """Return the schema of a tool's arguments, which are objects also where it does not say so."""
+    """Return a tool's schema with its type set to object, also where it does not state it."""
     return {**schema, "type": "object"} if schema.get("type") is None else dict(schema)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema to which a local reference leads; one that is none as it is."""
+    """Return the target of a local reference; a schema that is none unchanged."""
     for _ in range(MOST_STEPS):
         if not isinstance(schema, Mapping):
             break
@@ -107,7 +107,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _pointed(root: Any, reference: str) -> Any:
-    """The part of a document that a JSON pointer (RFC 6901) names; None: there is none."""
+    """Return the part of a document at a JSON pointer (RFC 6901); None: there is none."""
     if not reference.startswith("#/") or len(reference) > LONGEST_POINTER:
         return None
     part = root
@@ -131,7 +131,7 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _also_matching(schema: Json, pattern: str) -> Json:
-    """A schema whose texts match a pattern, too, in place of a format."""
+    """Return the schema with a pattern in place of its format."""
     others = {name: value for name, value in schema.items() if name != "format"}
     if "pattern" not in others:
         return {**others, "pattern": pattern}
@@ -158,7 +158,7 @@ def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _dialect(uri: object) -> str | None:
-    """The name by which llguidance knows a dialect; None: it is another, or the default."""
+    """Return llguidance's name of a dialect; None: it is another, or the default."""
     found = DIALECT.fullmatch(uri) if isinstance(uri, str) else None
     if found is None:
         return None
@@ -184,15 +184,15 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _allows_all(schema: object, kind: str | None = None) -> bool:
-    """Whether a schema allows every value, or every value of a type."""
+    """Return whether a schema allows every value, or every value of a type."""
     if not isinstance(schema, Mapping):
         return schema is True
     return schema.get("type", kind) == kind and not schema.keys() - ANNOTATIONS - {"type"}
 
 
 def _with_names(schema: Json, names: Any, root: Mapping[str, Any]) -> Json:
-    """A schema of objects whose properties have certain names, where these can be said otherwise;
-    else with `propertyNames`."""
+    """Return a schema of objects with constrained property names, without `propertyNames` where
+    possible."""
     known = resolved(names, root)
     if not isinstance(known, Mapping) or schema.keys() & {"patternProperties", "properties"}:
         return {**schema, "propertyNames": names}
@@ -232,8 +232,8 @@ class KindFinder:
         self._looks = MOST_LOOKS
 
     def kinds_of(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-        """Return the types that a schema names; none: it names none, or not of all branches, or
-        there are no looks left."""
+        """Return the types that a schema names; empty: it names none, or not in all branches, or
+        too many were visited."""
         kinds: set[str] = set()
         seen: set[int] = set()
         parts = [schema]
@@ -254,7 +254,7 @@ class KindFinder:
 
 
 def _named_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The types that a schema names itself."""
+    """Return the types that a schema names directly."""
     given = schema.get("type")
     if given is not None:
         listed = given if isinstance(given, list) else [given]
@@ -263,7 +263,7 @@ def _named_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the values that a schema lists; None: it lists none."""
+    """Return the values that a schema enumerates; None: it enumerates none."""
     if "const" in schema:
         return [schema["const"]]
     listed = schema.get("enum")
@@ -274,4 +274,4 @@ KINDS: Mapping[type, str] = {
     **{str: "string", bool: "boolean", int: "integer", float: "number"},
     **{dict: "object", list: "array", type(None): "null"},
 }
-"""The JSON types of Python's values."""
+"""JSON types by Python type."""

@@ -1,4 +1,4 @@
-"""Grammars that enforce tool calls, in the form in which the model writes them."""
+"""Grammars that enforce tool calls in the model's format."""
 
 import json
 import re
@@ -36,18 +36,18 @@ class Tool(msgspec.Struct, frozen=True):
 
     name: str
     parameters: Mapping[str, Any] | None = None
-    """The JSON schema of its arguments; None: it has none."""
+    """JSON schema of its arguments; None: it has none."""
     strict: bool = False
-    """Whether arguments follow the schema also where the model is free to call."""
+    """Whether arguments follow the schema even where a call is optional."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
+        """JSON schema of its arguments."""
         return NO_PARAMETERS if self.parameters is None else with_objects_only(self.parameters)
 
 
 def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:
-    """Return the JSON types of each parameter, where its schema names some, by the tool's name."""
+    """Return the JSON types of parameters by tool and parameter, where schemas name some."""
     finder = KindFinder()
     found: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
@@ -60,7 +60,7 @@ def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]
 
 
 def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
-    """Return the grammar of an answer that is nothing but calls of these tools.
+    """Return the grammar of an answer of calls only.
 
     Args:
         form: how the model writes calls, a name of `tool_calls.FORMATS`.
@@ -80,7 +80,7 @@ def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, severa
 
 
 def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
-    """Return the grammar of an answer that is free up to where a call of these tools begins.
+    """Return the grammar of an answer with free text up to the first call.
 
     From a call's mark on, the arguments of strict tools follow their schemas, those of the others
     are any object. What the parser would read as a call is one.
@@ -154,7 +154,7 @@ def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
 
 
 def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
-    """Rules for text, a regular expression, and for such text up to where calls begin."""
+    """Return rules for text, given by a regular expression, and for such text before calls."""
     if not marks.is_text(opening):
         return [f"TEXT: /{text}/", f"opening: TEXT? {marks.of(opening)}"]
     mark = re.escape(opening).replace("/", "\\/")
@@ -162,22 +162,22 @@ def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
 
 
 class _Marks:
-    """Terminals of marks: special tokens by their ids, all else as text."""
+    """Lark terminals of marks: special tokens by id, others as text."""
 
     def __init__(self, token_of: TokenOf) -> None:
         self._token_of = token_of
         self.rules: list[str] = []
 
     def of(self, *marks: str) -> str:
-        """Return the terminals of some marks, one behind the other."""
+        """Return the terminals of some marks in sequence."""
         return " ".join(terminal(mark, self._token_of) for mark in marks if mark)
 
     def is_text(self, mark: str) -> bool:
-        """Return whether a mark is no special token."""
+        """Return whether a mark is text and not a special token."""
         return self._token_of(mark) is None
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches the JSON values of a schema.
+        """Return a rule for the JSON values of a schema.
 
         Raises:
             ValueError: it is too complex to compile.
@@ -187,20 +187,20 @@ class _Marks:
         return "%json " + json.dumps({**plain, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
     def text_until(self, mark: str) -> str:
-        """Return a rule for any text up to a mark, which is part of it."""
+        """Return a rule for any text up to and including a mark."""
         name = f"until_{len(self.rules)}"
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
         self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
         return name
 
     def rule(self, matched: str) -> str:
-        """Return the name of a new rule for this."""
+        """Add a rule; return its name."""
         name = f"rule_{len(self.rules)}"
         self.rules.append(f"{name}: {matched}")
         return name
 
     def any_parameters(self) -> str:
-        """Return what matches parameters of any names and values, as Qwen3-Coder writes them."""
+        """Return a rule for parameters of any names and values in Qwen3-Coder's format."""
         return f'("<parameter=" /[^>\\n]+/ ">\\n" {self.text_until(END_PARAMETER)})*'
 
 
@@ -216,7 +216,8 @@ def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
 
 
 def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str]:
-    """Marks before the arguments, with NAME for the tool's name, and those behind them."""
+    """Return a rule for a call with marks before its arguments, with NAME for the tool's name, and
+    after them."""
 
     def call(tool: Tool, marks: _Marks) -> str:
         before = marks.of(*[mark.replace("NAME", tool.name) for mark in head])
@@ -226,7 +227,7 @@ def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str
 
 
 def _mistral_call(tool: Tool, marks: _Marks) -> str:
-    """The call of Mistral's models since Small 3.2, which may have an id."""
+    """Return a rule for a call of Mistral's models since Small 3.2, which may have an id."""
     number = f"({marks.of('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
     head = f"{marks.of('[TOOL_CALLS]', tool.name)} {number} {marks.of('[ARGS]')}"
     return f"{head} {marks.json(tool.schema)}"
@@ -250,7 +251,7 @@ def _pythonic_call(tool: Tool, marks: _Marks) -> str:
 
 
 def python_arguments(tool: Tool, marks: _Marks) -> str:
-    """Return what matches the named arguments of a call in Python, whose values are JSON.
+    """Return a rule for named arguments in Python's syntax with JSON values.
 
     They come in the order of the schema; those that are not required may be left out.
 
@@ -273,7 +274,7 @@ def python_arguments(tool: Tool, marks: _Marks) -> str:
 
 
 def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Name, schema and whether it is required of each parameter that there can be.
+    """Return name, schema and whether it is required of each possible parameter.
 
     Raises:
         ValueError: one is required and can have no value.
@@ -287,14 +288,14 @@ def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def _alone(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a parameter, with what it refers to in the schema of all."""
+    """Return a parameter's schema with the definitions that it refers to."""
     defined = {name: whole[name] for name in DEFINITIONS & whole.keys()}
     return defined if schema is True else {**schema, **defined}
 
 
 def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
-    """What matches a parameter's value and its end; `whole` is the schema of all parameters. Where
-    the value may be text, it is written as it is, and the parser reads it so."""
+    """Return a rule for a parameter's value and its end; `whole` is the schema of all parameters. A
+    value that may be text is written unquoted, as the parser reads it."""
     known = resolved(schema, whole)
     if "string" not in KindFinder().kinds_of(known, whole):
         return f"{marks.json(_alone(schema, whole))} {json.dumps(END_PARAMETER)}"
@@ -306,7 +307,7 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
 
 
 DEFINITIONS = frozenset(("$defs", "definitions"))
-"""Keywords under which a schema has those that it refers to."""
+"""Keywords of a schema's definitions."""
 END_PARAMETER = "\n</parameter>\n"
 SEP = "<｜tool▁sep｜>"
 ASSISTANT = "<|assistant|>"
@@ -324,7 +325,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "glm4_0414": _named_call("NAME\n", tail=()),
     "pythonic": _pythonic_call,
 }
-"""One call of a tool, by the names of `tool_calls.FORMATS`."""
+"""Makers of the rule of one call, by the names of `tool_calls.FORMATS`."""
 LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "hermes": ((), ("\n",), ()),
     "qwen3_coder": ((), ("\n",), ()),
@@ -338,7 +339,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "glm4_0414": ((), (ASSISTANT,), ()),
     "pythonic": (("[",), (", ",), ("]",)),
 }
-"""The marks before, between and behind the calls of an answer."""
+"""Marks before, between and after the calls of an answer."""
 OPENINGS: Mapping[str, str] = {
     "hermes": "<tool_call>",
     "qwen3_coder": "<tool_call>",
@@ -352,8 +353,8 @@ OPENINGS: Mapping[str, str] = {
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
 }
-"""The mark with which calls begin in an answer that may have text before them."""
+"""Mark of the first call in an answer that may have text before it."""
 NO_CALL = r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?"
-"""Text that does not begin as a call without a mark does."""
+"""Text that does not begin like a call without a mark."""
 BARE = ("llama3_json",)
-"""The forms in which an answer that begins like a call is one."""
+"""Formats in which an answer that begins like a call is one."""

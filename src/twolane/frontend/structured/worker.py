@@ -1,4 +1,4 @@
-"""Makes grammars and tries them, in a sandbox. A program of its own: see `maker`.
+"""Compiles and tries grammars in a sandbox; `maker` starts it.
 
 A client's grammar may be made to take much time, memory or stack. What is tried here is all that
 the engine does with it until the first token, so that a grammar that breaks something breaks only
@@ -34,10 +34,10 @@ from twolane.frontend.structured.jobs import (
 from twolane.frontend.structured.tools import calls_grammar, strict_grammar
 
 TRIED_STEPS, TRIED_TOKENS = 3, 1024
-"""A grammar is tried with this many tokens, one behind the other, chosen from this many of the
-vocabulary's longest."""
+"""Number of consecutive tokens that a grammar is tried with, and the number of longest tokens that
+they are chosen from."""
 STACK = 2 << 20
-"""Grammars are made with a stack of this many bytes: a quarter of that of the engine's threads."""
+"""Stack in bytes for compiling grammars: a quarter of that of the engine's threads."""
 
 
 def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
@@ -89,7 +89,7 @@ def result(
 
 
 def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
-    """Return what makes the grammar."""
+    """Return the maker of a job's grammar."""
     make = answer_maker(job.answer, token_of)
     if (thinking := job.thinking) is None:
         return make
@@ -97,7 +97,7 @@ def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
 
 
 def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -> grammars.Maker:
-    """Return what makes the grammar of an answer without thinking."""
+    """Return the maker of the grammar of an answer without thinking."""
     match answer:
         case Schema(schema):
             return lambda: grammars.json_schema_grammar(schema)
@@ -115,7 +115,7 @@ def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -
 
 
 def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence[int]) -> None:
-    """See that a grammar can be matched, up to the mask behind some tokens.
+    """Check that a grammar can be matched and its masks computed for some tokens.
 
     Args:
         grammar: as the engine compiles it.
@@ -140,8 +140,7 @@ def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence
 
 
 def seconds_to_take(matcher: LLMatcher, mask: bytes, longest: Sequence[int]) -> float:
-    """Have a matcher take the first of these tokens that may come next, if there is one; return the
-    processor time."""
+    """Feed a matcher the first allowed one of these tokens, if any; return the CPU seconds."""
     allowed = next((token for token in longest if mask[token // 8] >> token % 8 & 1), None)
     began = time.thread_time()
     if allowed is not None:

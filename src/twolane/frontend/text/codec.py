@@ -21,11 +21,12 @@ T = TypeVar("T")
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = ("enable_thinking", "thinking")
-"""Clients set these variables for all models; false asks for nothing where there is none."""
+"""Template variables that clients set for all models; false has no effect on a template without
+them."""
 COMPILING_SECONDS = 5.0
-"""Compiling a chat template may take this many seconds."""
+"""Most seconds of compiling a chat template."""
 MAX_HELD_TOKENS = 8
-"""A character has at most four bytes; what is still broken after this many tokens stays broken."""
+"""Tokens after which an incomplete character is given up: it has at most four bytes."""
 
 
 class TextError(ValueError):
@@ -58,7 +59,7 @@ def guarded(call: Callable[[], T]) -> T:
 
 
 class Detokenizer(Protocol):
-    """The text of one request, piece by piece.
+    """Incremental detokeniser of one answer.
 
     The pieces put together are the decoded text of all tokens without the special ones, as it
     reads behind the prompt, and no piece ends inside a character. Each call takes constant time.
@@ -69,12 +70,12 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return what is still held back. Call it once, at the end."""
+        """Return the text that is still held back; called once, at the end."""
         ...
 
 
 class ByteVocabulary:
-    """What each token of a byte-level tokenizer stands for, looked up once a token.
+    """Bytes of each token of a byte-level tokenizer, looked up once a token.
 
     Args:
         tokenizer: whose.
@@ -108,7 +109,7 @@ class ByteVocabulary:
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers (GPT-2's kind): exact, whatever the tokens are.
+    """Detokeniser of byte-level tokenizers (GPT-2's kind); exact for any tokens.
 
     Args:
         vocabulary: of the tokenizer.
@@ -140,7 +141,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers (SentencePiece's kind): decodes the last few tokens twice.
+    """Detokeniser of all other tokenizers (SentencePiece's kind), which decodes the last few tokens
+    twice.
 
     Where the bytes of the tokens are not valid UTF-8, the number of replacement characters may
     differ from that of a decode of the whole.
@@ -190,7 +192,7 @@ class WindowDetokenizer:
 
 
 class NoText:
-    """For models without a tokenizer (dummy weights): no text, only token ids."""
+    """Detokeniser of models without a tokenizer (dummy weights), which returns no text."""
 
     def step(self, token: int) -> str:
         """Return nothing."""
@@ -214,7 +216,7 @@ class TextCodec:
         self._template: ChatTemplate | None = None
         self._tool_template: ChatTemplate | None = None
         self.ends: tuple[int, ...] = () if tokenizer is None else tokenizer.ends
-        """The tokens that end an answer, beside those of the model's config."""
+        """Tokens that end an answer, besides those of the model's config."""
         self._no_chat = "this model has no chat template: use /v1/completions"
         if tokenizer is not None:
             self._template = self._compiled(tokenizer, tokenizer.chat_template, tokenizer.form)
@@ -244,17 +246,17 @@ class TextCodec:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether text can be served at all."""
+        """Whether there is a tokenizer."""
         return self._backend is not None
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can work without tools."""
+        """Whether there is a chat template that works without tools."""
         return self._template is not None
 
     @property
     def template_source(self) -> str | None:
-        """The program of the chat template for tools; None: there is none."""
+        """Source of the chat template for tools; None: there is none."""
         template = self._tool_template or self._template
         return None if template is None else template.source
 
@@ -269,7 +271,7 @@ class TextCodec:
 
     @property
     def tokenizer_json(self) -> str:
-        """The tokenizer in the form of `tokenizer.json`.
+        """Content of `tokenizer.json`.
 
         Raises:
             TextError: the model has no tokenizer.
@@ -349,7 +351,7 @@ class TextCodec:
         return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token stands for, special tokens too; nothing without a tokenizer."""
+        """Return the bytes of one token, special tokens included; empty without a tokenizer."""
         if self._shown is not None:
             return self._shown.bytes_of(token)
         name = None if self._backend is None else self._backend.id_to_token(token)
@@ -364,7 +366,7 @@ class TextCodec:
         return text in self._hidden
 
     def hidden_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the special tokens that some texts contain, and how they are spelt there."""
+        """Return the special tokens in some texts, with their spelling there."""
         found: dict[int, str] = {}
         begins, lengths = self._spellings if texts else ("", ())
         for text in texts:
@@ -376,14 +378,14 @@ class TextCodec:
 
     @cached_property
     def _hidden(self) -> Mapping[str, int]:
-        """The special tokens by their texts."""
+        """Special tokens by text."""
         tokens = () if self._backend is None else special_tokens(self._backend)
         names = {self._tokenizer.id_to_token(token): token for token in tokens}
         return {name: token for name, token in names.items() if name}
 
     @cached_property
     def _spellings(self) -> tuple[str, Sequence[int]]:
-        """The first characters and the lengths of the special tokens' texts."""
+        """First characters and lengths of the special tokens' texts."""
         names = self._hidden
         return "".join({name[0] for name in names}), sorted({len(name) for name in names})
 
@@ -397,13 +399,13 @@ class TextCodec:
             raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
     def least_tokens(self, length: int) -> int:
-        """Return how many tokens a text of this many characters makes at least; 0: not known."""
+        """Return the smallest number of tokens of a text with this many characters; 0: unknown."""
         return 0 if self._longest is None else length // self._longest
 
     def detokenizer(
         self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> Detokenizer:
-        """Return the detokeniser of a new request with this prompt."""
+        """Return a detokeniser for an answer to this prompt."""
         if self._backend is None:
             return NoText()
         if self._shown is not None:
@@ -418,7 +420,7 @@ class TextCodec:
 
 
 def is_byte_level(decoder: decoders.Decoder | None) -> bool:
-    """Return whether a decoder puts bytes together and does nothing else."""
+    """Return whether a decoder only joins bytes."""
     if decoder is None:
         return False
     steps = json.loads(decoder.__getstate__())
@@ -427,7 +429,7 @@ def is_byte_level(decoder: decoders.Decoder | None) -> bool:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Return the tokens of a text, of any length, while other threads go on.
+    """Return the tokens of a text, in pieces so that other threads run meanwhile.
 
     `Tokenizer.encode` keeps the interpreter's lock until it is done, 1.1 s for a million
     characters, and no stream goes on meanwhile; that of batches does not.
@@ -442,7 +444,7 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
 
 
 def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
-    """Refuse variables that the template does not read, unless they ask for nothing.
+    """Refuse variables that the template does not read, unless they have no effect.
 
     Raises:
         TextError: there is one.
@@ -469,7 +471,7 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
 
 
 def check_words(messages: Sequence[Message], text: str) -> None:
-    """Refuse a prompt that lacks what was said; of the assistant's words a template may drop some.
+    """Refuse a prompt that lacks words of the messages; some of the assistant's may be dropped.
 
     Raises:
         TextError: it does.

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a model and writes it as one file. A program of its own.
+"""Converts a model's tokenizer to one file; runs as a separate program.
 
 `tokenizer.json` is the truth for tokens, normalisation, splitting and decoding. `transformers`
 rebuilds some tokenizers from the name of a class: it is asked for formats that only it reads, and
@@ -26,23 +26,23 @@ from twolane.frontend.text.template_form import TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile, panics_told
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that files name, as chat templates know them."""
+"""Names of special tokens in files and chat templates."""
 CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 """Special tokens of classes of `transformers`, for files that name the class and not the tokens."""
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
-"""How an added token is found in a text, and whether it is hidden."""
+"""Flags of an added token: how it is matched in a text, and whether it is special."""
 SENTENCEPIECE = "tokenizer.model"
-"""The file of a SentencePiece tokenizer, which cannot say whether texts begin with the BOS."""
+"""File of a SentencePiece tokenizer, which does not state whether texts begin with the BOS."""
 FORM_SECONDS = 10.0
-"""Finding out how a chat template reads messages may take this many seconds."""
+"""Most seconds of probing how a chat template reads messages."""
 
 
 @panics_told()
 def convert(source: Path) -> TokenizerFile:
-    """Return what serving needs of the tokenizer of a directory or GGUF file.
+    """Return the converted tokenizer of a directory or GGUF file.
 
     Raises:
         ValueError: it is none that can be read.
@@ -90,7 +90,7 @@ def convert(source: Path) -> TokenizerFile:
 
 
 def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
-    """Find out how a template reads messages; None: there is none, or it is broken."""
+    """Probe how a template reads messages; None: there is none, or it is broken."""
     if template is None:
         return None
     try:
@@ -104,7 +104,7 @@ def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return how many characters a token takes at most; None: as many as the text has.
+    """Return the most characters of a token; None: unbounded.
 
     The text that a token stands for may be longer than its name only where something is dropped
     on the way: by a normaliser, or by tokens that take the spaces around them.
@@ -150,7 +150,7 @@ def from_directory(source: Path) -> Parts:
 
 
 def extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Return the special tokens that a file names beside those of `NAMES`: in a list, by names of
+    """Return the special tokens that a file names besides those of `NAMES`: in a list, by names of
     their own in a table, or in fields of a model's own such as `image_token`."""
     values: list[object] = []
     for name in ("extra_special_tokens", "additional_special_tokens"):
@@ -162,7 +162,7 @@ def extra_tokens(config: Mapping[str, Any]) -> list[str]:
 
 
 def declared_tokens(source: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the tokens that files beside the tokenizer add to it, by id.
+    """Return the tokens that other files add to the tokenizer, by id.
 
     As in `transformers`, `added_tokens.json` counts without an `added_tokens_decoder` alone.
     """
@@ -176,7 +176,7 @@ def declared_tokens(source: Path, config: Mapping[str, Any]) -> dict[int, dict[s
 def read_backend(
     source: Path, config: Mapping[str, Any], declared: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Tokenizer, str]:
-    """Read the tokens of a directory, and name the file they come from.
+    """Read the tokenizer of a directory; return it with the name of its file.
 
     Args:
         source: the directory.
@@ -231,12 +231,12 @@ def read_templates(source: Path, config: Mapping[str, Any]) -> dict[str, Templat
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file that need not be there."""
+    """Read a JSON object from an optional file."""
     return read_json(path) if path.is_file() else {}
 
 
 def content(token: object) -> str | None:
-    """Return the text of a special token, which files give alone or with its flags."""
+    """Return the text of a special token, given alone or with its flags."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
@@ -277,7 +277,8 @@ def flags_of(token: AddedToken) -> dict[str, bool]:
 
 
 def add_named_tokens(parts: Parts) -> None:
-    """Let special tokens that files name be special, if the tokenizer has them as plain ones."""
+    """Mark the special tokens that files name as special where the tokenizer has them as plain
+    ones."""
     added = {e.content: e for e in parts.backend.get_added_tokens_decoder().values()}
     for name, token in parts.special_tokens.items():
         if parts.backend.token_to_id(token) is None:
@@ -288,8 +289,8 @@ def add_named_tokens(parts: Parts) -> None:
 
 
 def add_extra_tokens(parts: Parts) -> None:
-    """Let tokens be special, and found as they are in a text, that files name so and that the
-    tokenizer has as ordinary pieces; those that it has as added tokens have flags of their own."""
+    """Make ordinary pieces that files name as special tokens special, matched literally; added
+    tokens keep their own flags."""
     added = {entry.content for entry in parts.backend.get_added_tokens_decoder().values()}
     new = dict[str, AddedToken]()
     for token in parts.extra_tokens:
@@ -301,7 +302,7 @@ def add_extra_tokens(parts: Parts) -> None:
 
 
 def settle_bos(parts: Parts) -> Declared | None:
-    """Let texts begin and end as the files say; return the BOS that is put before them."""
+    """Set the tokens before and after texts as the files state; return the BOS."""
     backend = parts.backend
     plain = backend.encode("x", add_special_tokens=False).ids
     ids = backend.encode("x").ids
@@ -341,7 +342,7 @@ def ends_by_name(parts: Parts) -> list[Declared]:
 
 
 def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
-    """Return the token that a chat template puts behind an answer, if it is one of the added."""
+    """Return the added token that a chat template puts after an answer, if any."""
     added = backend.get_added_tokens_decoder()
     found = [id for id, entry in added.items() if text.startswith(entry.content)]
     longest = max(found, key=lambda id: len(added[id].content), default=None)
@@ -351,7 +352,7 @@ def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
 
 
 def main() -> int:
-    """Convert; the exit code. What went wrong is the last line on standard error."""
+    """Convert, and return the exit code; the last line on standard error states what failed."""
     source, target = map(Path, sys.argv[1:])
     limit_memory(SETUP_MEMORY)
     try:

@@ -1,4 +1,4 @@
-"""Compares a tokenizer with what `transformers` makes of the same files."""
+"""Compares a tokenizer with that of `transformers` for the same files."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ PROBES = (
         "a" * 99,
     ),
 )
-"""Texts whose tokens are compared with those of `transformers`."""
+"""Texts whose tokens are compared."""
 
 
 def disagreement(source: Path, backend: Tokenizer) -> str | None:
-    """Return where `transformers` cuts a text otherwise than the file; None: it does not.
+    """Return the first text that `transformers` tokenises differently; None: there is none.
 
     Raises:
         ValueError: `transformers` cannot read the tokenizer, so that it has no opinion.

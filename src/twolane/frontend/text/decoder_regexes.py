@@ -1,4 +1,4 @@
-"""Which regular expressions a tokenizer's decoder may have.
+"""Check of the regular expressions of a tokenizer's decoder.
 
 Tokens become text on the API process's event loop, one at a time, and the expressions run by
 backtracking: `(a+)+$` takes a second for forty characters.
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from tokenizers import decoders
 
 MOST_ALTERNATIVES = 2
-"""An expression may have this many `|`: each may double the steps at every place."""
+"""Most `|` of an expression: each may double the steps at every position."""
 MOST_CHARACTERS = 200
-"""An expression may have this many characters."""
+"""Most characters of an expression."""
 PART = re.compile(
     r"(?P<set>\[\^?\]?(?:\\.|[^\[\]\\])*\])|(?P<escape>\\.)"
     r"|(?P<count>(?:[*+?]|\{[0-9,]*\})[?+]?)|(?P<other>.)",
@@ -23,7 +23,7 @@ PART = re.compile(
 
 
 def check_decoder(decoder: decoders.Decoder | None) -> None:
-    """Refuse a decoder that could hold the event loop up.
+    """Refuse a decoder that could block the event loop.
 
     Raises:
         ValueError: it has an expression that is not quick on any text.
@@ -48,7 +48,7 @@ def expressions(form: object) -> Iterator[str]:
 
 
 def is_quick(expression: str) -> bool:
-    """Whether matching takes about as many steps as the square of the text's length, or fewer.
+    """Return whether matching takes at most about quadratic time.
 
     True only for expressions that repeat at most one character or set, and neither look around nor
     back: enough for spaces and the marks of words.

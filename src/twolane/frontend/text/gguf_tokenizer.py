@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, with what llama.cpp assumes where a key is absent.
+"""Tokenizers of GGUF files, with llama.cpp's defaults for missing keys.
 
 The keys and defaults are those of llama.cpp's `llama_vocab::load` (src/llama-vocab.cpp at commit
 00ad355): `tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` how texts are split.
@@ -18,7 +18,7 @@ from twolane.model.load.gguf_file import GGUFFile
 
 KEY = "tokenizer.ggml."
 SUFFIXES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-"""English contractions in either case, which GPT-4's kind of splitting keeps together."""
+"""English contractions in either case, which GPT-4's pre-tokenizer keeps together."""
 SPACES = r"\s+(?!\S)|\s+"
 
 
@@ -29,7 +29,7 @@ def gpt4(
     suffixes: str = SUFFIXES,
     lines: str = r"\s*[\r\n]+",
 ) -> str:
-    """Return the expression of GPT-4's kind of splitting, which models vary in its parts."""
+    """Return the regular expression of GPT-4's pre-tokenizer, with parts that models vary."""
     return "|".join(filter(None, (suffixes, words, numbers, marks, lines, SPACES)))
 
 
@@ -42,7 +42,8 @@ CASED_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
 def cased(suffixes: str) -> str:
-    """Return the words of newer splittings: capitals begin one, small letters end it."""
+    """Return the word pattern of newer pre-tokenizers: capitals begin a word, small letters end
+    it."""
     return f"{HEAD}{UPPER}*{LOWER}+{suffixes}|{HEAD}{UPPER}+{LOWER}*{suffixes}"
 
 
@@ -68,13 +69,14 @@ BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 class Splitting(NamedTuple):
-    """How the texts of one `tokenizer.ggml.pre` are split, and what goes with it."""
+    """The pre-tokenizer of one value of `tokenizer.ggml.pre`."""
 
     expressions: tuple[str, ...]
-    """Each splits what the ones before it have left, into its matches and what is between."""
+    """Regular expressions, each splitting the pieces of the ones before it into its matches and the
+    text between."""
     add_bos: bool = False
     ignore_merges: bool = False
-    """A word that is a token is that token, whatever the merges would make of it."""
+    """Whether a word that is a token becomes that token without merges."""
 
 
 _DIGITS = Splitting((r"\p{N}", GPT2))
@@ -117,8 +119,8 @@ _KINDS: Mapping[Splitting, str] = {
     Splitting((r"\p{N}{1,3}", gpt4(r"\p{N}+")), ignore_merges=True): "minicpm5",
 }
 SPLITTINGS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""How text is split, by the value of `tokenizer.ggml.pre`; llama.cpp has some more, of models that
-are not served."""
+"""Pre-tokenizers by the value of `tokenizer.ggml.pre`; llama.cpp has some more, of models that are
+not served."""
 END_TOKENS = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
@@ -130,11 +132,11 @@ END_TOKENS = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     )
 )
-"""Tokens with one of these names end an answer and are special, whatever else the file says."""
+"""Names of tokens that end an answer and are special, whatever else the file states."""
 
 
 def from_gguf(path: Path) -> Parts | None:
-    """Read the tokenizer of a GGUF file; None: the file says that it has none.
+    """Read the tokenizer of a GGUF file; None: the file states that it has none.
 
     Raises:
         ValueError: a key is missing, or has a value that is not built.
@@ -183,7 +185,7 @@ def from_gguf(path: Path) -> Parts | None:
 
 
 def needed(key: Any, name: str) -> Sequence[Any]:
-    """Return a list that a tokenizer cannot do without.
+    """Return a list that a tokenizer requires.
 
     Raises:
         ValueError: the file lacks it.
@@ -197,7 +199,7 @@ def needed(key: Any, name: str) -> Sequence[Any]:
 def byte_level(
     tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], splitting: Splitting
 ) -> Tokenizer:
-    """Return byte-level BPE that splits texts as one value of `tokenizer.ggml.pre` says."""
+    """Return byte-level BPE with the pre-tokenizer of a value of `tokenizer.ggml.pre`."""
     vocabulary = {token: place for place, token in enumerate(tokens)}
     pairs = []
     for merge in merges:

@@ -1,4 +1,4 @@
-"""What the programs of a checkpoint are asked in their sandbox, and what they answer."""
+"""Messages between the API process and the sandbox of the checkpoint's programs."""
 
 import array
 from collections.abc import Sequence
@@ -8,32 +8,32 @@ import msgspec
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """That tokens are wanted as they are shown to people."""
+    """A request for tokens as JSON for clients."""
 
     names: bool
-    """Whether the tokens' names are wanted, too."""
+    """Whether the tokens' names are included."""
 
 
 class Encode(msgspec.Struct, tag=True, frozen=True):
-    """A text to be made tokens of."""
+    """A text to tokenise."""
 
     text: str
     add_special_tokens: bool
     listing: Listing | None = None
-    """How they are listed; None: the tokens alone are wanted."""
+    """How the tokens are listed; None: as plain ids."""
 
 
 class Chat(msgspec.Struct, tag=True, frozen=True):
-    """A conversation to be made tokens of: the arguments of `TextCodec.chat`."""
+    """A conversation to tokenise: the arguments of `TextCodec.chat`."""
 
     messages: list[dict[str, Any]]
     how: dict[str, Any]
     listing: Listing | None = None
-    """How the tokens are listed; None: they alone are wanted."""
+    """How the tokens are listed; None: as plain ids."""
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
-    """Tokens to be made text of, special ones included."""
+    """Tokens to decode, special ones included."""
 
     tokens: bytes
     """See `packed`."""
@@ -47,14 +47,14 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Listed(msgspec.Struct, tag=True, frozen=True):
-    """The tokens of a text, written where that holds nobody up: there may be millions."""
+    """The tokens of a text as JSON, encoded in the sandbox since there may be millions."""
 
     count: int
-    """How many they are."""
+    """Number of tokens."""
     tokens: bytes
-    """A JSON list of their ids."""
+    """JSON list of token ids."""
     names: bytes | None
-    """A JSON list of the tokens as the vocabulary spells them, if they are wanted."""
+    """JSON list of the tokens as the vocabulary spells them; None: not requested."""
 
 
 class Decoded(msgspec.Struct, tag=True, frozen=True):
@@ -64,14 +64,14 @@ class Decoded(msgspec.Struct, tag=True, frozen=True):
 
 
 class WrongText(msgspec.Struct, tag=True, frozen=True):
-    """Why a text cannot be made tokens of: see `TextError`."""
+    """An error of tokenising a text; see `TextError`."""
 
     message: str
     param: str | None
 
 
 class TokenizerSetup(msgspec.Struct, frozen=True):
-    """The checkpoint whose programs are set up."""
+    """The checkpoint of a sandbox."""
 
     name: str
     tokenizer: str
@@ -79,18 +79,18 @@ class TokenizerSetup(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What is told of a checkpoint's programs once they are set up."""
+    """Result of loading a checkpoint's tokenizer and template."""
 
     file: bytes
-    """The tokenizer, a `TokenizerFile` as JSON."""
+    """The tokenizer: a `TokenizerFile` as JSON."""
     template: str | None
-    """The program of the chat template for tools; None: there is none that works."""
+    """Source of the chat template for tools; None: there is none that works."""
     has_chat: bool
     """Whether there is a chat template that works without tools."""
     variables: frozenset[str]
-    """The variables of the chat template that requests may set."""
+    """Variables of the chat template that requests may set."""
     tool_variables: frozenset[str]
-    """Those of requests with tools, for which there may be another template."""
+    """Variables of requests with tools, which may have another template."""
 
 
 Job = Encode | Chat | Decode

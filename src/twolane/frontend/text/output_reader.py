@@ -1,4 +1,4 @@
-"""Turns the tokens of one answer into text, and finds where the answer ends."""
+"""Converts the tokens of one answer to text, and finds its end."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,69 +16,70 @@ NONE_HIDDEN: Mapping[int, str] = MappingProxyType({})
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens become text, and which text ends an answer."""
+    """Options of detokenising, and the stop strings."""
 
     stop: tuple[str, ...] = ()
-    """The answer ends where one of these begins."""
+    """Stop strings: the answer ends before the first of them."""
     include_stop: bool = False
-    """Show what stopped the answer, string or token."""
+    """Whether the stop string or token is part of the text."""
     skip_special_tokens: bool = True
     thinking: ThinkingMarks | None = None
-    """How the model thinks first, where stop strings do not count; None: all text counts."""
+    """Marks of thinking, in which stop strings do not count; None: all text counts."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine event adds to one answer."""
+    """The addition of one engine event to one answer."""
 
     index: int
     """Index of the answer within its request."""
     text: str
     tokens: list[int]
     offsets: list[int]
-    """Where in the answer's text each token begins, in characters, from before anything is held
-    back or cut off."""
+    """Position of each token in the answer's text, in characters, before anything is held back or
+    cut off."""
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token or string that ended the answer; None: end of sequence, or length."""
+    """Stop token or string that ended the answer; None: end of sequence, or length."""
     cached: int | None = None
-    """Prompt tokens found in the prefix cache; with the first delta only."""
+    """Number of prompt tokens from the prefix cache; with the first delta only."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each token, if asked for."""
+    """Log-probabilities of each token, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
-    """One for each prompt token but the first, if asked for; with the first delta only."""
+    """Log-probabilities of each prompt token but the first, if requested; with the first delta
+    only."""
     embedding: bytes | None = None
-    """The last hidden state of the prompt's last token in float32, if asked for; with the first
-    delta only."""
+    """Hidden state of the prompt's last token in float32, if requested; with the first delta
+    only."""
 
 
 @dataclass
 class CollectedAnswer:
-    """One answer to one prompt, as far as it has come."""
+    """One answer to one prompt, so far."""
 
     prompt: list[int]
     """Tokens of the prompt."""
     pieces: list[str] = field(default_factory=list)
-    """The text, in the pieces in which it came."""
+    """Pieces of the text."""
     tokens: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     """See `Delta.offsets`."""
     logprobs: PackedLogprobs | None = None
-    """One for each token, if asked for."""
+    """Log-probabilities of each token, if requested."""
     prompt_logprobs: PackedLogprobs | None = None
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     cached: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens from the prefix cache."""
     thinking: int = 0
-    """Number of tokens that were made before the answer itself began."""
+    """Number of tokens before the answer itself began."""
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """Text so far."""
         return "".join(self.pieces)
 
     def add(self, delta: Delta) -> bool:
-        """Take a delta; return whether it is the first."""
+        """Add a delta; return whether it is the first."""
         first = not self.pieces
         self.pieces.append(delta.text)
         self.tokens += delta.tokens
@@ -96,7 +97,7 @@ class CollectedAnswer:
 
 
 class OutputReader:
-    """Turns the engine's news of one answer into text, and finds its stop strings.
+    """Converts the engine's outputs of one answer to text, and finds its stop strings.
 
     Args:
         index: of the answer.
@@ -119,9 +120,9 @@ class OutputReader:
         hidden: Mapping[int, str] = NONE_HIDDEN,
     ) -> None:
         self.count = 0
-        """Tokens of the answer so far."""
+        """Number of tokens so far."""
         self.stopped = False
-        """A stop string has come: nothing after it belongs to the answer."""
+        """Whether a stop string was found, after which nothing belongs to the answer."""
         self._index = index
         self._params = params
         self._include_stop = options.include_stop
@@ -136,7 +137,7 @@ class OutputReader:
         self._length = 0
 
     def read(self, output: Output) -> Delta:
-        """Take the engine's news of this answer."""
+        """Convert an output of the engine to a delta."""
         texts: list[str] = []
         offsets: list[int] = []
         stop: int | str | None = None
@@ -175,7 +176,7 @@ class OutputReader:
         )
 
     def _show(self, piece: str, *, last: bool = False) -> tuple[str, str | None]:
-        """The text that may be shown now, and the stop string that ended it."""
+        """Return the text that may be shown now, and the stop string that ended it, if any."""
         self._length += len(piece)
         thought, early = "", self.count < self._params.min_tokens
         if self._gate is not None:

@@ -1,4 +1,4 @@
-"""A tokenizer as its files have it, on the way to one file."""
+"""Parts of a tokenizer, as its files state them."""
 
 from typing import NamedTuple
 
@@ -16,18 +16,19 @@ class Template(NamedTuple):
 
 
 class Parts(msgspec.Struct):
-    """What is read of a model's files, before it is put together."""
+    """Parts read from a model's files, before they are combined."""
 
     backend: Tokenizer
     origin: str
     special_tokens: dict[str, str]
     add_bos: bool | None = None
-    """Whether a file says that texts begin with the BOS; None: the tokenizer itself tells."""
+    """Whether a file states that texts begin with the BOS; None: the tokenizer itself determines
+    it."""
     add_eos: bool | None = None
     templates: dict[str, Template] = {}
     """The chat templates, by name."""
     ends: list[Declared] = []
     extra_tokens: list[str] = []
-    """Special tokens that no name is known of."""
+    """Special tokens without a known name."""
     notes: list[str] = []
     config_name: str = "tokenizer_config.json"

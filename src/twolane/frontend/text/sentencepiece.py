@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies as `tokenizers`: those of `tokenizer.model` and of GGUF files."""
+"""SentencePiece vocabularies of `tokenizer.model` and GGUF files, for the library `tokenizers`."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -16,23 +16,23 @@ from tokenizers import (
 )
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""The types of pieces, as SentencePiece and GGUF number them."""
+"""Types of pieces in SentencePiece and GGUF."""
 SPACE = "\u2581"
 
 
 class Spaces(NamedTuple):
-    """What becomes of the spaces of a text."""
+    """Normalisation of the spaces of a text."""
 
     prefix: Literal["each", "first", "none"] = "each"
-    """A space is put before the text, and with "each" after each special token, too."""
+    """Where a space is added: before the text, and with "each" also after each special token."""
     trimmed: bool = False
-    """Spaces around the text are left out, and runs of them are one."""
+    """Whether spaces around the text are removed and runs of them merged."""
 
 
 def build(
     pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], spaces: Spaces
 ) -> Tokenizer:
-    """Return byte-pair encoding by scores: of two neighbours, those with the best union merge.
+    """Return byte-pair encoding by scores: the neighbours with the best-scored union merge first.
 
     Args:
         pieces: by id.
@@ -64,7 +64,7 @@ def build(
 def finished(
     made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int], spaces: Spaces
 ) -> Tokenizer:
-    """Give a tokenizer its normalisation, its decoding and its added tokens."""
+    """Set a tokenizer's normaliser, decoder and added tokens."""
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
     if spaces.trimmed:
         first = [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
@@ -83,7 +83,7 @@ def finished(
 
 
 def add_pieces(made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
-    """Let pieces that are found as they are in a text be added tokens."""
+    """Add pieces that are matched literally as added tokens."""
     for piece, kind in zip(pieces, kinds, strict=True):
         if kind in (CONTROL, UNKNOWN):
             made.add_special_tokens([AddedToken(piece, special=True, normalized=False)])

@@ -1,26 +1,26 @@
-"""Stop strings, found in text that comes in pieces."""
+"""Incremental search for stop strings."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 MOST_STRINGS = 32
-"""Number of stop strings that one request may have."""
+"""Most stop strings of a request."""
 LONGEST_STRING = 1024
-"""Characters that a stop string may have."""
+"""Most characters of a stop string."""
 
 
 class StopResult(msgspec.Struct, frozen=True):
-    """What a piece of text did."""
+    """The result of a piece of text."""
 
     text: str
-    """What may be shown now."""
+    """Text that may be shown now."""
     stop: str | None = None
-    """The stop string that has come; nothing follows it."""
+    """Stop string that was found; None: none yet."""
 
 
 class StopStrings:
-    """Looks for stop strings, and holds back what may be the beginning of one.
+    """Searches for stop strings, and holds back text that may begin one.
 
     The string that is complete first ends the text; of two that are complete with the same
     character, the longer. So the outcome does not depend on how the text is cut into pieces.
@@ -35,10 +35,10 @@ class StopStrings:
         self._matchers = [Matcher(string) for string in sorted(strings, key=len, reverse=True)]
         self._include = include
         self._held: list[str] = []
-        """What is shown of each character that is held back: hidden ones show nothing."""
+        """Shown text of each character that is held back, empty for hidden ones."""
 
     def feed(self, piece: str, *, hidden: bool = False) -> StopResult:
-        """Take the next piece of text.
+        """Process the next piece of text.
 
         Args:
             piece: the text.
@@ -59,12 +59,12 @@ class StopStrings:
         return StopResult(text)
 
     def flush(self) -> str:
-        """Return what is held back. Call it once, when the text has ended."""
+        """Return the text that is held back; called once, at the end."""
         return "".join(self._held)
 
 
 class Matcher:
-    """Finds one string (Knuth, Morris and Pratt): how much of it the text so far ends with."""
+    """Matches one string incrementally (Knuth, Morris and Pratt)."""
 
     def __init__(self, string: str) -> None:
         self.string = string
@@ -74,7 +74,7 @@ class Matcher:
             self._fallback[place] = self._longest(string[place], self._fallback[place - 1])
 
     def feed(self, character: str) -> bool:
-        """Take the next character; return whether the whole string has come."""
+        """Process the next character; return whether the string is complete."""
         self.matched = self._longest(character, self.matched)
         return self.matched == len(self.string)
 

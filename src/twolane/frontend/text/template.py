@@ -21,17 +21,18 @@ from twolane.frontend.text.template_form import Message, TemplateForm, part, thi
 
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
 LONGEST_TURN_END = 100
-"""A turn's end is looked for in at most this many characters behind an answer."""
+"""Most characters after an answer that are searched for a turn's end."""
 OTHER_TOOLS = "xml_tools"
 """The variable in which SmolLM3's template takes functions, as they are in OpenAI's `tools`."""
 CALL_MARKS = ("<|tool_call|>", "functools")
 """Marks before a JSON list of calls, by which Granite 3 and Phi-4-mini are told to write calls."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
-"""Variables that are set by fields of their own."""
+"""Variables that have request fields of their own."""
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks what the assistant said, for training; here it is just shown."""
+    """`{% generation %}`, which marks the assistant's text for training; here its content is
+    rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -42,10 +43,10 @@ class GenerationTag(Extension):
 
 
 class PublicNamespace(Namespace):
-    """A template's `namespace()`, without names that reach into Python."""
+    """Jinja's `namespace()` without names that reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        """Refuse underscored names, as `__setitem__` does."""
+        """Refuse underscored names, as in `__setitem__`."""
         _self, *rest = args
         for name in dict(*rest, **kwargs):
             PublicNamespace.check(name)
@@ -63,16 +64,16 @@ class PublicNamespace(Namespace):
 
 
 def fail(message: str) -> NoReturn:
-    """Let a template refuse its messages."""
+    """Raise a template's own error about its messages."""
     raise TemplateError(message)
 
 
 MOST_REPEATED = 1 << 24
-"""A template multiplies texts, lists and powers up to this many characters, entries or bits."""
+"""Most characters, entries or bits of a product or power in a template."""
 
 
 class BoundEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which products are bounded: one of them may take all memory at once."""
+    """Jinja's sandbox with bounded products, one of which could take all memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -91,7 +92,7 @@ class BoundEnvironment(ImmutableSandboxedEnvironment):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return what chat templates run in."""
+    """Return the environment of chat templates."""
     made = BoundEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -103,9 +104,9 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 MOST_WORDS = 64
-"""This many words of a message are looked for from each of its ends."""
+"""Most words of a message that are searched in the prompt, from each of its ends."""
 SEEN = "SeenWord7"
-"""A word that a template shows if it shows a content at all."""
+"""Word in the probes' contents."""
 HELLO: Message = {"role": "user", "content": "Hello"}
 CALLED: Mapping[str, Any] = {"arguments": {"key": SEEN}, "name": "call_it"}
 RESULT: Message = {
@@ -127,7 +128,7 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
-"""A tool for templates that need one."""
+"""Tool of the probes for templates that need one."""
 
 
 class ChatTemplate:
@@ -153,24 +154,24 @@ class ChatTemplate:
             self.form = form
         program = made.parse(source)
         self.names_developer = any(c.value == "developer" for c in program.find_all(nodes.Const))
-        """Whether the template compares something with the role "developer"."""
+        """Whether the template mentions the role "developer"."""
         wanted = meta.find_undeclared_variables(program)
         self.variables = wanted - RESERVED - self._special_tokens.keys() - made.globals.keys()
-        """What `chat_template_kwargs` may set."""
+        """Variables that `chat_template_kwargs` may set."""
 
     @cached_property
     def form(self) -> TemplateForm:
-        """How the template reads messages."""
+        """Format in which the template reads messages."""
         return find_form(self)
 
     @cached_property
     def usual(self) -> str:
-        """What the template makes of a short message; nothing if it refuses that."""
+        """Rendering of a short message; empty if the template refuses it."""
         return self.tried([HELLO]) or ""
 
     @cached_property
     def _needed(self) -> Sequence[Mapping[str, Any]] | None:
-        """The tools without which the template renders nothing, as one for tools alone may."""
+        """Tools that the template needs to render anything."""
         try:
             self.raw([HELLO])
         except Exception:  # templates are programs that come with the model
@@ -184,7 +185,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str | None:
-        """Return what the template makes of messages as they are; None: it refuses them."""
+        """Return the rendering of unadapted messages; None: the template refuses them."""
         tools = tools or self._needed
         try:
             return self.raw(turns, add_generation_prompt=add_generation_prompt, tools=tools)
@@ -231,7 +232,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return what the template makes of messages as they are."""
+        """Return the rendering of unadapted messages."""
         more = dict(variables or {})
         if tools and OTHER_TOOLS in self.variables:  # it may take `tools` for other things
             more.setdefault(OTHER_TOOLS, [tool["function"] for tool in tools])
@@ -245,7 +246,7 @@ class ChatTemplate:
 
 
 def continued(content: Any) -> tuple[str, Any]:
-    """Return the text that a content ends with, and the content with the tag behind it."""
+    """Return the text at a content's end, and the content with the tag appended."""
     if isinstance(content, list):
         said = content if content and "text" in content[-1] else [*content, part("")]
         last = said[-1]["text"]
@@ -254,7 +255,7 @@ def continued(content: Any) -> tuple[str, Any]:
 
 
 def find_form(template: ChatTemplate) -> TemplateForm:
-    """Find out how a template reads messages: render some, and look for their words."""
+    """Determine how a template reads messages by rendering probes and searching for their words."""
     roles: dict[str, Sequence[Message]] = {
         "system": (HELLO,),
         "user": (),
@@ -340,7 +341,7 @@ def shows_named_calls(template: ChatTemplate) -> bool:
 def find_call_form(
     template: ChatTemplate,
 ) -> tuple[Literal["object", "text"] | None, Sequence[str | None]]:
-    """Return how the template reads the arguments of a call, and which contents beside it."""
+    """Determine the format of a call's arguments, and the contents that may accompany it."""
     forms: tuple[Literal["object", "text"], ...] = ("object", "text")
     for arguments in forms:
         contents = [
@@ -354,13 +355,13 @@ def find_call_form(
 
 
 def find_call_mark(template: ChatTemplate) -> str:
-    """Return the mark behind which the model is told to list its calls, or nothing."""
+    """Return the mark after which the model is asked to list its calls, or an empty text."""
     told = template.tried([HELLO], tools=[TOOL]) or ""
     return next((mark for mark in CALL_MARKS if mark in told), "")
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
-    """Whether the template shows `SEEN` and `words`, and shows them as text, not as Python does.
+    """Return whether the template renders `SEEN` and `words` as text, not as Python's repr.
 
     What it always says may look like Python.
     """
@@ -376,7 +377,7 @@ def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: 
 
 
 def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
-    """Return the text that the template puts behind an answer, or nothing."""
+    """Return the text that the template puts after an answer, or an empty text."""
     content = SEEN if as_text else [part(SEEN)]
     answered = [HELLO, {"role": "assistant", "content": content}]
     text = template.tried(answered, add_generation_prompt=False) or ""
@@ -404,7 +405,7 @@ def spellings(words: str) -> Iterable[str]:
 
 
 def cut_at_tag(text: str, last: str) -> str:
-    """Return the text up to the tag behind the last message.
+    """Return the text up to the tag after the last message.
 
     Raises:
         ValueError: the message is not in the text as it was given.

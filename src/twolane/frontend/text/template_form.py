@@ -1,4 +1,4 @@
-"""The form in which a chat template reads messages."""
+"""Format in which a chat template reads messages."""
 
 import base64
 import hashlib
@@ -12,49 +12,49 @@ from twolane.frontend.parsers.json_call import arguments_object
 
 Message = Mapping[str, Any]
 SHORT_ID = 9
-"""Characters of the ids that Mistral's templates take."""
+"""Length of call ids in Mistral's templates."""
 
 
 class TemplateForm(msgspec.Struct, frozen=True):
-    """The form in which a chat template reads messages, found by rendering some.
+    """The format in which a chat template reads messages, determined by rendering some.
 
     Templates differ: some put the content into the text as it is, some walk over its parts, some
     take both; the arguments of a tool call are an object for most of them and text for a few.
     """
 
     text_roles: tuple[str, ...]
-    """The template shows the content of messages of these roles when it is text."""
+    """Roles of messages whose content the template renders when it is text."""
     part_roles: tuple[str, ...]
-    """The template shows the content of messages of these roles when it is a list of parts."""
+    """Roles of messages whose content the template renders when it is a list of parts."""
     arguments: Literal["object", "text"] | None = None
-    """The template shows a tool call whose arguments have this form; None: it shows no calls."""
+    """Type of a tool call's arguments; None: the template renders no calls."""
     null_content: bool = False
-    """The template takes null as the content of a message with tool calls."""
+    """Whether the content of a message with tool calls may be null."""
     empty_content: bool = True
-    """The template takes empty text as the content of a message with tool calls."""
+    """Whether the content of a message with tool calls may be empty text."""
     developer: bool = False
-    """The template has a role "developer", which is sent as "system" to all others."""
+    """Whether the template has the role "developer", which is otherwise sent as "system"."""
     turn_end: str = ""
-    """The text that follows an answer, with which the model ends its turn."""
+    """Text after an answer, with which the model ends its turn."""
     calls_as_text: str = ""
-    """The mark of a list of calls that stands in the content, where no calls are shown."""
+    """Mark of the list of calls in the content, where calls are not rendered."""
     shows_tools: bool = True
-    """The template shows the tools that the model may call."""
+    """Whether the template renders the tools that the model may call."""
     thinking_parts: bool = False
-    """The template shows the assistant's thinking as parts of its content (Magistral)."""
+    """Whether thinking is rendered from parts of the assistant's content (Magistral)."""
     named_calls: bool = False
-    """The template shows a call as a message whose `metadata` is the tool's name, and its result as
-    one of the role `observation` (GLM-4-0414)."""
+    """Whether a call is a message whose `metadata` is the tool's name, and its result one of the
+    role `observation` (GLM-4-0414)."""
     short_ids: bool = False
-    """The template refuses ids of calls that do not have 9 letters and digits (Mistral)."""
+    """Whether ids of calls must have 9 letters and digits (Mistral)."""
 
     @property
     def shows_calls(self) -> bool:
-        """Whether the template shows tool calls at all."""
+        """Whether the template renders tool calls."""
         return self.arguments is not None or self.named_calls or bool(self.calls_as_text)
 
     def adapted(self, turn: Message) -> list[dict[str, Any]]:
-        """Return the message or messages that the template reads for one."""
+        """Return a message as the message or messages that the template reads."""
         if not self.named_calls:
             return [self._adapted(turn)]
         if turn["role"] == "tool":
@@ -100,7 +100,7 @@ class TemplateForm(msgspec.Struct, frozen=True):
         return [part(text) for text in texts] if role in self.part_roles else "\n".join(texts)
 
     def _calls_as_text(self, content: Any, calls: Sequence[Mapping[str, Any]]) -> str:
-        """The content with the calls behind it, as the model has written them."""
+        """Return the content with the calls appended in the model's format."""
         functions = [call["function"] for call in calls]
         listed = [{**each, "arguments": _as_object(each["arguments"])} for each in functions]
         texts = [content] if isinstance(content, str) else content or []
@@ -119,7 +119,7 @@ class TemplateForm(msgspec.Struct, frozen=True):
 
 
 def short_id(given: str) -> str:
-    """Return an id of 9 letters and digits: the given one if it is such, or one made of it."""
+    """Return the id if it has 9 letters and digits, else one derived from it."""
     if len(given) == SHORT_ID and given.isalnum() and given.isascii():
         return given
     digest = hashlib.sha256(given.encode(errors="surrogatepass")).digest()
@@ -152,7 +152,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON; unlike Jinja's own filter without escapes for HTML."""
+    """Return a value as JSON; unlike Jinja's own filter, without HTML escapes."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""Text to tokens by the programs of a checkpoint, which run in a sandbox."""
+"""Tokenises text with the checkpoint's programs, which run in a sandbox."""
 
 import asyncio
 import logging
@@ -33,13 +33,13 @@ from twolane.model.load.hub import ModelSource
 log = logging.getLogger("twolane.frontend")
 
 LONG_TEXT = 1 << 16
-"""Texts of this many bytes and more wait for each other, and no shorter one for them."""
+"""Bytes from which a text goes to the queue of long texts, which shorter ones do not wait for."""
 TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
-"""What is at fault when a conversation or a text is given up."""
+"""Names of the programs for errors of conversations and texts."""
 
 
 class Texts:
-    """The texts of the served model. All methods belong to one event loop.
+    """The tokenizer and chat template of the served model. All methods belong to one event loop.
 
     Args:
         codec: turns tokens into text, here.
@@ -52,9 +52,9 @@ class Texts:
     ) -> None:
         self.codec = codec
         self.template_source = None if loaded is None else loaded.template
-        """The program of the chat template for tools; None: there is none that works."""
+        """Source of the chat template for tools; None: there is none that works."""
         self.has_chat_template = loaded is not None and loaded.has_chat
-        """Whether `chat` can work without tools."""
+        """Whether there is a chat template that works without tools."""
         self._loaded = loaded
         self._sandbox = sandbox
         self._queues: tuple[JobQueue, JobQueue] | None = None
@@ -123,7 +123,7 @@ class Texts:
     async def chat(
         self, messages: Sequence[Message], *, client: str = "", long: bool = False, **how: Any
     ) -> list[int]:
-        """Return the tokens of a conversation; `how` are arguments of `TextCodec.chat`.
+        """Return the tokens of a conversation; `how` has arguments of `TextCodec.chat`.
 
         Raises:
             TextError: see `TextCodec.chat`; or the template failed or took too much.
@@ -133,7 +133,7 @@ class Texts:
         return unpacked((await self._encoded(job, TEMPLATE, client, long)).tokens)
 
     async def listed(self, job: Encode | Chat, client: str = "") -> Listed:
-        """Return the tokens of a text or conversation as its `listing` says; it waits with long
+        """Return the tokens of a text or conversation as its `listing` asks, in the queue of long
         texts.
 
         Raises:
@@ -144,7 +144,7 @@ class Texts:
         return listed
 
     async def decode(self, tokens: Sequence[int], client: str = "") -> str:
-        """Return the text of tokens, special ones too, however many they are.
+        """Return the text of any number of tokens, special ones included.
 
         Raises:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
@@ -155,7 +155,7 @@ class Texts:
         return decoded.text
 
     async def close(self) -> None:
-        """End the checkpoint's programs."""
+        """Stop the sandbox."""
         if self._sandbox is not None:
             await self._sandbox.close()
 

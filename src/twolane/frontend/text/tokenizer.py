@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates, in the form that serving needs. No torch, no `transformers`."""
+"""Tokenizers and chat templates in serving format. No torch, no `transformers`."""
 
 import hashlib
 import logging
@@ -21,13 +21,13 @@ from twolane.model.load.hub import ModelSource, cache_dir
 log = logging.getLogger("twolane.frontend")
 
 _FORMAT = 14
-"""The version of `TokenizerFile` and of how it is made; files of others are made anew."""
+"""Version of `TokenizerFile` and of its conversion; files of other versions are converted again."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*.jinja")
-"""The files of a model directory that a tokenizer may be made of."""
+"""Files of a model directory that a tokenizer may consist of."""
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """A special token, and the place that declares what it is for."""
+    """A special token, and the file and key that declare its role."""
 
     id: int
     token: str
@@ -38,28 +38,28 @@ class TokenizerFile(msgspec.Struct, frozen=True, kw_only=True):
     """A converted tokenizer, as `convert` writes it."""
 
     backend: str | None
-    """JSON of `tokenizers`; None: the model's file says that it has no tokenizer."""
+    """JSON of the library `tokenizers`; None: the model's file states that it has none."""
     origin: str
-    """The file that the tokens come from."""
+    """File of the tokens."""
     chat_template: str | None = None
     template_source: str | None = None
-    """Where the template was found."""
+    """File of the template."""
     form: TemplateForm | None = None
-    """How the template reads messages, if there is a template that works."""
+    """Format in which the template reads messages, if there is one that works."""
     tool_template: str | None = None
-    """The template of conversations with tools, where the model has one for these alone."""
+    """Template of conversations with tools, where the model has a separate one."""
     tool_form: TemplateForm | None = None
     special_tokens: dict[str, str] = {}
-    """By name ("bos_token", ...), as chat templates know them."""
+    """Special tokens by their names in chat templates ("bos_token", ...)."""
     longest: int | None = None
     """A token takes at most this many characters; None: as many as the text has."""
     bos: Declared | None = None
-    """The token that is put before every text."""
+    """Token before every text."""
     ends: list[Declared] = []
-    """The tokens that end an answer, beside those of the model's config; each may be declared in
+    """Tokens that end an answer, besides those of the model's config; each may be declared in
     several places."""
     notes: list[str] = []
-    """What disagrees among the model's files, one sentence each."""
+    """Contradictions among the model's files, one sentence each."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class ModelTokenizer:
     tool_template: str | None = None
     tool_form: TemplateForm | None = None
     ends: tuple[int, ...] = ()
-    """The tokens that end an answer, beside those of the model's config."""
+    """Tokens that end an answer, besides those of the model's config."""
     longest: int | None = None
     """A token takes at most this many characters; None: as many as the text has."""
     json: str | None = None
-    """The whole tokenizer, where `backend` only decodes."""
+    """Complete tokenizer as JSON, where `backend` only decodes."""
 
 
 @contextmanager
 def panics_told() -> Iterator[None]:
-    """Tell panics of the tokenizers library, which are no `Exception`, as errors.
+    """Convert panics of the tokenizers library, which are no `Exception`, to errors.
 
     Raises:
         ValueError: there was one.
@@ -117,7 +117,7 @@ def load_file(source: ModelSource) -> TokenizerFile:
 
 
 def add_note(source: ModelSource, note: str) -> None:
-    """Keep a note about a model's tokenizer, which every server that loads it logs."""
+    """Store a note about a model's tokenizer, which every server that loads it logs."""
     file = load_file(source)
     if source.tokenizer is not None and note not in file.notes:
         noted = msgspec.structs.replace(file, notes=[*file.notes, note])
@@ -125,7 +125,8 @@ def add_note(source: ModelSource, note: str) -> None:
 
 
 def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
-    """Load a tokenizer from the cache, or convert it; None: the model's file says it has none.
+    """Load a tokenizer from the cache, or convert it; None: the model's file states that it has
+    none.
 
     It is converted by a short-lived process the first time: reading it needs libraries that no
     process that serves should import.
@@ -148,7 +149,7 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
 def read_file(
     data: bytes, *, decodes_only: bool = False
 ) -> tuple[TokenizerFile, ModelTokenizer | None]:
-    """Make a tokenizer of what `convert` wrote.
+    """Return a tokenizer from a file of `convert`.
 
     Args:
         data: what `convert` wrote.
@@ -180,19 +181,19 @@ def read_file(
 
 
 class _TokenizerModel(msgspec.Struct):
-    """What decoding needs of a tokenizer's model."""
+    """Fields of a tokenizer's model that decoding needs."""
 
     vocab: msgspec.Raw
-    """Ids by piece; for unigram models a list of pieces with their scores."""
+    """Ids by piece, or for unigram models a list of pieces with their scores."""
 
 
 class _Decoding(msgspec.Struct):
-    """What decoding needs of a `tokenizer.json`."""
+    """Fields of `tokenizer.json` that decoding needs."""
 
     model: _TokenizerModel
     decoder: msgspec.Raw
     normalizer: msgspec.Raw
-    """Added tokens may have their ids by their normalised form."""
+    """Normaliser, since added tokens may be looked up by their normalised text."""
     added_tokens: msgspec.Raw
 
 
@@ -219,7 +220,7 @@ def _kept(path: Path) -> Path:
 
 
 def _fingerprint(path: Path) -> str:
-    """Changes when the tokenizer's files do, or what reads them."""
+    """Return a fingerprint of the tokenizer's files and of the code that reads them."""
     files = [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
     parts = [str(_FORMAT), version("transformers"), version("tokenizers")]
     for file in files:

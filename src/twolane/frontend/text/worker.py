@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a checkpoint, in a sandbox. A program of its own."""
+"""Runs the tokenizer and chat template of a checkpoint in a sandbox."""
 
 import os
 from pathlib import Path
@@ -54,7 +54,7 @@ def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
 
 
 def answer(codec: TextCodec, job: bytes) -> Result:
-    """Do a job."""
+    """Run a job."""
     asked = read_job(job)
     try:
         if isinstance(asked, Decode):

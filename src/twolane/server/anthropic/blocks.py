@@ -162,7 +162,7 @@ def _content(value: Any) -> list[Block]:
 
 
 class AnthropicMessage(Body):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     null_is_unset = True
 
