@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import json
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ from twolane import LLM, SamplingParams
 from twolane.frontend.engine_client import EngineError
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 
-from .server.serving import PATIENCE, alive, wait_for, write_tiny_model
+from .server.serving import PATIENCE, alive, children, wait_for, write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 CHAT = SamplingParams(temperature=0, max_tokens=None)
@@ -331,6 +332,40 @@ def test_wrong_settings_are_value_errors():
                 LLM("smollm2-135m-instruct", **{name: seconds})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"seed": "7"}, "`int`"),
+        ({"device": 3}, "`str`"),
+        ({"disaggregated": "yes"}, "`bool`"),
+        ({"levels": 5}, "`array | null`"),
+        ({"lora": {"a": 1}}, "`str`"),
+        ({"slo": {"tbt": 0.02}}, "Slo"),
+        ({"profile": Path("p")}, "PosixPath"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(wrong, expected):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=rf"^{name} has the wrong type: .*{expected}"):
+        LLM("smollm2-135m-instruct", **wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_whose_the_llm_is(tiny):
+    pieces = tiny.stream([5, 6], GREEDY)
+    next(pieces)
+    if not (child := os.fork()):
+        signal.alarm(round(PATIENCE))
+        try:
+            tiny.generate([[5, 6]])
+        except RuntimeError as error:
+            tiny.close()
+            os._exit("forked" in str(error))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert list(pieces)
+
+
 def test_closing_ends_the_engine(tmp_path):
     llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
     pid = llm._engine.process.pid
@@ -361,6 +396,33 @@ print(llm._engine._folder.path)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert not Path(run.stdout.strip()).exists()
+
+
+def test_nothing_outlives_a_program_whose_fork_does(tmp_path):
+    """The fork holds its pipes and sockets open."""
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    model = write_tiny_model(tmp_path)
+    (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    program = f"""
+import os, signal
+from twolane import LLM
+llm = LLM({str(model)!r}, load_format="dummy", kv_tokens=1000)
+if fork := os.fork():
+    print(fork, flush=True)
+signal.pause()
+"""
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        fork = int(run.stdout.readline())
+    finally:
+        started = children(run.pid)
+        run.kill()
+        run.wait()
+    started.discard(fork)
+    assert len(started) == 2  # the engine, and what tokenises
+    wait_for(lambda: not any(map(alive, started)))
+    assert alive(fork)
+    os.kill(fork, signal.SIGKILL)
 
 
 def test_calls_in_other_threads_fail_when_it_is_closed(tmp_path):

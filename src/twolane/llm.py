@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -178,6 +179,8 @@ class LLM:
         )
         self._thread.start()
         self._closed = False
+        self._process = os.getpid()
+        """The process in which the loop's thread runs: one that is forked has no such thread."""
         self._vocabulary_sent = False
         """Whether the engine has the tokenizer, which it needs for grammars."""
         self._closing = threading.RLock()
@@ -275,8 +278,11 @@ class LLM:
     def close(self) -> None:
         """End the engine process; a second call does nothing.
 
-        Calls under way in other threads raise GenerationFailed.
+        Calls under way in other threads raise GenerationFailed. In a process that was forked from
+        the one that started the engine it does nothing.
         """
+        if self._process != os.getpid():
+            return
         with self._closing:
             if not self._closed:
                 self._run(self._end())
@@ -447,7 +453,14 @@ class LLM:
             await asyncio.wait(others)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop's thread; an interrupt cancels it."""
+        """Run `work` on the loop's thread; an interrupt cancels it.
+
+        Raises:
+            RuntimeError: it is closed, or this process was forked from the one that it belongs to.
+        """
+        if self._process != os.getpid():  # before the lock, which a thread of that process may hold
+            work.close()
+            raise RuntimeError("this LLM belongs to the process that this one was forked from")
         with self._closing:  # nothing comes to the loop behind `_end`
             if self._closed:
                 work.close()

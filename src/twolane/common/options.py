@@ -107,6 +107,22 @@ def check_ranges(struct: msgspec.Struct) -> None:
             _check_range("_".join(setting.path), value, setting.option)
 
 
+def check_types(struct: msgspec.Struct) -> None:
+    """Check that each field has a value of its type, which constructors do not look at.
+
+    Raises:
+        FieldError: naming the first field that has not.
+    """
+    for name, kind in get_type_hints(type(struct)).items():
+        value = getattr(struct, name)
+        try:
+            if isinstance(kind, type(msgspec.Struct)) and not isinstance(value, kind):
+                raise TypeError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+            msgspec.convert(msgspec.to_builtins(value), kind)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise FieldError(name, f"has the wrong type: {error}") from error
+
+
 def _check_range(field: str, value: float, option: Option) -> None:
     if math.isnan(value) or (math.isinf(value) and not option.infinite):
         raise FieldError(field, f"must be finite, not {value}")

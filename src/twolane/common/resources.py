@@ -56,11 +56,10 @@ def yield_processor(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, more)
 
 
-def die_with_parent(wanted: bool = True) -> None:
-    """Have the system kill this process when the thread that started it ends, or no longer do
-    so."""
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when the thread that started it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
 
 
 def raise_file_limit() -> int:

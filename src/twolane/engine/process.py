@@ -1,7 +1,7 @@
 """The engine process: model, lanes and loop behind two ZeroMQ sockets.
 
 Started as `python -m twolane.engine` with an `EngineStart` on its standard input. It lives as
-long as that pipe is open.
+long as that pipe is open and its parent lives.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from math import ceil
+from types import FrameType
 
 import msgspec
 import zmq
@@ -112,6 +113,21 @@ class ZmqPort:
         self._waker.clear()
         self.stopped |= sys.stdin.fileno() in ready  # nothing but its end ever comes
 
+    def end_with(self, parent: int) -> None:
+        """Stop when the API process ends, even if its pipe does not: what it has forked, such as a
+        program's own workers, may hold it open for long.
+
+        A signal instead of `die_with_parent`'s own lets the loop write its trace out.
+        """
+
+        def look(number: int, frame: FrameType | None) -> None:
+            if os.getppid() != parent:  # or else a thread of it has ended
+                self.stopped = True
+                self._waker.wake()
+
+        signal.signal(signal.SIGUSR1, look)
+        die_with_parent(signal.SIGUSR1)
+
     def tell_progress(self, stage: str, fraction: float) -> None:
         """Send a step of the start; nothing is loaded for an API process that is gone.
 
@@ -132,6 +148,7 @@ class ZmqPort:
 
 def main() -> int:
     """Serve until told to stop; the exit code."""
+    parent = os.getppid()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
     log_to(sys.stderr.fileno(), start.log_level, "engine: %(message)s")
     # For the API process, which drains first: a terminal's Ctrl-C, and what a supervisor such as
@@ -145,7 +162,7 @@ def main() -> int:
     try:
         built = build(start.config, waker.wake, progress=port.tell_progress)
         garbage.freeze()
-        die_with_parent(False)  # from now on the pipe's end is seen, and the trace is written out
+        port.end_with(parent)
         port.tell(built.ready)
         run(built.engine, port)
     except ApiProcessGone:

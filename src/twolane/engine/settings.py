@@ -7,7 +7,7 @@ from pathlib import Path
 
 from twolane.common.errors import FieldError
 from twolane.common.files import is_folder
-from twolane.common.options import check_ranges
+from twolane.common.options import check_ranges, check_types
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.model.spec import ModelSpec
@@ -21,6 +21,7 @@ def check_settings(config: EngineConfig) -> None:
     Raises:
         FieldError: the first that is.
     """
+    check_types(config)
     check_ranges(config)
     if not math.isfinite(config.transport):
         raise FieldError("transport", f"must be finite, not {config.transport}")

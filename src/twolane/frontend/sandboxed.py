@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from twolane.common.resources import yield_processor
+from twolane.common.resources import die_with_parent, yield_processor
 
 T = TypeVar("T")
 HEAD = struct.Struct("<cQ")
@@ -34,8 +34,10 @@ def run(set_up: SetUp) -> None:
     """Set an untrusted program up, then fork a worker for each socket received; the main loop of
     the zygote.
 
-    It lives as long as the socket whose descriptor is its first argument.
+    It lives as long as the socket whose descriptor is its first argument, and as its parent, whose
+    forks may hold that socket, too.
     """
+    die_with_parent()
     # They are for the API process, which drains first and closes its end of the socket.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -56,6 +58,7 @@ def run(set_up: SetUp) -> None:
         descriptor, niceness = given
         if os.fork() == 0:
             control.close()
+            die_with_parent()
             yield_processor(niceness)
             with socket.socket(fileno=descriptor) as own:
                 work(own, handler, seconds, memory)
