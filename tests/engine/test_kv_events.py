@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tests.engine.random_plans import RandomPlans
 from tests.engine.test_adapters import Files, write
 from tests.engine.test_process import serve, until, with_engine
 from tests.engine.world import PAGE, World
 from tests.model.checkpoints import make_checkpoint
+from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
 from twolane.common.page_hash import page_hashes, salt_bytes
 from twolane.engine.adapters.registry import AdapterRegistry
@@ -27,7 +29,7 @@ from twolane.engine.kv import KVBooks, PrefixTree
 from twolane.engine.kv_events import events
 from twolane.engine.kv_events import publisher as publishing
 from twolane.engine.kv_events.events import KVJournal
-from twolane.engine.kv_events.publisher import KVEventPublisher, ReplayBuffer
+from twolane.engine.kv_events.publisher import PEER_BYTES, KVEventPublisher, ReplayBuffer
 from twolane.engine.messages import ToEngine
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient
@@ -360,6 +362,24 @@ def test_who_binds_is_connected_to(tmp_path: Path) -> None:
     assert router.recv_multipart()[0] == b"kv@pod@model"
     context.destroy(linger=0)
     made.close()
+
+
+@pytest.mark.parametrize("kind", [zmq.SUB, zmq.DEALER])
+def test_a_subscriber_that_sends_too_much_is_disconnected(published: Published, kind: int) -> None:
+    """It would be kept in memory, whatever its size."""
+    settings = published.settings
+    endpoint = settings.endpoint if kind == zmq.SUB else settings.replay_endpoint
+    assert endpoint is not None
+    with published.context.socket(kind) as client:
+        client.setsockopt(zmq.RECONNECT_IVL, -1)
+        events = client.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        client.connect(endpoint)
+        assert recv_monitor_message(events)["event"] == zmq.EVENT_CONNECTED
+        too_much = b"x" * (PEER_BYTES + 1)
+        client.subscribe(too_much) if kind == zmq.SUB else client.send(too_much)
+        assert events.poll(PATIENCE * 1000), "it is still connected"
+        assert recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED
+        client.disable_monitor()
 
 
 def test_nothing_grows_while_nobody_reads(

@@ -25,6 +25,9 @@ BUFFER_BYTES = 64 << 20
 """Number of bytes that batches kept for replays may have together."""
 FOLD_SECONDS = 1.0
 """Batches that gave way are taken into the snapshot after this many seconds at most."""
+PEER_BYTES = 4096
+"""Number of bytes that a frame of a subscriber may have, such as the topic that it asks for; one
+that sends more is disconnected. Without a bound ZeroMQ takes frames of any size into memory."""
 NUMBER_BYTES = 8
 """Bytes of a message's number."""
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
@@ -167,11 +170,13 @@ def _replay(socket: "zmq.Socket[bytes]", buffer: ReplayBuffer) -> None:
 
 
 def _open(socket: "zmq.Socket[bytes]", endpoint: str, field: str, *, bind: bool = False) -> None:
-    """Bind an address with a wildcard or a path, as vLLM does, and connect to any other.
+    """Bind an address with a wildcard or a path, as vLLM does, and connect to any other; bound
+    what peers may send.
 
     Raises:
         FieldError: naming the field.
     """
+    socket.setsockopt(zmq.MAXMSGSIZE, PEER_BYTES)
     bind = bind or "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
     try:
         if "[" in endpoint:
