@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.common.files import write_cache
+from twolane.frontend.text.convert import convert
 from twolane.frontend.text.tokenizer import load_file, load_tokenizer
 from twolane.model.load.hub import resolve
 
@@ -123,6 +124,21 @@ def write_tokenizer(folder, backend, template):
     (folder / "tokenizer.json").write_text(backend.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_template_that_writes_half_characters_leaves_completions(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    write_tokenizer(tmp_path, words, "{{ '\\ud800' }}")
+    said = "the chat template in tokenizer_config.json cannot be run: UnicodeEncodeError"
+    assert convert(tmp_path).notes == [said]
+
+
+@pytest.mark.parametrize("template", [[{"name": "default"}], [5], 5, {"default": 5}])
+def test_templates_of_another_form_are_refused_by_name(tmp_path, template):
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    write_tokenizer(tmp_path, words, template)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template: "):
+        convert(tmp_path)
 
 
 def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):

@@ -89,15 +89,28 @@ def convert(source: Path) -> TokenizerFile:
     )
 
 
+class NamedTemplate(msgspec.Struct):
+    """A chat template in a list of several."""
+
+    name: str
+    template: str
+
+
+Templates = str | list[NamedTemplate] | dict[str, str] | None
+"""What the field `chat_template` of a tokenizer's config may be."""
+
+
 def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
     """Probe how a template reads messages; None: there is none, or it is broken."""
     if template is None:
         return None
     try:
-        return within(FORM_SECONDS, lambda: ChatTemplate(template.text, parts.special_tokens).form)
+        form = within(FORM_SECONDS, lambda: ChatTemplate(template.text, parts.special_tokens).form)
+        msgspec.json.encode(form)  # a template may write halves of characters
+        return form
     except TemplateSyntaxError as error:
         parts.notes.append(f"the chat template in {template.source} is broken: {error}")
-    except (TookTooLong, RecursionError, MemoryError) as error:
+    except (TookTooLong, RecursionError, MemoryError, UnicodeEncodeError) as error:
         said = f"the chat template in {template.source} cannot be run: {type(error).__name__}"
         parts.notes.append(said)
     return None
@@ -207,14 +220,21 @@ def read_backend(
 
 
 def read_templates(source: Path, config: Mapping[str, Any]) -> dict[str, Template]:
-    """Read the chat templates of a directory, by name; its template files come first."""
-    given = config.get("chat_template")
+    """Read the chat templates of a directory, by name; its template files come first.
+
+    Raises:
+        ValueError: they have no such form.
+    """
+    try:
+        given = msgspec.convert(config.get("chat_template"), Templates)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"tokenizer_config.json: chat_template: {error}") from error
     named: dict[str, str] = {}
     if isinstance(given, str):
         named["default"] = given
     elif isinstance(given, list):
-        named |= {entry["name"]: entry["template"] for entry in given}
-    elif isinstance(given, dict):
+        named |= {entry.name: entry.template for entry in given}
+    elif given is not None:
         named |= given
     templates = {name: Template(t, "tokenizer_config.json") for name, t in named.items()}
     in_json = optional_json(source / "chat_template.json").get("chat_template")
