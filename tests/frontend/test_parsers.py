@@ -113,6 +113,36 @@ WRITTEN = {
             ("f", {"x": "</tool_call>"}),
         ],
     ),
+    "hermes, as in Python with apostrophes": (
+        (
+            "hermes",
+            "<tool_call>{'name': 'weather', 'arguments': {'city': 'what's \"up\" in James' town?'"
+            " , 'days': ['it's\n' ], 'a's': ''}}</tool_call>",
+        ),
+        "",
+        [("weather", {"city": "what's \"up\" in James' town?", "days": ["it's\n"], "a's": ""})],
+    ),
+    "hermes, with comments between keys": (
+        (
+            "hermes",
+            '<tool_call>{"name": "weather", // "it"\n "arguments": {"city": "a"}, # b\n "id": 1}',
+        ),
+        "",
+        [("weather", {"city": "a"})],
+    ),
+    "hermes, a call as Qwen3-Coder writes it": (
+        ("hermes", XML),
+        "Now:done",
+        [("weather", {"city": "12", "days": 12})],
+    ),
+    "xml, calls in JSON": (
+        ("qwen3_coder", HERMES),
+        "I look it up.",
+        [
+            ("weather", {"city": 'São "Paulo" {', "days": [3, {"a": 1}]}),
+            ("f", {"x": "</tool_call>"}),
+        ],
+    ),
     "xml": (("qwen3_coder", XML), "Now:done", [("weather", {"city": "12", "days": 12})]),
     "llama": (("llama3_json", LLAMA), "", ROME),
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),

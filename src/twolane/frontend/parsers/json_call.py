@@ -10,6 +10,8 @@ ARGUMENTS = ("arguments", "parameters")
 SHORT_ESCAPES = '"\\/bfnrtu'
 """Characters that may follow a backslash in a string."""
 QUOTES = ('"', "'")
+BEHIND_STRINGS = ",:}]\"'"
+"""Characters that may follow a string, with or without white space between them."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 """JSON's literals by Python's."""
 HEX_DIGITS = "0123456789abcdefABCDEF"
@@ -51,7 +53,8 @@ class JsonText:
     """Normalises a model's JSON incrementally so that its strings are valid.
 
     Models leave line ends and tabs in strings as they are, and the backslashes of paths and regular
-    expressions: one that begins no escape of JSON is text. Strings may be quoted as in Python.
+    expressions: one that begins no escape of JSON is text. Strings may be quoted as in Python, and
+    have apostrophes then.
     """
 
     def __init__(self) -> None:
@@ -61,9 +64,27 @@ class JsonText:
         """Quote that ends the string."""
         self._escape = ""
         """Escape in progress."""
+        self._closing = ""
+        """Single quote that may end the string, and the white space behind it."""
+
+    def settle(self, char: str) -> str:
+        """Return the output of a single quote, if one came, now that the next character is known.
+
+        It ends the string only if what follows is outside of strings.
+        """
+        if not self._closing or char in WHITE:
+            return ""
+        closing, self._closing = self._closing, ""
+        if char in BEHIND_STRINGS:
+            self.in_string = False
+            return '"' + closing[1:]
+        return "".join(map(in_string, closing))
 
     def feed(self, char: str) -> str:
-        """Process the next character; return the output that is certain now."""
+        """Process the next character, which is settled; return the output that is certain now."""
+        if self._closing:
+            self._closing += char
+            return ""
         if self._escape:
             return self._escaped(char)
         if not self.in_string:
@@ -72,10 +93,13 @@ class JsonText:
         if char == "\\":
             self._escape = char
             return ""
+        if char == "'" == self._quote:
+            self._closing = char
+            return ""
         self.in_string = char != self._quote
         if char == '"':
             return '\\"' if self.in_string else char
-        return in_string(char) if self.in_string else '"'
+        return in_string(char)
 
     def _escaped(self, char: str) -> str:
         begun, self._escape = self._escape, ""
@@ -166,6 +190,8 @@ class JsonCall:
         """Process the next character."""
         if self.done or self.broken:
             return
+        if settled := self._text.settle(char):
+            self._keep(settled, quoted=True)
         within = self._text.in_string
         written = self._text.feed(char)
         if within:
@@ -217,7 +243,7 @@ class JsonCall:
         elif char in "}]":
             self._depth -= 1
         if self._depth == 1 and char == ":" and self._key is None:
-            key = self._read()
+            key = self._read_key()
             self._key = "" if key in ARGUMENTS and self._arguments else key
         elif self._depth == 0 or (self._depth == 1 and char == ","):
             self._value()
@@ -255,6 +281,16 @@ class JsonCall:
         else:
             self._unknown = name
 
+    def _read_key(self) -> str:
+        """Return the key that was read.
+
+        Once the name of the call is known, text before a key, such as a comment, has no effect.
+        """
+        text = "".join(self._scalar).strip()
+        if self.name is not None:
+            self._scalar = [text[max(0, text.rfind('"', 0, -1)) :]]
+        return self._read() or ""
+
     def _read(self) -> str | None:
         """Return the string that was read; None: it is no string."""
         text, self._scalar = "".join(self._scalar).strip(), []
@@ -262,7 +298,7 @@ class JsonCall:
             value = parsed(text)
         except ValueError:
             value = None
-        self.broken |= not isinstance(value, str)
+        self.broken |= not isinstance(value, str) and self.name is None
         return value if isinstance(value, str) else None
 
 

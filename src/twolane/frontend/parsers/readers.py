@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJson, parsed
@@ -76,6 +76,8 @@ class NamedCall:
             found = self._header.fullmatch("".join(self._head))
             self.broken = found is None
             self.name = found["name"] if found else None
+        if settled := self._text.settle(char):
+            self._object += self._plain.feed(settled, quoted=True)
         within = self._text.in_string
         self._object += self._plain.feed(self._text.feed(char), quoted=within)
         if not within:
@@ -132,10 +134,16 @@ class NamedLine(NamedCall):
         return any(each == name or each.startswith(self._line) for each in self._names)
 
 
-class ListedCall:
-    """Mistral's call: an object of a list, as in `[{"name": …}]`, or `name[ARGS]{…}`."""
+class ChosenCall:
+    """A call that is read as one of two kinds by its first character: JSON's object, or another.
 
-    def __init__(self) -> None:
+    Args:
+        other: makes what reads the other kind.
+        before: characters in front of the call that are no part of it.
+    """
+
+    def __init__(self, other: Callable[[], CallReader], before: str = WHITE) -> None:
+        self._other, self._before = other, before
         self._reader: CallReader | None = None
 
     @property
@@ -161,18 +169,32 @@ class ListedCall:
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
         if self._reader is None:
-            if char in WHITE or char == "[":
+            if char in self._before:
                 return
-            named = NamedCall(r"(?P<name>[\w.:-]+)\s*+(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*")
-            self._reader = JsonCall() if char == "{" else named
+            self._reader = JsonCall() if char == "{" else self._other()
         self._reader.feed(char)
 
     def end(self) -> None:
-        """See `CallReader.end`: nothing is held back."""
+        """See `CallReader.end`."""
+        if self._reader is not None:
+            self._reader.end()
 
     def take(self) -> str:
         """See `CallReader.take`."""
         return self._reader.take() if self._reader else ""
+
+
+def listed_call(_: Types) -> CallReader:
+    """Return what reads Mistral's call: an object of a list, as in `[{"name": …}]`, or
+    `name[ARGS]{…}`."""
+    header = r"(?P<name>[\w.:-]+)\s*+(\[CALL_ID\][\w-]*)?(\[ARGS\])?\s*"
+    return ChosenCall(lambda: NamedCall(header), WHITE + "[")
+
+
+def tagged_call(types: Types) -> CallReader:
+    """Return what reads the call behind `<tool_call>`, in JSON or as Qwen3-Coder writes it: models
+    were trained with both and mix them up."""
+    return ChosenCall(lambda: XmlCall(types))
 
 
 BEGIN_FUNCTION = "<function="

@@ -17,11 +17,11 @@ from twolane.frontend.parsers.pieces import (
 from twolane.frontend.parsers.pythonic import PythonicCall
 from twolane.frontend.parsers.readers import (
     CallReader,
-    ListedCall,
     NamedCall,
     NamedLine,
     Types,
-    XmlCall,
+    listed_call,
+    tagged_call,
 )
 
 
@@ -50,33 +50,31 @@ class CallFormat:
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
     {
         "hermes": CallFormat(
-            lambda _: JsonCall(),
+            tagged_call,
             ("<tool_call>",),
             ("</tool_call>",),
             separators="} \t\r\n",
             again="{",
         ),
         "qwen3_coder": CallFormat(
-            XmlCall, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
+            tagged_call, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
         ),
         "llama3_json": CallFormat(
             JsonCall, ("<|python_tag|>",), separators="}; \t\r\n", again="{", bare=True
         ),
-        "mistral": CallFormat(
-            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
-        ),
+        "mistral": CallFormat(listed_call, ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"),
         "mistral_args": CallFormat(
-            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
+            listed_call, ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
         ),
         "granite": CallFormat(
-            lambda _: ListedCall(),
+            listed_call,
             ("<|tool_call|>",),
             ("<|/tool_call|>",),
             separators=",]} \t\r\n",
             again="{",
         ),
         "phi4_mini_json": CallFormat(
-            lambda _: ListedCall(), ("functools",), separators=",]} \t\r\n", again="{"
+            listed_call, ("functools",), separators=",]} \t\r\n", again="{"
         ),
         "deepseek_v3": CallFormat(
             lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n(```json)?\s*"),
