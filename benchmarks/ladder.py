@@ -208,7 +208,7 @@ def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder:
     else:
 
         def ended() -> bool:
-            return len(ledger.served) == len(requests) and not built.engine.state.flights
+            return len(ledger.served) == len(requests) and not built.engine.state.in_flight
 
         run(built.engine, LivePort(lanes.clock, arrivals, ledger.hear, ended, news))
     return begin, [one.record for one in ledger.in_order()]

@@ -56,14 +56,14 @@ GUARDS = {
         launch,
         "_update",
         lambda held, sampling=None: launch.SlotUpdate(
-            held.slot, held.told, tuple(_told(held)), sampling
+            held.slot, held.pages_sent, tuple(_told(held)), sampling
         ),
     ),
 }
 
 
 def _told(held):
-    first, held.told = held.told, len(held.pages)
+    first, held.pages_sent = held.pages_sent, len(held.pages)
     return held.pages[first:]
 
 

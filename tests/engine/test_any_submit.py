@@ -166,7 +166,7 @@ def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
             for lane in lanes.runnable():
                 if rng.random() < 0.7:
                     lanes.step(lane)
-            if not (to_send or front.submits or engine.state.flights):
+            if not (to_send or front.submits or engine.state.in_flight):
                 break
     assert not front.submits, "some never ended"
     kv = engine.state.kv

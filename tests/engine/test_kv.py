@@ -58,9 +58,9 @@ def test_pages_return_when_the_last_launch_has_ended() -> None:
     kv.give_up(held)
     assert kv.free_pages == 15
     assert kv.returning_pages == 1
-    kv.landed([held])
+    kv.reaped([held])
     assert kv.free_pages == 15
-    kv.landed([held])
+    kv.reaped([held])
     assert (kv.free_pages, kv.free_slots, kv.returning_pages) == (16, 8, 0)
 
 
@@ -74,7 +74,7 @@ def test_what_will_return_is_what_nobody_else_holds() -> None:
     kv.give_up(gone)
     before = kv.free_pages + kv.reclaimable_pages
     assert kv.returning_pages == 2
-    kv.landed([gone, other])
+    kv.reaped([gone, other])
     assert kv.free_pages + kv.reclaimable_pages == before + 2
     kv.check()
     kv.give_up(also)
@@ -308,7 +308,7 @@ def test_nothing_that_was_forgotten_is_found_again() -> None:
     assert kv.lookup(tokens).reused == 0
     kv.share(running, tokens, 13)
     kv.give_up(running)
-    kv.landed([held])  # it was in use later than what is found
+    kv.reaped([held])  # it was in use later than what is found
     kv.check()
     assert kv.lookup(tokens).reused == 12
     assert kv.reclaimable_pages == 6

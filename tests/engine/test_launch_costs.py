@@ -70,7 +70,7 @@ def test_a_hybrid_pass_is_launched_while_the_one_before_it_runs() -> None:
 def test_what_launching_takes_is_forgotten() -> None:
     """One launch that compiled a kernel does not make the rest come early, or in single layers."""
     sim = served(SimLanes, "static-split")
-    launching = sim.engine.state.launching
+    launching = sim.engine.state.launch_costs
     assert launching.layers_at_once == 1
     for _ in range(50):
         part = PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1))

@@ -121,10 +121,10 @@ def test_a_launch_that_waits_for_another_lane_is_not_late() -> None:
     waits = turn(engine)
     assert waits is not None
     assert {wait.lane: wait.seconds for wait in waits} == {"prefill": 3.0, "decode": 3.0}
-    engine.state.flights[-1].after = [engine.state.flights[0].ticket]
+    engine.state.in_flight[-1].after = [engine.state.in_flight[0].ticket]
     waits = turn(engine)
     assert waits is not None
-    assert [wait.lane for wait in waits] == [engine.state.flights[0].launch.lane]
+    assert [wait.lane for wait in waits] == [engine.state.in_flight[0].launch.lane]
 
 
 def test_lanes_are_told_how_long_a_launch_may_take_by_its_prediction() -> None:

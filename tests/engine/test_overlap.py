@@ -39,9 +39,9 @@ def flight(
 
 def beside(*others: Any, lane: LaneName = "prefill") -> Corunner | None:
     """What ran beside a launch from 2.0 to 4.0."""
-    landed = {"decode": deque(each for each in others if each.ticket.end is not None)}
-    flights = [each for each in others if each.ticket.end is None]
-    state: Any = SimpleNamespace(landed=landed, flights=flights)
+    finished = {"decode": deque(each for each in others if each.ticket.end is not None)}
+    in_flight = [each for each in others if each.ticket.end is None]
+    state: Any = SimpleNamespace(finished=finished, in_flight=in_flight)
     return corunner_then(state, flight(lane, 2.0, 4.0, units=84))
 
 
@@ -75,7 +75,7 @@ def test_only_what_works_in_the_other_lane_is_beside_a_launch() -> None:
     """Nothing is beside the whole device; what is over, or queued behind others, is not either."""
     over, running = flight("decode", 0.0, 1.0, units=8), flight("decode", 1.0, units=16)
     queued, own, whole = flight("decode"), flight("prefill", 0.0), flight("device", 0.0)
-    state: Any = SimpleNamespace(flights=[over, own, whole, running, queued])
+    state: Any = SimpleNamespace(in_flight=[over, own, whole, running, queued])
     assert corunner_now(state, "prefill") == Corunner(ROW, 16)
     assert corunner_now(state, "decode") == Corunner(ROW, own.launch.units)
     assert corunner_now(state, "device") is None
@@ -113,18 +113,18 @@ def test_only_the_first_launch_in_line_can_be_late() -> None:
     line = [flight(lane) for lane in ("prefill", "prefill", "device", "decode")]
     for number, each in enumerate(line):
         each.launched_at = float(number)
-    state: Any = SimpleNamespace(flights=line, progressed={"device": 2.0}, now=lambda: 9.0)
+    state: Any = SimpleNamespace(in_flight=line, progressed={"device": 2.0}, now=lambda: 9.0)
     assert lane_waits(state) == [LaneWait("prefill", 7.0, None)]
-    state.flights = line[2:]
+    state.in_flight = line[2:]
     assert lane_waits(state) == [LaneWait("device", 7.0, None)]
     line[2].after = (flight("prefill", 0.0, 5.0).ticket,)  # for which it had to wait
     assert lane_waits(state) == [LaneWait("device", 4.0, None)]
 
 
-def busy(now: float, *flights: Any) -> dict[LaneName, float | None]:
+def busy(now: float, *in_flight: Any) -> dict[LaneName, float | None]:
     """Until when each lane is busy that has anything queued."""
     state: Any = SimpleNamespace(
-        flights=flights, launching=SimpleNamespace(longest=dict.fromkeys(LANES, 0.0))
+        in_flight=in_flight, launch_costs=SimpleNamespace(longest=dict.fromkeys(LANES, 0.0))
     )
     views = State.lane_views(state, now)
     return {lane: view.until for lane, view in views.items() if view.queued}

@@ -49,7 +49,7 @@ def test_a_token_is_due_a_while_after_it_was_made() -> None:
     engine = small_engine(Slo(tbt=0.021), pacer=Pacer(buffer=0.5, transport=0.5))
     engine.take([submit("a", 16, 8)])
     engine.carry_out(engine.plan())
-    (flight,) = engine.state.flights
+    (flight,) = engine.state.in_flight
     lanes = engine.state.lanes
     assert isinstance(lanes, SimLanes)
     lanes.advance(100.0)  # it is found late

@@ -606,6 +606,6 @@ def test_what_has_landed_keeps_no_hidden_states(system: str) -> None:
     arrivals = [(0.0, submit("decodes", 20, 200)), (0.5, submit("long", 4000, 4))]
     sim = simulate(make_system(system), [*arrivals, (0.6, Abort("long"))])
     assert sim.finish["long"] == "abort"
-    landed = [flight for flights in sim.engine.state.landed.values() for flight in flights]
-    assert all(flight.batch is None for flight in landed)
-    assert {flight.launch.lane for flight in landed} <= {"prefill", "decode"}
+    finished = [flight for in_flight in sim.engine.state.finished.values() for flight in in_flight]
+    assert all(flight.batch is None for flight in finished)
+    assert {flight.launch.lane for flight in finished} <= {"prefill", "decode"}

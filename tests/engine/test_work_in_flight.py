@@ -106,7 +106,7 @@ def _forget_sent(state: State, victim: request.Request) -> None:
     SEND_BACK(state, victim)
 
 
-def _steps_before_done(flight: request.Flight) -> Any:
+def _steps_before_done(flight: request.InFlightLaunch) -> Any:
     ticket, taken = flight.ticket, flight.taken
     steps = [*zip(ticket.steps[taken:], ticket.times[taken:], strict=True)]
     flight.taken += len(steps)

@@ -184,7 +184,7 @@ class GpuWorld(World):
 
     def _messages(self) -> list[ToEngine]:
         """When something has happened, or nothing can; most turns only look."""
-        idle = not self.engine.state.flights
+        idle = not self.engine.state.in_flight
         return super()._messages() if self._moved or idle else []
 
     def _note_output(self, output: Output) -> None:
@@ -195,28 +195,28 @@ class GpuWorld(World):
 
     def run_lanes(self) -> bool:
         """They run by themselves; whether they do."""
-        if not self.engine.state.flights:
+        if not self.engine.state.in_flight:
             return False
         time.sleep(self.rng.choice((0.0, 2e-5, 1e-4)))
-        last = self.engine.state.flights[-1]
+        last = self.engine.state.in_flight[-1]
         stuck = time.monotonic() - last.launched_at
         assert stuck < STUCK_SECONDS, "nothing happens any more"
         return True
 
     def drain(self) -> None:
         """Let what is still in flight land."""
-        while self.engine.state.flights:
+        while self.engine.state.in_flight:
             self.run_lanes()
             self.turn([])
         super().check()
         self._note_launches()
 
     def _note_launches(self) -> None:
-        flown = sorted(self.log.launches, key=lambda launch: launch.start)
-        self.seen["launches"] = len(flown)
-        self.seen["merged"] = sum(launch.requests > 1 for launch in flown)
+        launched = sorted(self.log.launches, key=lambda launch: launch.start)
+        self.seen["launches"] = len(launched)
+        self.seen["merged"] = sum(launch.requests > 1 for launch in launched)
         self.seen["side by side"] = sum(
-            a.lane != b.lane and b.start < a.end for a, b in pairwise(flown)
+            a.lane != b.lane and b.start < a.end for a, b in pairwise(launched)
         )
 
     def _mortal(self) -> list[Request]:

@@ -57,7 +57,7 @@ def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str,
     events: dict[str, list] = {submit.id: [] for submit in submits}
     engine.take(submits)
     end = time.monotonic() + SECONDS
-    while engine.state.requests or engine.state.flights:
+    while engine.state.requests or engine.state.in_flight:
         assert time.monotonic() < end
         engine.reap()
         while engine.carry_out(engine.plan()):

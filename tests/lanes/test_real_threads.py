@@ -76,7 +76,7 @@ class ThreadedWorld(World):
         """Look again when a lane has news, or in a moment; whether lanes are at work."""
         self.news.wait(self.rng.choice((0.0005, 0.002)))
         self.news.clear()
-        return bool(self.engine.state.flights)
+        return bool(self.engine.state.in_flight)
 
     def drain(self) -> None:
         while self.run_lanes():

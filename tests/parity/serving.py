@@ -38,7 +38,7 @@ STUCK_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Flown:
-    """A launch that has landed."""
+    """A finished launch."""
 
     lane: LaneName
     name: str
@@ -131,18 +131,18 @@ class Served:
     @property
     def most_together(self) -> int:
         """Requests in the largest launch."""
-        return max(flown.requests for flown in self.launches)
+        return max(launched.requests for launched in self.launches)
 
     @property
     def names(self) -> set[str]:
         """Of the launches."""
-        return {flown.name for flown in self.launches}
+        return {launched.name for launched in self.launches}
 
     @property
     def side_by_side(self) -> int:
         """How many launches began in one lane before an earlier one had ended in another."""
-        flown = sorted(self.launches, key=lambda launch: launch.start)
-        return sum(a.lane != b.lane and b.start < a.end for a, b in pairwise(flown))
+        launched = sorted(self.launches, key=lambda launch: launch.start)
+        return sum(a.lane != b.lane and b.start < a.end for a, b in pairwise(launched))
 
 
 def serve(
@@ -207,7 +207,7 @@ def serve_on(
     slots = books.free_slots
     try:
         run(engine, port)
-        while engine.state.flights:  # steps that were launched ahead
+        while engine.state.in_flight:  # steps that were launched ahead
             port.receive()
             if not engine.reap():
                 port.wait(None)

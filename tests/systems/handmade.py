@@ -97,6 +97,6 @@ def view(estimator: Estimator, **more: Any) -> View:
         slo=NONE,
         gaps=Gaps(),
         estimator=estimator,
-        launching=LaunchCosts(LAYERS),
+        launch_costs=LaunchCosts(LAYERS),
     )
     return replace(nothing, **more)

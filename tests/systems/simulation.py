@@ -146,7 +146,7 @@ def simulate(
     kv = engine.state.kv
     kv.check()
     state = engine.state
-    assert not (state.requests or state.flights or state.launched)
+    assert not (state.requests or state.in_flight or state.launched)
     assert kv.free_pages + kv.reclaimable_pages == pages
     times: dict[str, list[float]] = {}
     finish: dict[str, str] = {}

@@ -333,7 +333,7 @@ def test_layers_of_two_batches_share_the_time_between_two_steps():
 
 def test_a_step_follows_the_only_prompt_at_once():
     """It has just been admitted: the view has it in line still."""
-    asked = {"decoding": rows(8, 1000, 0.019), "levels": (), "launching": host(Hybrid(), 1.0)}
+    asked = {"decoding": rows(8, 1000, 0.019), "levels": (), "launch_costs": host(Hybrid(), 1.0)}
     made, memory = plan(waiting=[waiting("a", 50)], **asked)
     assert memory.standing.choice.mode == "temporal"
     assert [launch.work for launch in made.launches] == [PrefillSlice(0, LAYERS), DecodeSteps()]
@@ -380,7 +380,7 @@ def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
 
 def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
     """The other lanes, which are idle, have nothing to say about that."""
-    runs = {"device": LaneView(1, UNITS, LEAD + 0.003, launching=0.004)}
+    runs = {"device": LaneView(1, UNITS, LEAD + 0.003, launch_cost=0.004)}
     asked = {"waiting": [waiting("a", 500)], "decoding": rows(8, 1000, 0.05)}
     made, _ = plan(lanes=runs, **asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
@@ -414,7 +414,7 @@ def test_steps_come_first_where_a_pass_would_come_late():
         (0.0, 8.1 * step, 0),  # the pass behind so many would be no better off
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
-        here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
+        here = view(KNOWN, launch_costs=host(Hybrid(), launching), **under_way)
         choice, target = memory.standing.choice, TbtTarget(0.019, 0.019, 0.019)
         situation = Situation(here, LEAD, (), None, step, target, choice, memory.turn)
         assert situation.steps_before(choice) == steps
@@ -434,7 +434,7 @@ def test_passes_are_no_faster_than_the_host_launches_them():
     _, memory = plan(**asked)
     assert memory.standing.choice.mode == "hybrid"
     for launching in (0.5 * memory.standing.choice.gap, 1.1 * memory.standing.choice.gap, 0.0191):
-        _, slow = plan(launching=host(Hybrid(), launching), **asked)
+        _, slow = plan(launch_costs=host(Hybrid(), launching), **asked)
         if slow.standing.choice.mode == "hybrid":
             assert launching <= slow.standing.choice.gap <= 0.019
             assert slow.standing.choice.layer * LAYERS >= launching
@@ -483,14 +483,14 @@ def test_a_step_goes_before_a_slice_whose_launch_would_hold_it_up():
     asked = {"decoding": rows(64, 2000, 0.013), "batch": open_batch, "lanes": lanes}
     for slow, first in ((LEAD + 0.0009, []), (LEAD + 0.0011, ["decode"])):
         launching = slow / LAUNCH_SAFETY_FACTOR
-        made, _ = plan(launching=host(PrefillSlice(4, 6), launching), **asked)
+        made, _ = plan(launch_costs=host(PrefillSlice(4, 6), launching), **asked)
         assert [launch.lane for launch in made.launches] == [*first, "prefill"]
 
 
 def test_prompts_end_no_earlier_than_their_launch_lets_them_begin():
     asked = {"decoding": rows(64, 2000, 0.013), "batch": batch(waiting("a", 50), layers=LAYERS - 2)}
     _, now = plan(**asked)
-    _, later = plan(launching=host(PrefillSlice(LAYERS - 2, LAYERS), 0.004), **asked)
+    _, later = plan(launch_costs=host(PrefillSlice(LAYERS - 2, LAYERS), 0.004), **asked)
     assert later.turn.prompts_end == pytest.approx(now.turn.prompts_end + 0.002)
 
 

@@ -133,7 +133,7 @@ def test_without_layer_wise_execution_a_batch_is_one_launch(guard):
     launching = LaunchCosts(LAYERS)
     launching.note(PrefillSlice(1, 2), 1.0, 0.0)
     assert launching.layers_at_once == 1
-    view = msgspec.structs.replace(asked(guard, 0.05), launching=launching)
+    view = msgspec.structs.replace(asked(guard, 0.05), launch_costs=launching)
     plan, _ = MuxWise(layer_wise=False).plan(view, frozenset())
     assert plan.launches[1].work == PrefillSlice(0, LAYERS)
     plan, _ = MuxWise().plan(view, frozenset())

@@ -71,7 +71,7 @@ def assemble(
     notify: Callable[[], None],
     progress: Callable[[str, float], None],
 ) -> Built:
-    """An engine on a machine that is loaded; settings are checked by the caller.
+    """Build an engine on a loaded machine, from settings that the caller has checked.
 
     Raises:
         ValueError: a setting does not go with the machine or its model.
@@ -125,7 +125,7 @@ def load_adapters(
     notify: Callable[[], None],
     kv_events: KVEventPublisher | None,
 ) -> AdapterRegistry:
-    """The adapters that are served from the start; events name those that there will be.
+    """Load the adapters of `--lora`; KV events name them and those loaded later.
 
     Raises:
         FieldError: one cannot be.
@@ -161,7 +161,7 @@ def _ready(
 
 
 def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:
-    """What publishes the changes of the prefix tree, if that is asked for.
+    """Return the publisher of the prefix tree's changes; None if the settings name no endpoint.
 
     Raises:
         FieldError: an address cannot be used.
@@ -174,7 +174,7 @@ def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:
 
 
 def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:
-    """Pages for `kv_tokens`, or for the device's share of its memory."""
+    """Make the books of a pool of `kv_tokens`, or of the device's share of its memory."""
     page_size = _page_size(config, machine)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // page_size

@@ -38,7 +38,7 @@ TRANSPORT_SECONDS = 0.002
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where changes of the prefix cache are published, for routers that know prefixes."""
+    """Addresses and limits of the publisher of prefix cache events."""
 
     endpoint: Annotated[str | None, Option(EVENTS, "ADDRESS")] = None
     """ZeroMQ address at which changes of the prefix cache are published in vLLM's format: bound if
@@ -54,7 +54,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: a model, a device, a system and their limits."""
+    """Settings of one engine: its model, device, system and limits."""
 
     model: str
     """Alias, local directory, GGUF file, built-in shape or Hugging Face id of the model."""

@@ -82,17 +82,17 @@ class Engine:
         fitting = replace(model, max_model_len=self.max_model_len)
         self._intake = Intake(state, fitting, self.adapters, seed, notify)
         self._masks = LateMasks(state, Masks(notify))
-        self._told = self.stats()
-        self._moved = False
+        self._sent_stats = self.stats()
+        self._changed = False
         """Whether anything has changed since the last `Outputs` message."""
         self._pinged = False
-        """Whether the API process waits for an answer to a `Ping`."""
+        """Whether a `Ping` is unanswered."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """Handle the messages of the API process; return whether anything changed."""
         news = False
         for message in messages:
-            news = self._moved = True
+            news = self._changed = True
             if isinstance(message, Submit):
                 self._intake.submit(message)
             elif isinstance(message, Vocabulary):
@@ -112,16 +112,16 @@ class Engine:
                 self._pinged = True
             else:
                 self._end(message.id, "stop", message.tokens)
-        moved = self._masks.take() | self._intake.take_compiled()
-        self._moved |= moved
-        return moved or news
+        changed = self._masks.take() | self._intake.take_compiled()
+        self._changed |= changed
+        return changed or news
 
     def reap(self) -> bool:
         """Deliver finished work; return whether there was any."""
-        moved = reap(self.state)
+        reaped = reap(self.state)
         self._masks.start()
-        self._moved |= self.adapters.settle(self.state.adapters_named) | moved
-        return moved
+        self._changed |= self.adapters.settle(self.state.adapters_named) | reaped
+        return reaped
 
     def publish(self) -> None:
         """Publish the changes of the prefix tree since the last call."""
@@ -139,18 +139,18 @@ class Engine:
 
     def carry_out(self, plan: Plan) -> bool:
         """Carry a plan out; return whether it did anything."""
-        moved = carry_out(self.state, plan)
-        self._moved |= moved
-        return moved
+        changed = carry_out(self.state, plan)
+        self._changed |= changed
+        return changed
 
     def news(self) -> Outputs | None:
         """Return the message of this turn to the API process; None if nothing has changed."""
-        if not self._moved:
+        if not self._changed:
             return None
-        self._moved = False
+        self._changed = False
         state, stats = self.state, self.stats()
         adapters, self.adapters.news = self.adapters.news, []
-        unchanged = not (state.outputs or state.refused or adapters) and stats == self._told
+        unchanged = not (state.outputs or state.refused or adapters) and stats == self._sent_stats
         if unchanged and not self._pinged:
             return None
         news = Outputs(
@@ -164,7 +164,7 @@ class Engine:
             adapters,
         )
         self._pinged = False
-        state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
+        state.outputs, state.refused, state.launches, self._sent_stats = {}, [], [], stats
         if not state.trace.silent:
             state.trace.counters(
                 state.now(),
@@ -221,7 +221,7 @@ class Engine:
             slo=state.slo,
             gaps=state.pacer.gaps,
             estimator=state.estimator,
-            launching=state.launching,
+            launch_costs=state.launch_costs,
         )
 
     def _end(self, request_id: str, reason: FinishReason, kept: int | None = None) -> None:

@@ -20,7 +20,7 @@ from twolane.lanes.work import Sampling
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the engine knows of the model that it serves."""
+    """The properties of the served model that requests are checked against."""
 
     vocab_size: int
     """Number of tokens in the model's vocabulary."""
@@ -115,7 +115,8 @@ class Intake:
         self._state.hold(request, _compiler_of(request.id))
 
     def _worth_holding(self, request: Request, leader_id: str) -> bool:
-        """Whether it would find full pages of its leader's prompt if it waited."""
+        """Return whether a request that waited for its leader would find full pages of its
+        prompt."""
         kv, leader = self._state.kv, self._state.requests.get(leader_id)
         if leader is None or leader.generated or request.scores_prompt:
             return False
@@ -178,6 +179,6 @@ class Intake:
 
 
 def _compiler_of(request_id: str) -> str:
-    """The key in `State.held` of a request whose grammar is being compiled; no request has it as
-    its id."""
+    """Return the key in `State.held` of a request whose grammar is being compiled, which is no
+    request's id."""
     return f"compiler of {request_id}"

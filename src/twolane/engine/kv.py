@@ -43,13 +43,13 @@ class PageWatcher(Protocol):
     """Hears which pages later requests can find in the prefix tree."""
 
     def stored(self, node: Node) -> None:
-        """A page came into the tree, below its parent."""
+        """Note that a page entered the tree, below its parent."""
 
     def removed(self, node: Node) -> None:
-        """A page without children left the tree; it may have been forgotten before."""
+        """Note that a page without children left the tree; it may have been forgotten before."""
 
     def forgotten(self) -> None:
-        """All pages left the tree."""
+        """Note that all pages left the tree."""
 
 
 class PrefixTree:
@@ -73,7 +73,7 @@ class PrefixTree:
     def match(
         self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""
     ) -> list[Node]:
-        """The longest path of at most `pages` nodes that these tokens begin with, by this salt.
+        """Return the longest path of at most `pages` nodes that begins these tokens, by this salt.
 
         `known` is an earlier answer for the same tokens and pages: what is left of it holds, for
         a node in the tree has its ancestors there, and leads on to what was added since.
@@ -91,7 +91,7 @@ class PrefixTree:
         return path
 
     def child(self, path: Sequence[Node], key: bytes) -> Node | None:
-        """The node that extends this path by that page."""
+        """Return the node that extends this path by this page; None if there is none."""
         return (path[-1] if path else self._root).children.get(key)
 
     def add(self, path: Sequence[Node], key: bytes, page: int) -> Node:
@@ -157,7 +157,8 @@ class PrefixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes, parents before children; those that were forgotten and are pinned, too."""
+        """Yield all nodes, parents before children, with those that are forgotten and still
+        pinned."""
         roots = (self._root, *self._former_roots)
         stack = [node for root in roots for node in root.children.values()]
         while stack:
@@ -176,14 +177,14 @@ class PrefixTree:
 
 
 def _stands(used: int, node: Node) -> bool:
-    """Whether a leaf was not pinned, extended, used or evicted since it was offered."""
+    """Return whether a leaf was not pinned, extended, used or evicted since it was offered."""
     idle = not node.pins and not node.children
     return idle and used == node.last_used and node.parent is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the prefix tree has for a request that holds nothing yet."""
+    """The result of looking a request up in the prefix tree."""
 
     reused: int
     """Tokens found."""
@@ -192,12 +193,12 @@ class Lookup:
     version: int
     """Version of the tree: the answer holds until it changes."""
     path: Sequence[Node] = ()
-    """Where the tokens are found; a later lookup begins there."""
+    """Nodes of the tokens found; a later lookup begins there."""
 
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """What a request holds on the device while it is in prefill or decode.
+    """A request's slot and pages while it is in prefill or decode.
 
     It outlives the request's interest in it: its slot and pages go back when the last launch
     that names them has ended (`in_flight` is 0), never earlier.
@@ -205,16 +206,16 @@ class Allocation:
 
     slot: int
     pages: list[int] = field(default_factory=list)
-    """Its pages in the order of their tokens; only ever appended to."""
+    """Pages in the order of their tokens; only ever appended to."""
     path: list[Node] = field(default_factory=list)
     """Pinned nodes for the first `len(path)` pages. A node's page may differ from ours, when
     another request computed the same tokens at the same time: then ours stays private."""
     private: set[int] = field(default_factory=set)
     """Pages of ours that are not in the tree."""
-    told: int = 0
-    """Number of the pages that launches have told the lanes of."""
+    pages_sent: int = 0
+    """Number of the pages that launches have sent to the lanes."""
     salt: bytes = b""
-    """What keeps its pages from requests of other tenants."""
+    """Salt of its pages, which only requests of the same salt share."""
     adapter: int = -1
     """The slot of its request's adapter; -1: none."""
     in_flight: int = 0
@@ -222,7 +223,7 @@ class Allocation:
     last_ticket: Ticket | None = None
     """Ticket of the last launch that names it; a launch in another lane waits for it."""
     given_up: bool = False
-    """The request is through with it."""
+    """Whether its request has released it."""
 
 
 class KVBooks:
@@ -241,9 +242,9 @@ class KVBooks:
         self.tree = PrefixTree(page_size)
         self._free_pages = list(range(pages))
         self._free_slots = list(range(slots))
-        self._held: set[Allocation] = set()
+        self._allocations: set[Allocation] = set()
         self._copies: dict[Node, dict[Allocation, None]] = {}
-        """Who pins a node and has a page of its own for it."""
+        """Allocations that pin a node and have a private copy of its page."""
         self.prefix_cache = prefix_cache
 
     @property
@@ -267,7 +268,7 @@ class KVBooks:
         self._free_pages.extend(self.tree.forget())
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages that many tokens need."""
+        """Return the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def match(
@@ -278,7 +279,7 @@ class KVBooks:
         before: Lookup | None = None,
         salt: bytes = b"",
     ) -> list[Node]:
-        """The shared pages that these tokens begin with; at least the last token is left over.
+        """Return the shared pages that begin these tokens; at least the last token is left over.
 
         A full hit must recompute its last token, for its logits; pages in the tree are never
         written, so the page that holds it is left out. `before` is an earlier answer for the same
@@ -297,7 +298,7 @@ class KVBooks:
         before: Lookup | None = None,
         salt: bytes = b"",
     ) -> Lookup:
-        """What `allocate` would find and take; `before` as for `match`."""
+        """Return what `allocate` would find and take; `before` as for `match`."""
         path = self.match(tokens, reuse=reuse, before=before, salt=salt)
         # A pinned node's ancestors are pinned: the pinned ones come first.
         pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
@@ -316,7 +317,7 @@ class KVBooks:
         before: Lookup | None = None,
         salt: bytes = b"",
     ) -> Allocation | None:
-        """A slot and pages for all of these tokens, the shared ones pinned; None: no room.
+        """Allocate a slot and pages for all of these tokens, the shared ones pinned; None: no room.
 
         Args:
             tokens: of the request.
@@ -334,7 +335,7 @@ class KVBooks:
             self.tree.pin(node)
         pages = [node.page for node in path]
         allocation = Allocation(self._free_slots.pop(), pages, path, salt=salt)
-        self._held.add(allocation)
+        self._allocations.add(allocation)
         grown = self.grow(allocation, len(tokens))
         assert grown
         return allocation
@@ -374,7 +375,7 @@ class KVBooks:
             path.append(node)
 
     def _adopt(self, node: Node, place: int) -> None:
-        """A page that nobody uses any more, for all who pin its node have copies, gives way to one.
+        """Replace a page that nobody uses, since all who pin its node have copies, by one of these.
 
         So a request that has the pool to itself holds no page twice.
         """
@@ -387,7 +388,7 @@ class KVBooks:
         owner.private.remove(node.page)
 
     def give_up(self, allocation: Allocation) -> None:
-        """The request is through with it; freed now or when its last launch has ended."""
+        """Release an allocation; it is freed now, or when its last launch has ended."""
         allocation.given_up = True
         self._free_if_idle(allocation)
 
@@ -396,18 +397,18 @@ class KVBooks:
         """Pages that will be free when launches now in flight have ended."""
         return sum(
             len(a.private) + sum(node.pins == 1 for node in a.path)
-            for a in self._held
+            for a in self._allocations
             if a.given_up
         )
 
     def launched(self, allocations: Iterable[Allocation], ticket: Ticket) -> None:
-        """A launch names them."""
+        """Note a launch that names these allocations."""
         for allocation in allocations:
             allocation.in_flight += 1
             allocation.last_ticket = ticket
 
-    def landed(self, allocations: Iterable[Allocation]) -> None:
-        """A launch that named them was reaped."""
+    def reaped(self, allocations: Iterable[Allocation]) -> None:
+        """Note that a launch that named these allocations was reaped."""
         for allocation in allocations:
             allocation.in_flight -= 1
             if allocation.given_up:
@@ -416,7 +417,7 @@ class KVBooks:
     def _free_if_idle(self, allocation: Allocation) -> None:
         if allocation.in_flight:
             return
-        self._held.remove(allocation)
+        self._allocations.remove(allocation)
         for node in allocation.path:
             self._copies.get(node, {}).pop(allocation, None)
         self.tree.unpin(allocation.path)
@@ -431,19 +432,19 @@ class KVBooks:
         """Assert that no page or slot is lost or owned twice, and that every pin has an owner."""
         nodes = list(self.tree.nodes())
         owned = [*self._free_pages, *(node.page for node in nodes)]
-        for allocation in self._held:
+        for allocation in self._allocations:
             owned.extend(allocation.private)
             assert allocation.private <= set(allocation.pages)
         assert sorted(owned) == list(range(self.total_pages)), "a page is lost or owned twice"
         pins: dict[Node, int] = {}
-        for allocation in self._held:
+        for allocation in self._allocations:
             for node in allocation.path:
                 pins[node] = pins.get(node, 0) + 1
         assert all(node.pins for node in self._copies), "copies of a page are remembered too long"
         assert all(node.pins == pins.pop(node, 0) for node in nodes), "a pin is wrong"
         assert not pins, "an evicted node is pinned"
-        used = {page for allocation in self._held for page in allocation.pages}
+        used = {page for allocation in self._allocations for page in allocation.pages}
         assert all(node.page in used for node in nodes if node.pins), "nobody uses a pinned page"
         assert self.tree.unpinned == sum(node.pins == 0 for node in nodes)
-        slots = [*self._free_slots, *(a.slot for a in self._held)]
+        slots = [*self._free_slots, *(a.slot for a in self._allocations)]
         assert len(set(slots)) == len(slots), "a slot is owned twice"

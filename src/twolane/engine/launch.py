@@ -11,7 +11,7 @@ from twolane.engine.overlap import corunner_now
 from twolane.engine.request import (
     MOST_AWAITING_MASKS,
     BatchChunk,
-    Flight,
+    InFlightLaunch,
     LateRow,
     Phase,
     PrefillBatch,
@@ -55,13 +55,13 @@ def carry_out(state: State, plan: Plan) -> bool:
     if plan.resume:
         _resume(state)
     batch = state.open
-    flights = [
+    launched = [
         _launch(state, launch, plan.reason)
         for launch in plan.launches
         if not _has_no_prompts(batch, launch)
     ]
-    changed = bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
-    return changed or bool(plan.launches and not state.flights)
+    changed = bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(launched))
+    return changed or bool(plan.launches and not state.in_flight)
 
 
 def joining(state: State, *lanes: LaneName) -> list[Request]:
@@ -187,7 +187,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     corunner = corunner_now(state, launch.lane)
     predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _submit(state, work, Flight(launch, rows, shape, predicted, reason, batch, late=late))
+    _submit(state, work, InFlightLaunch(launch, rows, shape, predicted, reason, batch, late=late))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -222,15 +222,15 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if not reserved.rows:
         return False
     rows, late = reserved.rows, _late(reserved.rows)
-    told = _updates(rows), _masks(rows), _slots_of(late)
-    work = DecodeWork(_decode_rows(rows), reserved.k, *told)
+    updates, masks = _updates(rows), _masks(rows)
+    work = DecodeWork(_decode_rows(rows), reserved.k, updates, masks, _slots_of(late))
     shape = decode_step(Load.decode([row.position for row in work.rows]))
     shape = shape._replace(adapters=_adapters((), rows))
     corunner = corunner_now(state, launch.lane)
     step = state.estimator.predict(shape, launch.units, corunner)
     predicted = step * reserved.k if step is not None else None
     named = [(request, allocation) for request, allocation, _ in rows]
-    flight = Flight(launch, named, shape, predicted, reason + reserved.note, late=late)
+    flight = InFlightLaunch(launch, named, shape, predicted, reason + reserved.note, late=late)
     _submit(state, work, flight)
     _advance_decode(reserved.rows)
     return True
@@ -261,7 +261,9 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.predict(shape, launch.units)
-    flight = Flight(launch, rows, shape, predicted, reason + reserved.note, batch, late=late)
+    flight = InFlightLaunch(
+        launch, rows, shape, predicted, reason + reserved.note, batch, late=late
+    )
     _submit(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
@@ -273,7 +275,7 @@ def _joined(lane: LaneName, waits: bool = False) -> Sequence[LaneName]:
     return LANES if waits or lane == "device" else (lane,)
 
 
-def _submit(state: State, work: Work, flight: Flight) -> None:
+def _submit(state: State, work: Work, flight: InFlightLaunch) -> None:
     launch = flight.launch
     allocations = [allocation for _, allocation in flight.rows]
     flight.after = _tickets_elsewhere(launch.lane, allocations)
@@ -282,7 +284,7 @@ def _submit(state: State, work: Work, flight: Flight) -> None:
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
     flight.ticket.patience = patience(flight.predicted)
     state.kv.launched(allocations, flight.ticket)
-    state.flights.append(flight)
+    state.in_flight.append(flight)
     if flight.late:
         state.awaiting_masks.append(flight)
         for row in flight.late:
@@ -319,7 +321,7 @@ def _chunk_updates(chunks: Sequence[BatchChunk]) -> tuple[SlotUpdate, ...]:
         [
             _update(chunk.allocation, _sampling(chunk.request) if chunk.final else None)
             for chunk in chunks
-            if chunk.final or chunk.allocation.told < len(chunk.allocation.pages)
+            if chunk.final or chunk.allocation.pages_sent < len(chunk.allocation.pages)
         ]
     )
 
@@ -333,11 +335,11 @@ def _sampling(request: Request) -> Sampling:
 
 def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
     """Return the slot updates of decode rows whose latest pages the lanes do not know."""
-    return tuple([_update(held) for _, held, _ in rows if held.told < len(held.pages)])
+    return tuple([_update(held) for _, held, _ in rows if held.pages_sent < len(held.pages)])
 
 
 def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
-    first, held.told = held.told, len(held.pages)
+    first, held.pages_sent = held.pages_sent, len(held.pages)
     return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling, held.adapter)
 
 

@@ -1,11 +1,11 @@
-"""What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
+"""Messages between the API process and the engine process: msgspec structs over ZeroMQ.
 
 A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
 `Vocabulary`, `Abort`, `Finish`, `Watch`, `LoadAdapter`, `UnloadAdapter` and `Ping`; the engine
-sends `Progress` while it starts,
-`Ready` once, then one `Outputs` for every turn of its loop that has news. For every `Submit` the
-engine sends exactly one ending: an `Output` with a `finish` reason, or a `Refused`; after an
-`Abort` it sends nothing more for that request except the `Output` with finish "abort".
+sends `Progress` while it starts, `Ready` once, then one `Outputs` for every turn of its loop that
+has news. For every `Submit` the engine sends exactly one ending: an `Output` with a `finish`
+reason, or a `Refused`; after an `Abort` it sends nothing more for that request except the `Output`
+with finish "abort".
 """
 
 from typing import Literal
@@ -50,7 +50,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client has lost interest; unknown and finished ids are ignored."""
+    """End a request without a full answer; unknown and finished ids are ignored."""
 
     id: str
 
@@ -66,7 +66,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Somebody looks: tell of every launch that ends in the next `seconds`."""
+    """Report every launch that ends in the next `seconds`."""
 
     seconds: float
 
@@ -113,9 +113,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     """The most tokens, prompt and output together, that one request can have."""
     kv_tokens: int
-    """How many tokens the KV pool holds."""
+    """Number of tokens that the KV pool holds."""
     page_size: int
-    """How many tokens a KV page holds."""
+    """Number of tokens in a KV page."""
     vocab_size: int
     eos_token_ids: list[int]
     slo: Slo = Slo()
@@ -129,10 +129,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How long a request took, in seconds; None where it did not get there."""
+    """Seconds that a request spent in each phase; None for a phase that it did not finish."""
 
     taken: float | None = None
-    """When the engine took it, on the lanes' clock: the machine's monotonic one, on a device."""
+    """Arrival in seconds on the lanes' clock, which is the machine's monotonic one on a device."""
     queue: float | None = None
     """Arrival to first admission."""
     prefill: float | None = None
@@ -158,9 +158,10 @@ class Output(msgspec.Struct, frozen=True):
     """The last hidden state of the prompt's last token in float32, if asked for; with the first
     tokens only."""
     times: Times | None = None
-    """How long the request took; given with `finish`."""
+    """Seconds of the request's phases; given with `finish`."""
     due: float | None = None
-    """When the API process delivers it, in seconds on the machine's monotonic clock; None: now."""
+    """Time at which the API process delivers it, in seconds on the monotonic clock; None: at
+    once."""
 
 
 GRAMMAR = "grammar"
@@ -197,14 +198,14 @@ class Stats(msgspec.Struct, frozen=True):
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
     queued: PromptWork = PromptWork()
-    """What is still to be computed for the requests without a first token."""
+    """Work left for the requests without a first token."""
     yielding: list[WaitingPrompt] | None = None
     """The largest queued prompts that may be given up for smaller ones; None: the system gives up
     none."""
     prompt_token_seconds: float = 0.0
     """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
     prompt_pace: PromptPace = UNKNOWN
-    """The same by what a prompt consists of."""
+    """Measured seconds for each prompt, each token and each pair of tokens."""
     seconds: list[tuple[str, int, float]] = []
     """(lane, units, seconds of device work done on them)."""
 
@@ -215,9 +216,9 @@ class Launched(msgspec.Struct, frozen=True):
     lane: LaneName
     units: int
     start: float
-    """When the device began it, in seconds on the lanes' clock."""
+    """Start on the device, in seconds on the lanes' clock."""
     end: float
-    """When the device ended it, on the same clock."""
+    """End on the device, in seconds on the lanes' clock."""
     layers: tuple[int, int]
     """Layers of the prompts, first to end (exclusive); (0, 0) without prompts."""
     prompts: list[str]
@@ -236,7 +237,7 @@ class Launched(msgspec.Struct, frozen=True):
 
 
 class AdapterNews(msgspec.Struct, frozen=True):
-    """What came of a `LoadAdapter` or an `UnloadAdapter`."""
+    """Result of a `LoadAdapter` or an `UnloadAdapter`."""
 
     name: str
     loaded: bool
@@ -248,7 +249,7 @@ class AdapterNews(msgspec.Struct, frozen=True):
 
 
 class LaneWait(msgspec.Struct, frozen=True):
-    """How long the launch that is first in a lane has kept the engine waiting."""
+    """Time for which the engine has waited for the first launch in a lane."""
 
     lane: LaneName
     seconds: float
@@ -264,7 +265,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     refused: list[Refused]
     stats: Stats
     launches: list[Launched] = []
-    """Those that ended while somebody watched."""
+    """Launches that ended while a `Watch` was in force."""
     waits: list[LaneWait] | None = None
     """The answer to a `Ping`: one entry for each lane that has work; None where nobody asked."""
     silences: list[float] = []

@@ -1,8 +1,8 @@
-"""What the lanes work on: beside a launch, for its prediction, and for how long already."""
+"""The work beside a launch, for its prediction, and the time for which each lane has worked."""
 
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.messages import LaneWait
-from twolane.engine.request import Flight
+from twolane.engine.request import InFlightLaunch
 from twolane.engine.state import State
 from twolane.estimate.query import Corunner
 from twolane.lanes.base import Ticket
@@ -20,16 +20,16 @@ class Mixed(Exception):
 
 
 def corunner_now(state: State, lane: LaneName) -> Corunner | None:
-    """What is running, or queued first, in the other lane."""
+    """Return the work that is running, or queued first, in the other lane."""
     other = OTHER.get(lane)
-    for flight in state.flights:
+    for flight in state.in_flight:
         if flight.launch.lane == other and not flight.ticket.done:
             return Corunner(flight.shape.load, flight.launch.units)
     return None
 
 
-def corunner_then(state: State, flight: Flight) -> Corunner | None:
-    """What ran beside a launch that has ended; the one that did so longest.
+def corunner_then(state: State, flight: InFlightLaunch) -> Corunner | None:
+    """Return the work that ran beside a launch that has ended: of several, the longest.
 
     Raises:
         Mixed: something did, but not all the while.
@@ -39,10 +39,10 @@ def corunner_then(state: State, flight: Flight) -> Corunner | None:
     if other is None:
         return None
     assert ticket.start is not None
-    landed = state.landed[other]
-    while landed and _end(landed[0]) <= ticket.start:
-        landed.popleft()  # launches of a lane run in order: no later one will need it
-    candidates = [*landed, *(f for f in state.flights if f.launch.lane == other)]
+    finished = state.finished[other]
+    while finished and _end(finished[0]) <= ticket.start:
+        finished.popleft()  # launches of a lane run in order: no later one will need it
+    candidates = [*finished, *(f for f in state.in_flight if f.launch.lane == other)]
     seconds = max(ticket.seconds, 1e-9)
     shares = [max(0.0, _overlap(each.ticket, ticket)) / seconds for each in candidates]
     covered = sum(shares)
@@ -55,7 +55,7 @@ def corunner_then(state: State, flight: Flight) -> Corunner | None:
 
 
 def _overlap(its: Ticket, mine: Ticket) -> float:
-    """Seconds that both ran, of which mine has ended; up to 0 if they did not."""
+    """Return the seconds that both ran, of which `mine` has ended; up to 0 if they did not."""
     if its.start is None:
         return 0.0
     assert mine.start is not None
@@ -64,16 +64,16 @@ def _overlap(its: Ticket, mine: Ticket) -> float:
     return min(mine.end, its_end) - max(mine.start, its.start)
 
 
-def _end(flight: Flight) -> float:
+def _end(flight: InFlightLaunch) -> float:
     assert flight.ticket.end is not None
     return flight.ticket.end
 
 
 def lane_waits(state: State) -> list[LaneWait]:
-    """The wait for the first launch of each lane that has one which nothing else holds back."""
-    first: dict[LaneName, Flight] = {}
+    """Return the wait for the first launch of each lane that no other launch holds back."""
+    first: dict[LaneName, InFlightLaunch] = {}
     waits = []
-    for flight in state.flights:  # in launch order
+    for flight in state.in_flight:  # in launch order
         lane = flight.launch.lane
         is_first = not any(name in first for name in EXCLUSIVE[lane])
         first.setdefault(lane, flight)
@@ -83,8 +83,8 @@ def lane_waits(state: State) -> list[LaneWait]:
     return waits
 
 
-def _could_begin(state: State, flight: Flight) -> float:
-    """When the lane was last seen to go on, or could begin with this launch, on its clock."""
+def _could_begin(state: State, flight: InFlightLaunch) -> float:
+    """Return when the lane last progressed or could begin this launch, in seconds on its clock."""
     moments = [flight.launched_at, *(t.end for t in flight.after if t.end is not None)]
     names = EXCLUSIVE[flight.launch.lane]
     moments += [state.progressed[name] for name in names if name in state.progressed]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
-from twolane.engine.request import Flight, Phase, Request
+from twolane.engine.request import InFlightLaunch, Phase, Request
 from twolane.lanes.base import Sampled
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
@@ -97,11 +97,11 @@ class Pacer:
         return self._held.pop(request, None)
 
     def release_ready(
-        self, now: float, flights: Sequence[Flight]
+        self, now: float, in_flight: Sequence[InFlightLaunch]
     ) -> Iterator[tuple[Request, Sampled]]:
         """Give up the held tokens that need not wait any longer, given what is in flight."""
         for request, sampled in list(self._held.items()):
-            if request.phase is Phase.DECODE and self._too_early(request, now, flights):
+            if request.phase is Phase.DECODE and self._too_early(request, now, in_flight):
                 continue
             del self._held[request]
             if request.phase is not Phase.FINISHED:
@@ -123,7 +123,7 @@ class Pacer:
         wanted = request.deadline if request.due is None else request.due + PACE_FRACTION * bound
         return latest if wanted is None else max(at, min(wanted, latest))
 
-    def _too_early(self, request: Request, now: float, flights: Sequence[Flight]) -> bool:
+    def _too_early(self, request: Request, now: float, in_flight: Sequence[InFlightLaunch]) -> bool:
         """Tell whether the second token would be late by prediction if the first were sent now.
 
         It would be if other decode launches run first for long enough. The first token goes out
@@ -132,7 +132,7 @@ class Pacer:
         bound = request.slo.tbt
         assert bound is not None
         begins, step = now, None
-        for flight in flights:
+        for flight in in_flight:
             if isinstance(flight.launch.work, PrefillSlice):
                 continue
             step = flight.predicted

@@ -1,4 +1,4 @@
-"""Which estimator an engine has: one fitted on the profile of this machine and model, or none."""
+"""Choice of the engine's estimator: fitted on the profile of this machine and model, or online."""
 
 import copy
 import functools
@@ -120,7 +120,7 @@ def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
 
 
 def machine_key(machine: Machine, units: int) -> Key:
-    """What a profile taken here is of."""
+    """Return the key of profiles taken on this machine."""
     itemsize, weights, kv = machine.itemsize, machine.weight_itemsize, machine.kv_itemsize
     return Key(
         device=_cpu_name() if machine.kind == "cpu" else machine.name,
@@ -136,7 +136,7 @@ def machine_key(machine: Machine, units: int) -> Key:
 
 
 def _driver_version() -> str:
-    """Driver version of the GPU; empty where `nvidia-smi` does not tell."""
+    """Return the GPU's driver version; empty where `nvidia-smi` does not tell."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
@@ -146,7 +146,7 @@ def _driver_version() -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's model, as Linux names it."""
+    """Return the processor's model, as Linux names it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

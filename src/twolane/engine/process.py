@@ -179,7 +179,7 @@ def main() -> int:
 
 
 def _explain(error: Exception) -> str:
-    """One line for the user; what nobody foresaw gets its type, and a traceback in the log."""
+    """Return one line for the user; print the traceback of an unforeseen error to the log."""
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return str(error) or type(error).__name__
     import traceback

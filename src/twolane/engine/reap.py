@@ -6,7 +6,7 @@ from twolane.common.prompt_work import PromptWork
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.overlap import OTHER, Mixed, corunner_then
-from twolane.engine.request import Flight, Phase, PrefillBatch, Request
+from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
@@ -27,7 +27,7 @@ def reap(state: State) -> bool:
     # The lanes run on while they are polled, and launches wait only for earlier ones. Polling the
     # latest first shows the end of each launch that another one, seen to have begun, waited for.
     # Delivery goes in launch order.
-    polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)]
+    polled = [(flight, *_poll(flight)) for flight in reversed(state.in_flight)]
     news = False
     for flight, done, steps in reversed(polled):
         for step, at in steps:
@@ -40,7 +40,7 @@ def reap(state: State) -> bool:
     return _deliver_held(state) or news
 
 
-def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
+def _poll(flight: InFlightLaunch) -> tuple[bool, list[tuple[Step, float]]]:
     """Return whether a launch has ended, and its newly finished steps with their times in
     seconds."""
     ticket = flight.ticket
@@ -55,7 +55,7 @@ def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
     return done, [*zip(steps, times, strict=True)]
 
 
-def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
+def _deliver(state: State, flight: InFlightLaunch, step: Step, at: float) -> None:
     """Deliver the results of one step, which the device finished at `at` seconds."""
     for row, logprobs in step.prompt_logprobs:
         request, allocation = flight.rows[row]
@@ -64,19 +64,19 @@ def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
         if all(isfinite(each.logprob) for each in logprobs):
             request.prompt_logprobs.extend(logprobs)
         else:
-            _break(state, request)
+            _fail_broken(state, request)
     rows, sliced = flight.rows, isinstance(flight.launch.work, PrefillSlice)
     for row in step.broken:
         request, allocation = rows[row]
         if _expected(request, allocation):
-            _break(state, request)
+            _fail_broken(state, request)
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
             _receive(state, request, sampled, at, sliced=sliced)
 
 
-def _break(state: State, request: Request) -> None:
+def _fail_broken(state: State, request: Request) -> None:
     """End a request whose logits are NaN or infinite; the others of its batch go on."""
     state.fail(request, BROKEN, "broken")
     state.counters.broken += 1
@@ -123,7 +123,7 @@ def _send(state: State, request: Request, sampled: Sampled, at: float) -> None:
 
 def _deliver_held(state: State) -> bool:
     """Send the first tokens whose hold is over; return whether there were any."""
-    ready = list(state.pacer.release_ready(state.now(), state.flights))
+    ready = list(state.pacer.release_ready(state.now(), state.in_flight))
     for request, sampled in ready:
         _send(state, request, sampled, state.now())
     return bool(ready)
@@ -141,26 +141,26 @@ def _share_full_pages(state: State, request: Request) -> None:
         state.kv.share(allocation, request.tokens, written)
 
 
-def _settle(state: State, flight: Flight) -> None:
+def _settle(state: State, flight: InFlightLaunch) -> None:
     """Settle a launch that has ended: free its pages, advance its batch, and count its seconds."""
-    state.flights.remove(flight)
+    state.in_flight.remove(flight)
     ticket, lane = flight.ticket, flight.launch.lane
     if flight.batch is not None:
-        _move_on(state, flight, flight.batch)
-    state.kv.landed([allocation for _, allocation in flight.rows])
+        _advance(state, flight, flight.batch)
+    state.kv.reaped([allocation for _, allocation in flight.rows])
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
-    state.launching.note(flight.launch.work, ticket.host_seconds, state.now())
+    state.launch_costs.note(flight.launch.work, ticket.host_seconds, state.now())
     if lane in OTHER:
-        state.landed[lane].append(flight)
+        state.finished[lane].append(flight)
     state.unobserved.append(flight)
     if not state.trace.silent:
         _trace(state, flight)
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
-    flight.batch = None  # `landed` keeps the flight, which must not keep hidden states
+    flight.batch = None  # `finished` keeps the flight, which must not keep hidden states
 
 
-def _move_on(state: State, flight: Flight, batch: PrefillBatch) -> None:
+def _advance(state: State, flight: InFlightLaunch, batch: PrefillBatch) -> None:
     """Advance a batch past the layers of a launch; share the pages of chunks that have passed
     all."""
     work = flight.launch.work
@@ -183,7 +183,7 @@ def learn(state: State) -> None:
     state.unobserved.clear()
 
 
-def _observe(state: State, flight: Flight) -> None:
+def _observe(state: State, flight: InFlightLaunch) -> None:
     """Let the estimator learn from a launch.
 
     An estimator that promises bounds predicts device time: profiles leave out launches that may
@@ -204,7 +204,7 @@ def _observe(state: State, flight: Flight) -> None:
     state.estimator.observe(shape, flight.launch.units, seconds, corunner)
 
 
-def _trace(state: State, flight: Flight) -> None:
+def _trace(state: State, flight: InFlightLaunch) -> None:
     ticket, work = flight.ticket, flight.launch.work
     assert ticket.start is not None
     assert ticket.end is not None
@@ -225,7 +225,7 @@ def _trace(state: State, flight: Flight) -> None:
     )
 
 
-def _name(flight: Flight) -> str:
+def _name(flight: InFlightLaunch) -> str:
     work = flight.launch.work
     if isinstance(work, PrefillSlice):
         return f"layers {work.first}:{work.last}"
@@ -234,7 +234,7 @@ def _name(flight: Flight) -> str:
     return "hybrid"
 
 
-def _launched(state: State, flight: Flight) -> Launched:
+def _launched(state: State, flight: InFlightLaunch) -> Launched:
     ticket, work, batch = flight.ticket, flight.launch.work, flight.batch
     assert ticket.start is not None
     assert ticket.end is not None

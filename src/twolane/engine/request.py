@@ -37,7 +37,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `systems.view.RequestView` is the part of it that systems see."""
+    """A request in the engine. `systems.view.RequestView` is the part of it that systems see."""
 
     id: str
     tokens: "array[int]"
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a token has been launched and not delivered."""
+        """Whether a launched token has not been delivered."""
         return self.phase is Phase.PREFILL or self.context >= len(self.tokens)
 
     @property
@@ -100,8 +100,8 @@ class Request:
 
     @property
     def sits_out(self) -> bool:
-        """Whether decode launches leave the request out, because they do not wait for slow
-        grammars."""
+        """Whether decode launches leave the request out: they do not wait for a slow grammar's
+        mask."""
         constraint = self.constraint
         return constraint is not None and constraint.pace.apart and self.next_mask is None
 
@@ -278,7 +278,7 @@ class LateRow(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightLaunch:
     """A launch in flight, with what the engine needs when its results arrive."""
 
     launch: Launch

@@ -79,7 +79,7 @@ def nano_batches(config: EngineConfig) -> int:
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:
-    """The most tokens of one request.
+    """Return the largest number of tokens of one request.
 
     Raises:
         FieldError: the model has fewer positions.
@@ -120,12 +120,12 @@ def _check_kv_events(config: EngineConfig) -> None:
 
 
 def _is_readable(file: Path) -> bool:
-    """Whether a file is there and can be read."""
+    """Return whether a file exists and can be read."""
     return not is_folder(file) and os.access(file, os.R_OK)
 
 
 def _is_writable(file: Path) -> bool:
-    """Whether a file can be written, which need not be there yet."""
+    """Return whether a file can be written, which need not exist yet."""
     try:
         if file.exists():
             return not file.is_dir() and os.access(file, os.W_OK)
@@ -135,7 +135,7 @@ def _is_writable(file: Path) -> bool:
 
 
 def _check_device(config: EngineConfig) -> None:
-    """What is only for one device is refused with the other."""
+    """Refuse settings of one device with the other."""
     if config.device == "cuda" and config.cores is not None:
         raise FieldError("cores", "is only for CPUs, and the device is cuda")
     if config.levels is not None:

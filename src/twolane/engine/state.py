@@ -24,14 +24,14 @@ from twolane.engine.messages import (
     RefusedCode,
 )
 from twolane.engine.pacing import Pacer
-from twolane.engine.request import Flight, Phase, PrefillBatch, Request
+from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate.base import Estimator
 from twolane.lanes.base import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
-LANDED_KEPT = 256
+FINISHED_KEPT = 256
 """Number of finished launches of each lane that are remembered."""
 QUEUE_SECONDS = 0.02
 """The queued tokens are counted again after this many seconds; a long queue takes a while to
@@ -44,7 +44,7 @@ prompts do not outweigh a queue of long ones."""
 LEAST_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
 OLDEST_EVERY = 8
-"""One admission in this many goes to the request that has waited longest."""
+"""One admission in this many goes to the longest-waiting request."""
 FIRST_PRIORITY = -(2**31)
 """A priority before all that requests can have."""
 
@@ -128,22 +128,22 @@ class State:
     """Prefill batches launched to the last layer and not finished, oldest first."""
     decoding: list[Request] = field(default_factory=list)
     """Requests in decode, by rank."""
-    flights: list[Flight] = field(default_factory=list)
+    in_flight: list[InFlightLaunch] = field(default_factory=list)
     """Launches that have not been reaped, in launch order."""
-    landed: dict[LaneName, deque[Flight]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED_KEPT))
+    finished: dict[LaneName, deque[InFlightLaunch]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=FINISHED_KEPT))
     )
     """The latest reaped launches by lane that an unreaped launch of the other lane may have
     overlapped."""
-    unobserved: list[Flight] = field(default_factory=list)
+    unobserved: list[InFlightLaunch] = field(default_factory=list)
     """Reaped launches that the estimator has not learnt from, in launch order."""
     progressed: dict[LaneName, float] = field(default_factory=dict)
     """Seconds on the lanes' clock at which a finished step of each lane was last found."""
     counters: Counters = field(default_factory=Counters)
     masks_to_compute: list[Request] = field(default_factory=list)
     """Constrained requests that got a token since their last mask was computed."""
-    awaiting_masks: list[Flight] = field(default_factory=list)
-    """Launches that wait for token masks (`Flight.late`), in launch order."""
+    awaiting_masks: list[InFlightLaunch] = field(default_factory=list)
+    """Launches that wait for token masks (`InFlightLaunch.late`), in launch order."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
     """Tokens for the API process, by request and by the time at which they are due."""
     refused: list[Refused] = field(default_factory=list)
@@ -155,16 +155,16 @@ class State:
     ones."""
     queued: QueueCount = field(default_factory=QueueCount)
     """The latest count of queued prompts."""
-    launching: LaunchCosts = field(init=False)
+    launch_costs: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Numbers of units that a launch may name."""
 
     def __post_init__(self) -> None:
-        self.launching = LaunchCosts(self.layers)
+        self.launch_costs = LaunchCosts(self.layers)
         self.offered = frozenset(units for level in self.lanes.levels for units in level if units)
 
     def now(self) -> float:
-        """Seconds on the lanes' clock."""
+        """Return the seconds on the lanes' clock."""
         return self.lanes.clock()
 
     def count_queued(self) -> QueueCount:
@@ -198,8 +198,8 @@ class State:
 
     def adapters_named(self) -> set[int]:
         """Return the adapter slots that requests or launches name."""
-        flown = {held.adapter for flight in self.flights for _, held in flight.rows}
-        return flown | {request.adapter for request in self.requests.values()}
+        launched = {held.adapter for flight in self.in_flight for _, held in flight.rows}
+        return launched | {request.adapter for request in self.requests.values()}
 
     def enqueue(self, request: Request) -> None:
         """Let a request wait for prefill, in its place by rank."""
@@ -330,9 +330,9 @@ class State:
     def lane_views(self, now: float) -> dict[LaneName, LaneView]:
         """Return each lane's number of queued launches and the predicted time at which it runs
         dry."""
-        costs = self.launching.longest
-        views = {lane: LaneView(launching=cost) for lane, cost in costs.items()}
-        for flight in self.flights:
+        costs = self.launch_costs.longest
+        views = {lane: LaneView(launch_cost=cost) for lane, cost in costs.items()}
+        for flight in self.in_flight:
             lane, units = flight.launch.lane, flight.launch.units
             before, predicted = views[lane], flight.predicted
             lanes = {*EXCLUSIVE[lane], *(each.lane for each in flight.after if not each.done)}
@@ -368,6 +368,6 @@ def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
 
 
 def masks_of(request_id: str) -> str:
-    """The key in `State.held` of a request whose next mask is being computed; no request has it as
-    its id."""
+    """Return the key in `State.held` of a request whose next mask is being computed, which is no
+    request's id."""
     return f"masks of {request_id}"

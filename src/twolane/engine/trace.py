@@ -21,7 +21,7 @@ LANE_THREADS: dict[LaneName, int] = {lane: i + 1 for i, lane in enumerate(LANES)
 
 
 class Trace:
-    """Where the engine reports what happened; times are seconds on the lanes' clock.
+    """A sink for the engine's events, with times in seconds on the lanes' clock.
 
     This one writes nothing.
     """
@@ -30,25 +30,25 @@ class Trace:
     """Whether launches need not be reported."""
 
     def about(self, **args: Any) -> None:
-        """What is traced: model, system, device, its units and levels, the size of the KV pool."""
+        """Record the model, system, device, its units and levels, and the size of the KV pool."""
 
     def request_begin(self, request: str, at: float, **args: Any) -> None:
-        """A request arrived."""
+        """Record the arrival of a request."""
 
     def request_event(self, request: str, name: str, at: float, **args: Any) -> None:
-        """Something happened to a request."""
+        """Record an event of a request."""
 
     def request_end(self, request: str, at: float, reason: str, tokens: int) -> None:
-        """A request ended."""
+        """Record the end of a request."""
 
     def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
-        """A launch ran in a lane."""
+        """Record a launch that ran in a lane."""
 
     def counters(self, at: float, **values: float) -> None:
-        """Gauges at a moment."""
+        """Record gauges at a moment."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the trace."""
 
 
 class FileTrace(Trace):

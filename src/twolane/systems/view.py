@@ -147,7 +147,7 @@ class LaneView(msgspec.Struct, frozen=True):
     """Units of the launch that was queued last; 0 when idle."""
     until: float | None = None
     """Predicted time in seconds at which the queue will be empty; None without a prediction."""
-    launching: float = 0.0
+    launch_cost: float = 0.0
     """Seconds that the host recently took for the slowest kind of launch of this lane."""
 
     def due(self, now: float, lead: float) -> bool:
@@ -165,7 +165,7 @@ class LaneView(msgspec.Struct, frozen=True):
         end of a launch will tell."""
         if self.queued != 1 or self.until is None:
             return None
-        return self.until - lead - self.launching
+        return self.until - lead - self.launch_cost
 
 
 class View(msgspec.Struct, frozen=True):
@@ -208,4 +208,4 @@ class View(msgspec.Struct, frozen=True):
     gaps: GapsView
     """The latest gaps between tokens."""
     estimator: Estimator
-    launching: LaunchCostsView
+    launch_costs: LaunchCostsView

@@ -109,15 +109,15 @@ def test_steps_go_before_a_pass_only_if_it_would_come_late_for_who_decodes() -> 
     asked = {"waiting": [waiting("a", 900)], "order": [waiting("a", 900)]}
     slow = LaunchCosts(LAYERS)
     slow.note(Hybrid(), 0.033, 0.0)
-    step = go_on(HYBRID, prompts(0), launching=slow, **asked)[0]
+    step = go_on(HYBRID, prompts(0), launch_costs=slow, **asked)[0]
     assert step.launches == (Launch("device", UNITS, DecodeSteps(7)),)
     assert NOTHING.after(step) == LastTurns(steps_first=True) == NOTHING.after(step).after(Plan())
-    first = go_on(HYBRID, prompts(0), launching=slow, **asked, **joining("device"))[0]
+    first = go_on(HYBRID, prompts(0), launch_costs=slow, **asked, **joining("device"))[0]
     assert first.launches == (Launch("device", UNITS, Hybrid()),)
     # Nor is one that is launched in time, though it breaks the bound.
     lanes = {"device": LaneView(1, UNITS, NOW + 0.034, 0.033)}
     long = replace(HYBRID, gap=2 * TARGET.latest)
-    plan = go_on(long, prompts(0), launching=slow, lanes=lanes, **asked)[0]
+    plan = go_on(long, prompts(0), launch_costs=slow, lanes=lanes, **asked)[0]
     assert plan.launches == first.launches
 
 
@@ -146,7 +146,7 @@ def test_what_is_less_than_half_a_slice_is_part_of_the_last(
     layers: int, first: int, last: int
 ) -> None:
     """No slice has more layers than the host launches at once."""
-    here = {"launching": LaunchCosts(12), "lanes": {"prefill": LaneView(1, 84, NOW + 0.004)}}
+    here = {"launch_costs": LaunchCosts(12), "lanes": {"prefill": LaneView(1, 84, NOW + 0.004)}}
     plan, after = go_on(replace(SPATIAL, layers=layers), prompts(first), **here)
     assert plan.launches[1:] == (Launch("prefill", 84, PrefillSlice(first, last)),)
     assert plan.admit == NEXT

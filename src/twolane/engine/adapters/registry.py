@@ -35,7 +35,8 @@ class LoadedAdapter:
     """Digest of its files, by which its pages are known."""
 
     def salt(self, cache_salt: str | None) -> bytes:
-        """What keeps a request's pages from those of other adapters, and of other tenants."""
+        """Return the salt of a request's pages, which only requests of this adapter and tenant
+        share."""
         return salt_bytes(cache_salt, self.digest)
 
 
@@ -62,14 +63,15 @@ class AdapterRegistry:
         self._leaving: dict[str, LoadedAdapter] = {}
         self._reader: ThreadPoolExecutor | None = None
         self.news: list[AdapterNews] = []
-        """What the API process has not been told yet."""
+        """Messages that have not been sent to the API process."""
 
     def find(self, name: str) -> LoadedAdapter | None:
-        """The adapter that new requests of this name get; None: there is none."""
+        """Return the adapter for new requests of this name; None if none is loaded."""
         return self._loaded.get(name)
 
     def name_of(self, salt: bytes) -> str | None:
-        """Name of the adapter that computes pages of this salt; None: it is none of an adapter."""
+        """Return the name of the adapter with pages of this salt; None if they are the base
+        model's."""
         return self._names.get(adapter_of(salt))
 
     def digests(self) -> dict[str, str]:
@@ -90,7 +92,7 @@ class AdapterRegistry:
         self._add(name, LoadedAdapter(slot, digest))
 
     def load(self, name: str, path: str) -> None:
-        """Begin to load an adapter; `settle` tells what came of it."""
+        """Begin to load an adapter; `settle` reports the result."""
         try:
             slot = self._place(name)
         except ValueError as error:
@@ -103,7 +105,7 @@ class AdapterRegistry:
         done.add_done_callback(lambda _: self._notify())
 
     def unload(self, name: str) -> None:
-        """Give an adapter to no new request; `settle` tells when the last one has ended."""
+        """Give an adapter to no new request; `settle` reports when the last one has ended."""
         adapter = self._loaded.pop(name, None)
         if adapter is None:
             problem = f"no adapter {name!r} is loaded"
@@ -112,7 +114,7 @@ class AdapterRegistry:
             self._leaving[name] = adapter
 
     def settle(self, named: Callable[[], Collection[int]]) -> bool:
-        """Take what has been read, and let go of what nobody uses; whether there is news.
+        """Finish loads that are read and unloads that nothing uses; return whether there is news.
 
         Args:
             named: gives the slots that requests and launches name.
@@ -136,7 +138,7 @@ class AdapterRegistry:
             self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, slot: int, path: str) -> bytes:
-        """Load an adapter and return the digest of its files.
+        """Cancel the loads that have not begun.
 
         Raises:
             ValueError: it cannot be served; or its files change, so that other ranks may have read
@@ -158,7 +160,7 @@ class AdapterRegistry:
             adapter = LoadedAdapter(slot, done.result())
             self._add(name, adapter)
             self.news.append(AdapterNews(name, loaded=True, digest=adapter.digest.hex()))
-        elif isinstance(error, Exception):  # whatever a file does to who reads it ends nothing else
+        elif isinstance(error, Exception):  # a bad file ends nothing else
             problem = str(error) if isinstance(error, ValueError) else repr(error)
             self._free.append(slot)
             self.news.append(AdapterNews(name, loaded=False, problem=problem))
@@ -166,7 +168,7 @@ class AdapterRegistry:
             raise error
 
     def _place(self, name: str) -> int:
-        """A slot for a new adapter.
+        """Take a slot for a new adapter.
 
         Raises:
             ValueError: there is none, or the name is in use.

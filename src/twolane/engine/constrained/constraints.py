@@ -49,7 +49,7 @@ class GrammarError(ValueError):
 
 
 class MaskPace:
-    """How long the masks of a grammar take; all its requests share it.
+    """Whether a grammar's masks are slow to compute; all its requests share the answer.
 
     Launches wait for the masks of their rows, so that one slow mask would hold up all rows. A row
     whose grammar is `apart` sits out launches until its mask is known.
@@ -60,7 +60,7 @@ class MaskPace:
 
     @property
     def apart(self) -> bool:
-        """Whether its masks are computed by themselves, and no launch waits for one."""
+        """Whether its masks are computed apart from others, and no launch waits for one."""
         return self._slow or self._suspect
 
     def suspect(self) -> None:
@@ -74,7 +74,7 @@ class MaskPace:
 
 
 class Constraint:
-    """What one request may say next, by its grammar.
+    """The grammar's state in one request.
 
     The loop tells it the tokens that are delivered; whoever computes the mask, one at a time, in
     any thread, has the matcher take them first.
@@ -109,7 +109,7 @@ class Constraint:
         self._seconds, self._taken = 0.0, 0
         """Processor time of the tokens that it has taken, and their number."""
         self.ambiguous = False
-        """Whether it is given up, because they took too long."""
+        """Whether matching was given up because tokens took too long."""
 
     def take(self, token: int) -> None:
         """Go on behind an output token that was delivered."""
@@ -278,7 +278,7 @@ class Grammars:
         return constraint, mask
 
     def _matcher(self, grammar: str, group: int) -> tuple[LLMatcher, MaskPace]:
-        """The matcher of a group, at its start, and the grammar's pace.
+        """Return the matcher of a group, at its start, and the grammar's pace.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
@@ -301,7 +301,7 @@ class Grammars:
         return matcher, pace
 
     def _vocabulary_now(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it, made once.
+        """Return llguidance's tokenizer, made once.
 
         Raises:
             GrammarError: it does not go with the model, as one without the model's end tokens.

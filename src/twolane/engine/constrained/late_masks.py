@@ -1,11 +1,11 @@
-"""Masks that are computed while the launches that they are for run, and follow them."""
+"""Token masks that are computed while their launches run, and sent after them."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Masks
-from twolane.engine.request import Flight, Phase, Request
+from twolane.engine.request import InFlightLaunch, Phase, Request
 from twolane.engine.state import State, masks_of
 from twolane.lanes.work import TokenMask
 
@@ -16,7 +16,7 @@ class _Started(NamedTuple):
 
 
 class LateMasks:
-    """Has the masks of delivered tokens computed, and tells the lanes those that launches wait for.
+    """Has the masks of delivered tokens computed, and sends the lanes those that launches wait for.
 
     A matcher is asked for one mask at a time: a request gets no token before the mask of the one
     before it was told. No launch waits for the mask of a slow grammar (see `Request.sits_out`).
@@ -48,7 +48,7 @@ class LateMasks:
         if together:
             found = self._masks.start([*together.values()])
             self._started.append(_Started([*together], found))
-        self._tell()
+        self._send()
 
     def take(self) -> bool:
         """Take the masks that are there; whether there were any."""
@@ -57,7 +57,7 @@ class LateMasks:
             self._started.remove(started)
             for request, mask in zip(started.requests, started.masks.result(), strict=True):
                 self._note(request, mask)
-        self._tell()
+        self._send()
         return bool(ready)
 
     def _note(self, request: Request, mask: bytes | GrammarError) -> None:
@@ -70,8 +70,8 @@ class LateMasks:
             request.mask = mask
             self._state.release_held(masks_of(request.id))
 
-    def _tell(self) -> None:
-        """Tell the lanes the masks of launches of which none is missing."""
+    def _send(self) -> None:
+        """Send the lanes the masks of launches for which all are known."""
         state = self._state
         for flight in list(state.awaiting_masks):
             if all(row.left or row.mask is not None for row in flight.late):
@@ -81,6 +81,6 @@ class LateMasks:
                     row.request.awaiting_masks -= not row.left  # leaving made it zero
 
 
-def _masks(flight: Flight) -> tuple[TokenMask, ...]:
+def _masks(flight: InFlightLaunch) -> tuple[TokenMask, ...]:
     there = [(row, row.mask) for row in flight.late if not row.left]
     return tuple([TokenMask(row.allocation.slot, mask) for row, mask in there if mask is not None])

@@ -1,1 +1,1 @@
-"""What enters and leaves the prefix tree, published for routers that know prefixes."""
+"""Events of the prefix tree, published for prefix-aware routers."""

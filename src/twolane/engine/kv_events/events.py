@@ -52,7 +52,7 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
-    """What changed in one turn of the loop."""
+    """The changes of one turn of the loop."""
 
     ts: float
     """Time of publishing in seconds since the epoch."""

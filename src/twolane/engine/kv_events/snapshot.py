@@ -63,7 +63,7 @@ def _single(event: BlockStored) -> Iterator[tuple[int, BlockStored]]:
 
 
 def _copied(page: BlockStored) -> BlockStored:
-    """An event that may be extended."""
+    """Return a copy of an event that may be extended."""
     extra = None if page.extra_keys is None else list(page.extra_keys)
     return BlockStored(
         list(page.block_hashes),

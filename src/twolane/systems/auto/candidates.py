@@ -75,7 +75,7 @@ class Candidates:
         step: bound on its seconds on the whole device.
         batch: the prompts.
         target: TBT that is planned for, in seconds.
-        launching: seconds that a launch of a pass takes the host: passes that follow one another
+        launch_cost: seconds that a launch of a pass takes the host: passes that follow one another
             are no faster.
         pass_sizes: tokens that the device pads passes to; empty: to none.
         stagger: whether steps may wait for layers on the whole device. A batch in layers ends all
@@ -90,7 +90,7 @@ class Candidates:
     step: float
     batch: Load
     target: float
-    launching: float = 0.0
+    launch_cost: float = 0.0
     pass_sizes: Sequence[int] = ()
     stagger: bool = False
 
@@ -203,7 +203,7 @@ class Candidates:
         if seconds is None or not self.estimator.promises:
             parts = UNPROMISED_PASS_FRACTION * (self.step + alone * tokens / self.batch.new)
             seconds = parts if seconds is None else min(seconds, parts)
-        return max(seconds, self.launching)
+        return max(seconds, self.launch_cost)
 
 
 def passes(padded: Sequence[int]) -> Sequence[int]:

@@ -17,8 +17,8 @@ def queue(view: View, lane: LaneName) -> LaneView:
     until = max(known, default=None) if len(known) == len(untils) else None
     beside = max(view.lanes[name].queued for name in lanes if name != "device")
     queued = view.lanes["device"].queued + beside
-    launching = max(each.launching for each in (*busy, view.lanes[lane]))
-    return LaneView(queued=queued, until=until, launching=launching)
+    launch_cost = max(each.launch_cost for each in (*busy, view.lanes[lane]))
+    return LaneView(queued=queued, until=until, launch_cost=launch_cost)
 
 
 def due(view: View, lane: LaneName, lead: float) -> bool:

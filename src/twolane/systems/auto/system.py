@@ -198,7 +198,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 step,
                 prompts.load,
                 target.planned,
-                view.launching.seconds(Hybrid()),
+                view.launch_costs.seconds(Hybrid()),
                 view.pass_sizes,
                 stagger=_backlogged(view, prompts),
             )

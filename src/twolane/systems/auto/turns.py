@@ -154,12 +154,12 @@ class Situation:
         view, step = self.view, self.step
         if self.turn.steps_first:
             return 0
-        launching = view.launching.seconds(Hybrid())
-        late = view.now + launching - (queue(view, "device").until or view.now)
+        launch_cost = view.launch_costs.seconds(Hybrid())
+        late = view.now + launch_cost - (queue(view, "device").until or view.now)
         missed = bool(view.decoding) and late > 0.0 and choice.gap + late > self.target.latest
-        if not missed or not step or MOST_STEPS * step < launching:
+        if not missed or not step or MOST_STEPS * step < launch_cost:
             return 0
-        return math.ceil(launching / step)
+        return math.ceil(launch_cost / step)
 
     def _on_device(self, work: DecodeSteps | Hybrid, reason: str) -> Plan:
         return Plan(launches=(Launch("device", self.view.units, work),), reason=reason)
@@ -173,7 +173,10 @@ class Situation:
         launches: list[Launch] = []
         if prompts is not None and self._due("prefill"):
             part, end = self._next_slice(choice, prompts)
-            admit, meanwhile = prompts.chunks, LAUNCH_SAFETY_FACTOR * view.launching.seconds(part)
+            admit, meanwhile = (
+                prompts.chunks,
+                LAUNCH_SAFETY_FACTOR * view.launch_costs.seconds(part),
+            )
             launches = [Launch("prefill", choice.level[0], part)]
             if part.last == view.layers:
                 turn = replace(turn, prompts_end=end)
@@ -209,12 +212,12 @@ class Situation:
     def _next_slice(self, choice: Candidate, prompts: Prompts) -> tuple[PrefillSlice, float]:
         """Return the next layers, and when they end by prediction, in seconds."""
         view = self.view
-        layers = min(choice.layers, view.launching.layers_at_once)
+        layers = min(choice.layers, view.launch_costs.layers_at_once)
         last = prompts.first + layers
         if view.layers - last <= layers // 2:
             last = view.layers
         part = PrefillSlice(prompts.first, last)
-        launched = view.now + SLICE_START_FRACTION * view.launching.seconds(part)
+        launched = view.now + SLICE_START_FRACTION * view.launch_costs.seconds(part)
         begin = max(prefill_free_at(view), launched)
         return part, begin + (last - prompts.first) * choice.layer
 

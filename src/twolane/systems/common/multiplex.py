@@ -59,7 +59,7 @@ class PrefillJob:
         them.
         """
         if view.decoding:
-            layers = min(layers, view.launching.layers_at_once)
+            layers = min(layers, view.launch_costs.layers_at_once)
         last = min(self.first + layers, view.layers)
         return Launch("prefill", units, PrefillSlice(self.first, last))
 
