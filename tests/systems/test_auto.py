@@ -43,14 +43,14 @@ from twolane.systems.auto.candidates import (
     passes,
 )
 from twolane.systems.auto.margin import UNHURRIED_FRACTION
-from twolane.systems.auto.order import REFUSAL_FACTOR, make_line
-from twolane.systems.auto.system import SLACK_PARTS, Auto, AutoMemory, Standing
+from twolane.systems.auto.order import REFUSAL_FACTOR, order_requests
+from twolane.systems.auto.system import SLACK_PARTS, Auto, AutoMemory, CurrentChoice
 from twolane.systems.auto.target import TbtTarget
 from twolane.systems.auto.turns import (
     LAUNCH_SAFETY_FACTOR,
     RELAUNCH_GAP_SECONDS,
     LastTurns,
-    Situation,
+    LaunchPlanner,
 )
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
 from twolane.systems.view import LaneView
@@ -209,7 +209,7 @@ def test_less_than_the_tbt_bound_is_planned_for_while_no_prompt_is_in_a_hurry():
     for ttft in (0.1, 10.0):
         prompt = waiting("a", 2000, slo=Slo(ttft=ttft), deadline=ttft)
         _, memory = plan(decoding=rows(16, 1000, 0.02), waiting=[prompt])
-        gaps[ttft] = memory.standing.choice.gap
+        gaps[ttft] = memory.current.choice.gap
     assert gaps[10.0] <= UNHURRIED_FRACTION * 0.02 < gaps[0.1] <= 0.02
 
 
@@ -217,12 +217,12 @@ def test_a_device_that_gets_slow_makes_for_another_choice_at_once():
     estimator, begun = deepcopy(KNOWN), batch(waiting("a", 2000), layers=1)
     asked = {"decoding": rows(16, 1000, 0.02), "batch": begun}
     _, before = plan(estimator, **asked)
-    assert plan(estimator, before, **asked)[1].standing.choice is before.standing.choice
+    assert plan(estimator, before, **asked)[1].current.choice is before.current.choice
     estimator.lately = 0.2
     _, after = plan(estimator, before, **asked)
-    assert after.standing.choice != before.standing.choice
-    assert after.standing.choice.gap <= 0.02
-    assert after.standing.choice.pace < before.standing.choice.pace
+    assert after.current.choice != before.current.choice
+    assert after.current.choice.gap <= 0.02
+    assert after.current.choice.pace < before.current.choice.pace
 
 
 def test_nobody_joins_whom_the_bound_has_no_room_for():
@@ -237,25 +237,25 @@ def test_nobody_joins_whom_the_bound_has_no_room_for():
 def test_what_is_chosen_is_for_those_who_decode():
     """Who joins them when the batch is done is reckoned with when the next one is chosen."""
     _, memory = plan(decoding=rows(64, 2000, 0.012), waiting=[waiting("a", 2000)])
-    prefill, decode = memory.standing.choice.level
+    prefill, decode = memory.current.choice.level
     beside = Corunner(Load([2000], [0]), prefill)
     step = KNOWN.predict(decode_step(Load.decode([2000] * 64)), decode, beside, bound=True)
-    assert memory.standing.choice.mode == "spatial"
-    assert memory.standing.choice.gap == pytest.approx(step)
+    assert memory.current.choice.mode == "spatial"
+    assert memory.current.choice.gap == pytest.approx(step)
 
 
 def test_a_bound_that_decode_alone_cannot_keep_binds_nobody():
     hopeless = decoding("x", 1000, slo=Slo(tbt=1e-4))
     _, alone = plan(decoding=rows(20, 1000, 0.03), waiting=[waiting("a", 2000)])
     _, beside = plan(decoding=[*rows(19, 1000, 0.03), hopeless], waiting=[waiting("a", 2000)])
-    assert beside.standing.choice == alone.standing.choice
+    assert beside.current.choice == alone.current.choice
 
 
 def test_both_lanes_are_fed_side_by_side_and_decode_first():
     """A bound little above a step leaves no room for a pass, but for a lane."""
     decode = rows(64, 2000, 0.012)
     made, memory = plan(decoding=decode, waiting=[waiting("a", 2000)])
-    assert memory.standing.choice.mode == "spatial"
+    assert memory.current.choice.mode == "spatial"
     assert [launch.lane for launch in made.launches] == ["decode", "prefill"]
     assert "prefill at" in made.reason
     assert "of 12.0 ms" in made.reason
@@ -278,7 +278,7 @@ def test_a_step_waits_for_prompts_that_end_before_it_could_begin():
     done = batch(waiting("a", 1000), layers=LAYERS)
     decode = rows(64, 2000, 0.013)
     _, memory = plan(decoding=decode, batch=open_batch)
-    assert memory.standing.choice.mode == "spatial"
+    assert memory.current.choice.mode == "spatial"
     lanes = {"prefill": LaneView(2, 84, 0.020), "decode": LaneView(1, 48, 0.001)}
     under_way = {"batch": open_batch, "launched_batches": [done], "lanes": lanes}
     for ends, waits in ((0.0005, True), (0.0011, False)):
@@ -296,7 +296,7 @@ def test_a_step_is_launched_ahead_for_the_first_who_decode():
     joining = {"prefill": rows(64, 2000, 0.013), "decode": (), "device": ()}
     under_way = {"batch": batch(waiting("next", 2000), layers=4), "joining": joining}
     made, memory = plan(lanes={"prefill": LaneView(2, 84, 0.020)}, **under_way)
-    assert memory.standing.choice.mode == "spatial"
+    assert memory.current.choice.mode == "spatial"
     (launch,) = made.launches
     assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=True))
 
@@ -307,8 +307,8 @@ TEMPORAL = Candidate("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 
 def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
     open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
-    standing = Standing(choice, made_for=(4, (2000,), (0,), 0.0, SLACK_PARTS), made_at=0.0)
-    memory = AutoMemory(standing=standing, turn=LastTurns(spent=spent))
+    current = CurrentChoice(choice, made_for=(4, (2000,), (0,), 0.0, SLACK_PARTS), made_at=0.0)
+    memory = AutoMemory(current=current, turn=LastTurns(spent=spent))
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
     made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)
@@ -335,7 +335,7 @@ def test_a_step_follows_the_only_prompt_at_once():
     """It has just been admitted: the view has it in line still."""
     asked = {"decoding": rows(8, 1000, 0.019), "levels": (), "launch_costs": host(Hybrid(), 1.0)}
     made, memory = plan(waiting=[waiting("a", 50)], **asked)
-    assert memory.standing.choice.mode == "temporal"
+    assert memory.current.choice.mode == "temporal"
     assert [launch.work for launch in made.launches] == [PrefillSlice(0, LAYERS), DecodeSteps()]
 
 
@@ -354,8 +354,8 @@ def test_decode_goes_on_beside_the_last_slices_if_a_pass_behind_them_came_too_la
     than decode can wait."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     _, memory = plan(**asked)
-    assert memory.standing.choice.mode == "hybrid"
-    latest = 0.001 + 0.019 - memory.standing.choice.gap - RELAUNCH_GAP_SECONDS
+    assert memory.current.choice.mode == "hybrid"
+    latest = 0.001 + 0.019 - memory.current.choice.gap - RELAUNCH_GAP_SECONDS
     until = latest + (1e-4 if late else -1e-4)
     lanes = {"prefill": LaneView(1, 84, until), "decode": LaneView(1, 48, 0.001)}
     made, _ = plan(memory=memory, lanes=lanes, **asked)
@@ -401,7 +401,7 @@ def test_steps_come_first_where_a_pass_would_come_late():
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     made, memory = plan(**asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
-    spare = 0.019 - memory.standing.choice.gap
+    spare = 0.019 - memory.current.choice.gap
     step = KNOWN.predict(decode_step(Load.decode([1000] * 8)), UNITS, bound=True)
     assert spare + 0.0011 < 0.99 * step
     for until, launching, steps in (
@@ -415,10 +415,10 @@ def test_steps_come_first_where_a_pass_would_come_late():
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
         here = view(KNOWN, launch_costs=host(Hybrid(), launching), **under_way)
-        choice, target = memory.standing.choice, TbtTarget(0.019, 0.019, 0.019)
-        situation = Situation(here, LEAD, (), None, step, target, choice, memory.turn)
-        assert situation.steps_before(choice) == steps
-        if launching < memory.standing.choice.gap:
+        choice, target = memory.current.choice, TbtTarget(0.019, 0.019, 0.019)
+        planner = LaunchPlanner(here, LEAD, (), None, step, target, choice, memory.turn)
+        assert planner.steps_before(choice) == steps
+        if launching < memory.current.choice.gap:
             made, after = Auto().plan(here, AutoMemory())
             works = [launch.work for launch in made.launches]
             assert works == [DecodeSteps(steps) if steps else Hybrid()]
@@ -432,16 +432,16 @@ def test_passes_are_no_faster_than_the_host_launches_them():
     """One behind the other; where that takes longer than the bound, it is another way's turn."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     _, memory = plan(**asked)
-    assert memory.standing.choice.mode == "hybrid"
-    for launching in (0.5 * memory.standing.choice.gap, 1.1 * memory.standing.choice.gap, 0.0191):
+    assert memory.current.choice.mode == "hybrid"
+    for launching in (0.5 * memory.current.choice.gap, 1.1 * memory.current.choice.gap, 0.0191):
         _, slow = plan(launch_costs=host(Hybrid(), launching), **asked)
-        if slow.standing.choice.mode == "hybrid":
-            assert launching <= slow.standing.choice.gap <= 0.019
-            assert slow.standing.choice.layer * LAYERS >= launching
-        assert (slow.standing.choice == memory.standing.choice) == (
-            launching < memory.standing.choice.gap
+        if slow.current.choice.mode == "hybrid":
+            assert launching <= slow.current.choice.gap <= 0.019
+            assert slow.current.choice.layer * LAYERS >= launching
+        assert (slow.current.choice == memory.current.choice) == (
+            launching < memory.current.choice.gap
         )
-        assert (slow.standing.choice.mode == "hybrid") == (launching < 0.019)
+        assert (slow.current.choice.mode == "hybrid") == (launching < 0.019)
 
 
 class Slow(Estimator):
@@ -508,7 +508,7 @@ def test_a_pass_is_launched_while_the_last_launch_of_either_lane_runs():
 
 def queue(*asked):
     """In line at time 0; a request's tokens are its seconds."""
-    return make_line(asked, 0.0, lambda r: float(r.new), refuse=True)
+    return order_requests(asked, 0.0, lambda r: float(r.new), refuse=True)
 
 
 def due(name, seconds, deadline, **more):
@@ -654,7 +654,7 @@ def test_what_is_ahead_is_planned_with():
         ahead = [{"slo": Slo(tbt=0.02), "slack": 0.01}] * count
         each = [*ahead, *[{"slo": Slo(tbt=tbt), **last}] * (8 - count)]
         decode = [decoding(f"{i}", 1000, **more) for i, more in enumerate(each)]
-        return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].standing.choice.gap
+        return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].current.choice.gap
 
     level = gap({}, count=0)
     assert level <= 0.02

@@ -16,7 +16,7 @@ from twolane.slo import Slo
 from twolane.systems.auto.candidates import STAGGERED_FRACTION, Candidate, Candidates
 from twolane.systems.auto.system import Auto
 from twolane.systems.auto.target import TbtTarget
-from twolane.systems.auto.turns import LastTurns, Prompts, Situation
+from twolane.systems.auto.turns import LastTurns, LaunchPlanner, Prompts
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
 from twolane.systems.view import LaneView
 from twolane.workload.spec import WorkloadSpec
@@ -39,8 +39,8 @@ def turn(last: float, lanes: dict[str, LaneView], spent: float = 0.0) -> tuple[l
     here = view(KNOWN, decoding=[decoding("d", 1000, last_token_at=last)], lanes=lanes)
     prompts = Prompts(Load([8000], [0]), 10, (), (8000,))
     target = TbtTarget(bound=0.05, planned=0.05, latest=0.05)
-    situation = Situation(here, LEAD, (), prompts, 0.005, target, CHOICE, LastTurns(spent=spent))
-    plan, after = situation.go_on()
+    planner = LaunchPlanner(here, LEAD, (), prompts, 0.005, target, CHOICE, LastTurns(spent=spent))
+    plan, after = planner.plan()
     return list(plan.launches), after.spent
 
 
@@ -112,7 +112,7 @@ def test_steps_wait_for_a_backlog_without_deadlines(
     decode = [decoding(f"d{i}", 2000, slo=Slo(tbt=0.02)) for i in range(64)]
     line = [waiting("b", behind, deadline=deadline)]
     here = view(KNOWN, decoding=decode, batch=begun, waiting=line)
-    choice = Auto().plan(here, Auto().start())[1].standing.choice
+    choice = Auto().plan(here, Auto().start())[1].current.choice
     assert choice is not None
     assert (choice.mode == "staggered") == staggers
 

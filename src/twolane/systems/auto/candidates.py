@@ -1,4 +1,4 @@
-"""What can be done with a prefill batch while requests decode, each way with its predictions.
+"""The ways to run a prefill batch while requests decode, each with its predictions.
 
 Four ways: *hybrid*, one pass with a decode token each and a chunk of the prompts; *temporal*,
 layer slices between decode steps, on the whole device; *spatial*, both at once, each on its
@@ -35,7 +35,7 @@ prompts of a batch in layers end together, while passes end the first of them ea
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to go on."""
+    """A way to run the prefill batch and the decode steps."""
 
     mode: Mode
     level: Level
@@ -58,7 +58,7 @@ class Candidate:
     """Bound on the seconds of a layer ahead of a step; 0 unless the mode is staggered."""
 
     def is_like(self, other: "Candidate | None") -> bool:
-        """Whether going from one to the other is no change of mode or level."""
+        """Return whether both have the same mode and level."""
         return other is not None and (self.mode, self.level) == (other.mode, other.level)
 
 
@@ -95,7 +95,7 @@ class Candidates:
     stagger: bool = False
 
     def all(self, *, sliced: bool, chunk: int = 0) -> list[Candidate]:
-        """Every candidate; empty while nothing is known.
+        """Return every candidate; none while nothing is known.
 
         Args:
             sliced: the batch has begun in layer slices, which rules hybrid passes out.
@@ -114,7 +114,7 @@ class Candidates:
         return found + hybrid
 
     def _spatial(self, alone: float) -> list[Candidate]:
-        """One for each level; slices last about a step.
+        """Return a candidate for each level, with slices that last about a step.
 
         Prompts that are done before the step is leave their units idle until it ends, and decode on
         few: their pace is that of the step.
@@ -135,7 +135,7 @@ class Candidates:
         return found
 
     def _staggered(self, alone: float, spatial: Sequence[Candidate]) -> list[Candidate]:
-        """One for each level that leaves time for a layer before the next step.
+        """Return a candidate for each level that leaves time for a layer before the next step.
 
         Only whole layers run, so the whole device waits for the longer of a step and the layers
         beside it. The fewer layers a bound has room for, the more of it that wastes.
@@ -155,7 +155,8 @@ class Candidates:
         return found
 
     def _temporal(self, alone: float) -> Candidate:
-        """As many layers between two steps as the bound leaves time for, one at least."""
+        """Return the candidate with as many layers between two steps as the bound allows, at least
+        one."""
         layer = self._layer_alone(alone)
         layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
         gap = self.step + layers * layer
@@ -170,7 +171,7 @@ class Candidates:
         return (self.estimator.predict(batch, self.units, bound=True) or alone) / self.layers
 
     def _hybrid(self, alone: float, chunk: int) -> Candidate:
-        """The largest pass within the bound, the smallest if none is.
+        """Return the largest pass within the bound, or the smallest if none is.
 
         A few tokens more than the graphs hold would be a launch many times as long.
         """
@@ -207,13 +208,13 @@ class Candidates:
 
 
 def passes(padded: Sequence[int]) -> Sequence[int]:
-    """Rows that a hybrid pass may have, the decode rows included."""
+    """Return the numbers of rows that a hybrid pass may have, the decode rows included."""
     padded = padded or TRIED_SIZES
     return (16, 32, *padded, *range(padded[-1] + 512, 8192 + 1, 512))
 
 
 def largest(fits: Callable[[int], bool], count: int, start: int) -> int:
-    """The largest index below `count` that fits, if all below one that fits do; else 0.
+    """Return the largest index below `count` that fits, if all below one that fits do; else 0.
 
     Looks at `start` first, then farther and farther away, then halves what is left.
     """
@@ -244,7 +245,8 @@ def cut(batch: Load, tokens: int) -> Load:
 def choose(
     ways: Sequence[Candidate], target: float, last: Candidate | None, hysteresis: float
 ) -> Candidate:
-    """The best score within the bound; without any, the shortest gap.
+    """Return the candidate with the best score within the bound; if there is none, the shortest
+    gap.
 
     What is done now stays until another is better by more than `hysteresis`, a share.
     """

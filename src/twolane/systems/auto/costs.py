@@ -1,4 +1,4 @@
-"""What each waiting prompt costs: a cache of predictions, kept from plan to plan."""
+"""The prefill seconds of each waiting prompt: a cache of predictions, kept from plan to plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ class Margin:
     value: float = 1.0
     """The fraction of the TBT SLO that gaps so far suggest to plan for."""
     checked_at: float = -math.inf
-    """When the controller last looked at the gaps, in seconds."""
+    """Time of the controller's last look at the gaps, in seconds."""
     gaps_seen: int = 0
     """The number of gaps that there had been by then."""
 

@@ -32,13 +32,13 @@ UNBOUND_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ServiceOrder:
     """The waiting requests in the order of service, and those to be refused."""
 
     order: Sequence[RequestView]
     refusals: Sequence[Refusal]
     hurried: bool = False
-    """Whether one of them has no deadline, or will be done only in the second half of its time."""
+    """Whether one of them has no deadline, or will end only in the second half of its bound."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,22 +57,23 @@ class _Queued:
 
     @property
     def yields(self) -> bool:
-        """Whether it may be late for others, or be refused: nothing of it was done or sent."""
+        """Whether it may be late for others, or be refused: no part of it was computed or
+        delivered."""
         return not (self.request.started or self.request.generated)
 
     def hurried(self, done: float) -> bool:
-        """Whether it has little time to spare if it is done then."""
+        """Return whether it has little time to spare if its prefill ends at `done`."""
         request = self.request
         return request.deadline is None or done > request.arrival + HURRY_FRACTION * self.bound
 
 
-def make_line(
+def order_requests(
     waiting: Sequence[RequestView],
     begin: float,
     seconds: Callable[[RequestView], float],
     *,
     refuse: bool,
-) -> Line:
+) -> ServiceOrder:
     """Order the requests and give up what cannot be kept.
 
     Args:
@@ -99,7 +100,7 @@ def make_line(
             order.append(place.request)
             at += place.seconds
             hurried = hurried or place.hurried(at)
-    return Line(order, refusals, hurried)
+    return ServiceOrder(order, refusals, hurried)
 
 
 def _deadline(request: RequestView) -> float:

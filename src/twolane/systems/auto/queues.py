@@ -1,11 +1,11 @@
-"""When the lanes are due, as `auto` sees them: a lane is busy with the whole device's work, too."""
+"""The lanes' queues as `auto` sees them: work on the whole device keeps a lane busy, too."""
 
 from twolane.common.vocabulary import EXCLUSIVE, LANES, LaneName
 from twolane.systems.view import LaneView, View
 
 
 def queue(view: View, lane: LaneName) -> LaneView:
-    """Return the lane together with what keeps it busy on the whole device; without its units.
+    """Return the lane's queue with the work on the whole device that keeps it busy; without units.
 
     What comes next may be launched in this lane or in one of those, and take the host as long as
     the dearest launch there.

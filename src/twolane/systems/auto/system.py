@@ -23,10 +23,10 @@ from twolane.estimate.query import Load, decode_step
 from twolane.systems.auto.candidates import Candidate, Candidates, choose
 from twolane.systems.auto.costs import PrefillCosts
 from twolane.systems.auto.margin import Margin
-from twolane.systems.auto.order import Line, make_line
+from twolane.systems.auto.order import ServiceOrder, order_requests
 from twolane.systems.auto.queues import due, next_due, prefill_free_at
 from twolane.systems.auto.target import TbtTarget, target_tbt
-from twolane.systems.auto.turns import LastTurns, Prompts, Situation, prefill_alone
+from twolane.systems.auto.turns import LastTurns, LaunchPlanner, Prompts, prefill_alone
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import batch_load, requests_of, shared_levels, tbt_slo
 from twolane.systems.common.settings import at_least
@@ -40,7 +40,7 @@ UNBOUND_BATCH_SECONDS = 1.0
 another priority: nobody misses a bound behind it then, and larger batches compute faster: they read
 weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
 UNBOUND_BATCH_FACTOR = 4
-"""Such a batch may have this many times as many new tokens."""
+"""Factor by which the largest number of new tokens is greater in such a batch."""
 LEAST_BATCH_TOKENS = 256
 """A prefill batch may have this many new tokens, however long they take."""
 CHOICE_SECONDS = 0.1
@@ -53,23 +53,23 @@ LEAST_PACE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """The choice that stands."""
+class CurrentChoice:
+    """The current choice and the state for which it was made."""
 
     choice: Candidate | None = None
     made_for: tuple[object, ...] = ()
-    """The rows and the batch, how slow the device was, and how much slack tokens had."""
+    """Rows, batch, slowdown of the device and slack of tokens for which it was made."""
     made_at: float = -math.inf
-    """When it was made, in seconds."""
+    """Time of the choice, in seconds."""
     pass_tokens: int = 0
     """The tokens of the largest hybrid pass that kept the bound when passes were last looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class AutoMemory:
-    """What is kept from plan to plan."""
+    """The state that `auto` keeps from plan to plan."""
 
-    standing: Standing = field(default_factory=Standing)
+    current: CurrentChoice = field(default_factory=CurrentChoice)
     margin: Margin = field(default_factory=Margin)
     costs: PrefillCosts = field(default_factory=PrefillCosts)
     turn: LastTurns = field(default_factory=LastTurns)
@@ -88,7 +88,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prefill batch has at most this many new tokens, or four times as many while no waiting
     request has a TTFT bound or another priority; longer prompts are cut."""
     hysteresis: float = 0.05
-    """What is done now stays until another way is better by more than this fraction."""
+    """The current way stays until another is better by more than this fraction."""
     lead_seconds: float = 0.010
     """The next launch is queued this many seconds before its lane would run dry."""
 
@@ -100,24 +100,24 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return AutoMemory()
 
     def plan(self, view: View, memory: AutoMemory) -> tuple[Plan, AutoMemory]:
-        """Return what the lanes that are due do next."""
+        """Return the next launches of the lanes that are due."""
         lead = self.lead_seconds
         if not (due(view, "prefill", lead) or due(view, "decode", lead)):
             return Plan(wake_at=next_due(view, lead)), memory
         memory = replace(memory, margin=_watched(view, memory.margin))
-        line = Line((), ())
+        service = ServiceOrder((), ())
         if view.waiting and view.batch is None and due(view, "prefill", lead):
             memory = replace(memory, costs=memory.costs.updated(view))
-            line = _line(view, memory)
-            memory = replace(memory, hurried=line.hurried)
-        prompts = self._prompts(view, line.order, memory.costs)
-        plan, memory = self._go_on(view, memory, line.order, prompts)
+            service = _service_order(view, memory)
+            memory = replace(memory, hurried=service.hurried)
+        prompts = self._prompts(view, service.order, memory.costs)
+        plan, memory = self._next_launches(view, memory, service.order, prompts)
         memory = replace(memory, turn=memory.turn.after(plan))
         wakes = [
             at for at in (plan.wake_at, next_due(view, lead)) if at is not None and at > view.now
         ]
         plan = msgspec.structs.replace(
-            plan, refuse=tuple(line.refusals), wake_at=min(wakes, default=None)
+            plan, refuse=tuple(service.refusals), wake_at=min(wakes, default=None)
         )
         return plan, memory
 
@@ -141,7 +141,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         load = Load([n for _, n in pairs], [r.reused for r, _ in pairs])
         return Prompts(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
 
-    def _go_on(
+    def _next_launches(
         self,
         view: View,
         memory: AutoMemory,
@@ -159,31 +159,30 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         target = target_tbt(view, rows, step, fraction)
         if prompts is not None:
             made_for = _made_for(view, rows, prompts, target)
-            if prompts.chunks or _outdated(memory.standing, made_for, view.now):
+            if prompts.chunks or _outdated(memory.current, made_for, view.now):
                 if prompts.chunks and _no_room(view, decode, prompts, target):
                     prompts = None
                 else:
-                    standing = self._choose(view, memory.standing, prompts, decode, step, target)
-                    standing = replace(standing, made_for=made_for, made_at=view.now)
-                    memory = replace(memory, standing=standing)
-        choice, turn = memory.standing.choice, memory.turn
+                    current = self._choose(view, memory.current, prompts, decode, step, target)
+                    current = replace(current, made_for=made_for, made_at=view.now)
+                    memory = replace(memory, current=current)
+        choice, turn = memory.current.choice, memory.turn
         lead = self.lead_seconds
-        plan, turn = Situation(view, lead, order, prompts, step, target, choice, turn).go_on()
+        plan, turn = LaunchPlanner(view, lead, order, prompts, step, target, choice, turn).plan()
         return plan, replace(memory, turn=turn)
 
     def _choose(
         self,
         view: View,
-        standing: Standing,
+        current: CurrentChoice,
         prompts: Prompts,
         decode: Load,
         step: float | None,
         target: TbtTarget,
-    ) -> Standing:
-        """Choose among all ways to run the prompts, a layer between two steps while nothing is
-        known.
+    ) -> CurrentChoice:
+        """Choose among all ways to run the prompts; without predictions, a layer between two steps.
 
-        Those who join decode when their batch is done; the next batch's choice counts them.
+        The batch's own requests join decode only at its end: the next batch's choice counts them.
         """
         unknown = Candidate("temporal", (view.units,) * 2, 1, 0.0, 0, math.inf, 1.0, 0.0)
         found: list[Candidate] = []
@@ -202,10 +201,10 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 view.pass_sizes,
                 stagger=_backlogged(view, prompts),
             )
-            found = ways.all(sliced=not prompts.chunks, chunk=standing.pass_tokens)
-        tokens = max((way.tokens for way in found), default=0) or standing.pass_tokens
-        choice = choose(found or [unknown], target.planned, standing.choice, self.hysteresis)
-        return replace(standing, choice=choice, pass_tokens=tokens)
+            found = ways.all(sliced=not prompts.chunks, chunk=current.pass_tokens)
+        tokens = max((way.tokens for way in found), default=0) or current.pass_tokens
+        choice = choose(found or [unknown], target.planned, current.choice, self.hysteresis)
+        return replace(current, choice=choice, pass_tokens=tokens)
 
 
 def _unbound(waiting: Sequence[RequestView]) -> bool:
@@ -228,8 +227,8 @@ def _made_for(
     return len(rows), tuple(prompts.load.n), tuple(prompts.load.r), slow, slack
 
 
-def _outdated(standing: Standing, made_for: tuple[object, ...], now: float) -> bool:
-    return made_for != standing.made_for or now > standing.made_at + CHOICE_SECONDS
+def _outdated(current: CurrentChoice, made_for: tuple[object, ...], now: float) -> bool:
+    return made_for != current.made_for or now > current.made_at + CHOICE_SECONDS
 
 
 def _no_room(view: View, decode: Load, prompts: Prompts, target: TbtTarget) -> bool:
@@ -250,13 +249,15 @@ def _watched(view: View, margin: Margin) -> Margin:
     )
 
 
-def _line(view: View, memory: AutoMemory) -> Line:
+def _service_order(view: View, memory: AutoMemory) -> ServiceOrder:
     """Return the waiting requests in order."""
     rows = view.decoding or any(view.joining.values())
-    choice = memory.standing.choice
+    choice = memory.current.choice
     pace = max(LEAST_PACE, choice.pace) if choice and rows else 1.0
 
     def seconds(request: RequestView) -> float:
         return memory.costs.of(request) / pace
 
-    return make_line(view.waiting, prefill_free_at(view), seconds, refuse=view.estimator.promises)
+    return order_requests(
+        view.waiting, prefill_free_at(view), seconds, refuse=view.estimator.promises
+    )

@@ -23,9 +23,9 @@ class TbtTarget:
     bound: float
     """The tightest SLO that can be kept."""
     planned: float
-    """What is planned for."""
+    """TBT that is planned for."""
     latest: float
-    """When the next token is late: the bound, and what tokens are held back."""
+    """Seconds after which the next token is late: the bound and the slack of held tokens."""
 
 
 def target_tbt(

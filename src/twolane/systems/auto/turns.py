@@ -37,19 +37,19 @@ class Prompts:
     first: int
     """The number of layers that are launched."""
     chunks: tuple[Chunk, ...]
-    """What to admit; empty if the batch is open."""
+    """Chunks to admit; empty if the batch is open."""
     joiners: Sequence[int]
     """The contexts of the requests that will decode after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastTurns:
-    """What the last turns were, kept from plan to plan."""
+    """The outcome of the last turns, kept from plan to plan."""
 
     spent: float = 0.0
     """A bound on the seconds of prefill that the whole device got since it last decoded."""
     prompts_end: float = -math.inf
-    """When the prompts launched last in the prefill lane will be done by prediction, in seconds."""
+    """Predicted end of the prompts launched last in the prefill lane, in seconds."""
     steps_first: bool = False
     """Whether the last launch was of steps that went before a pass."""
 
@@ -64,8 +64,8 @@ class LastTurns:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """All that the next launches depend on while requests decode.
+class LaunchPlanner:
+    """The inputs of the next launches while requests decode.
 
     Args:
         view: of the engine.
@@ -87,7 +87,7 @@ class Situation:
     choice: Candidate | None
     turn: LastTurns
 
-    def go_on(self) -> tuple[Plan, LastTurns]:
+    def plan(self) -> tuple[Plan, LastTurns]:
         """Return the next launches and the turn that they make."""
         if self.prompts is None or self.choice is None:
             return self._decode_alone()
@@ -173,10 +173,8 @@ class Situation:
         launches: list[Launch] = []
         if prompts is not None and self._due("prefill"):
             part, end = self._next_slice(choice, prompts)
-            admit, meanwhile = (
-                prompts.chunks,
-                LAUNCH_SAFETY_FACTOR * view.launch_costs.seconds(part),
-            )
+            admit = prompts.chunks
+            meanwhile = LAUNCH_SAFETY_FACTOR * view.launch_costs.seconds(part)
             launches = [Launch("prefill", choice.level[0], part)]
             if part.last == view.layers:
                 turn = replace(turn, prompts_end=end)

@@ -34,7 +34,7 @@ class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        """Prefill if anything waits and fits, otherwise one decode step."""
+        """Prefill if a prompt waits and fits; otherwise launch one decode step."""
         lane = view.lanes["device"]
         if not lane.due(view.now, self.lead_seconds):
             return Plan(wake_at=lane.due_at(self.lead_seconds)), None

@@ -24,7 +24,7 @@ from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
 from twolane.systems.view import View
 
 ALONE_SECONDS = 1.0
-"""A slice while nobody decodes: so soon others are served if its clients have left."""
+"""Seconds of a slice while nothing decodes, after which others are served if its clients left."""
 
 
 class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

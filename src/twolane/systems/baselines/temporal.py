@@ -35,7 +35,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at_least(self, max_batch_tokens=1, lead_seconds=0)
 
     def start(self) -> bool:
-        """Whether decode's turn is next: a slice was launched last."""
+        """Return whether decode has the next turn, because a slice was launched last."""
         return False
 
     def plan(self, view: View, memory: bool) -> tuple[Plan, bool]:
@@ -60,7 +60,8 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _slice(view: View, prompts: PrefillJob, rows: Sequence[RequestView]) -> tuple[int, str]:
-    """Layers that fit between two decode steps, at least one; and why."""
+    """Return the number of layers that fit between two decode steps, at least one, and the
+    reason."""
     slo = tbt_slo(rows)
     if math.isinf(slo):
         return view.layers, "no TBT bound"

@@ -35,7 +35,7 @@ class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        """Whole prompts in one lane, decode steps in the other."""
+        """Launch whole prompts in one lane and decode steps in the other."""
         chunks: tuple[Chunk, ...] = ()
         if view.lanes["prefill"].due(view.now, self.lead_seconds):
             chunks = next_chunks(view, self.max_batch_tokens, split=False)

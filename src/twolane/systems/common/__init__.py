@@ -1,1 +1,1 @@
-"""What several systems share: admission, batches, slices and checks of settings."""
+"""Shared parts of systems: admission, batches, slices and checks of settings."""

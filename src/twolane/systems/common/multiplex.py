@@ -1,4 +1,4 @@
-"""What systems with two lanes compute alike: loads, deadlines, levels, slices sized by prediction.
+"""Shared computations of systems with two lanes: loads, deadlines, levels and sizes of slices.
 
 Nothing here decides what to launch.
 """

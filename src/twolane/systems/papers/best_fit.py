@@ -27,7 +27,7 @@ from twolane.systems.common.multiplex import (
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 
-Spent = frozenset[str]
+Preempted = frozenset[str]
 """Memory: the requests of the batch that was preempted last, which is not preempted again."""
 
 
@@ -68,14 +68,14 @@ class BestFit:
     """Seconds of a slice while nothing decodes."""
     lead_seconds: float
 
-    def plan(self, view: View, spent: Spent) -> tuple[Plan, Spent]:
+    def plan(self, view: View, preempted: Preempted) -> tuple[Plan, Preempted]:
         """Keep both lanes fed; decode is launched first."""
         prefill_due, decode_due = (self._due(view, lane) for lane in ("prefill", "decode"))
         wake = wake_at(view, self.lead_seconds)
         if not (prefill_due or decode_due):
-            return Plan(wake_at=wake), spent
+            return Plan(wake_at=wake), preempted
         open_batch = PrefillJob.of(view.batch) if view.batch else None
-        turn = self._turn(view, open_batch, spent) if prefill_due else PrefillTurn(open_batch)
+        turn = self._turn(view, open_batch, preempted) if prefill_due else PrefillTurn(open_batch)
         split = self._split(view, turn.prompts)
         decode = self._decode(view, split)
         prefill = self._prefill(view, turn.prompts, split, decode) if prefill_due else None
@@ -89,18 +89,18 @@ class BestFit:
             wake_at=wake,
             reason=_reason(turn, split) if decode or prefill else "",
         )
-        return plan, open_batch.ids if turn.preempt and open_batch else spent
+        return plan, open_batch.ids if turn.preempt and open_batch else preempted
 
     def _due(self, view: View, lane: LaneName) -> bool:
         return view.lanes[lane].due(view.now, self.lead_seconds)
 
-    def _turn(self, view: View, open_batch: PrefillJob | None, spent: Spent) -> PrefillTurn:
-        """The next prefill batch (Drift Algorithm 1, GeneratePB)."""
+    def _turn(self, view: View, open_batch: PrefillJob | None, preempted: Preempted) -> PrefillTurn:
+        """Return the next prefill batch (Drift Algorithm 1, GeneratePB)."""
         if open_batch is None and view.parked is not None:
             return PrefillTurn(PrefillJob.of(view.parked), resume=True)
         if open_batch is None and view.launched_batches and not self.query_sync:
             return PrefillTurn(None)  # decode merges with what ends first
-        if open_batch and (not self.preemption or view.parked or spent & open_batch.ids):
+        if open_batch and (not self.preemption or view.parked or preempted & open_batch.ids):
             return PrefillTurn(open_batch)
         chunks = next_chunks(view, self.max_batch_tokens, split=False)
         new = PrefillJob.coming(view, chunks)
@@ -111,7 +111,7 @@ class BestFit:
         return PrefillTurn(open_batch)
 
     def _preempts(self, view: View, current: PrefillJob, new: PrefillJob) -> bool:
-        """Whether the open batch keeps its deadline although the new one goes first."""
+        """Return whether the open batch keeps its deadline if the new one goes first."""
         split = self._split(view, current)
         units = split.level[0] if split else view.units
         predict, layers = view.estimator.predict, view.layers
@@ -123,7 +123,7 @@ class BestFit:
         return both <= current.deadline and (both > new.deadline or not self.only_if_late)
 
     def _split(self, view: View, prompts: PrefillJob | None) -> Split | None:
-        """The best-fit partition; None while at most one phase has work.
+        """Return the best-fit partition; None while at most one phase has work.
 
         Between two decode steps it is the one that the step in flight runs at, so that the lanes
         do not overlap. Where no level keeps the SLO, decode gets the most.
@@ -153,7 +153,7 @@ class BestFit:
     def _prefill(
         self, view: View, prompts: PrefillJob | None, split: Split | None, decode: Launch | None
     ) -> Launch | None:
-        """The next slice, unless a decode step in flight has its units: that ends first."""
+        """Return the next slice; None while a decode step in flight has its units."""
         if prompts is None:
             return None
         units = split.level[0] if split else view.units

@@ -46,7 +46,7 @@ LEAST_GROWTH = 0.01
 def reorder(
     groups: Sequence[object], seconds: Sequence[float], due: Sequence[float], start: float
 ) -> list[int]:
-    """Places of the waiting requests in the order in which they are served (Algorithm 1, line 5).
+    """Return the places of the waiting requests in the order of service (Algorithm 1, line 5).
 
     By ascending latency, as far as no TTFT SLO suffers (§3.3.2). Who would be late in the given
     order keeps its place, and nobody behind passes it, so nobody starves. Those between two such
@@ -74,7 +74,7 @@ def reorder(
 
 
 def percentile(values: Floats, q: float) -> Floats:
-    """The q-th percentile (0 to 100) of each row; `np.percentile` takes ten times as long."""
+    """Return the q-th percentile (0 to 100) of each row, ten times as fast as `np.percentile`."""
     ordered = np.sort(values, axis=1)
     place = q / 100 * (values.shape[1] - 1)
     low, high = ordered[:, floor(place)], ordered[:, ceil(place)]
@@ -82,7 +82,7 @@ def percentile(values: Floats, q: float) -> Floats:
 
 
 def provision(ttft: Floats, tpot: Floats, current: int) -> int:
-    """The level to take (Algorithm 1, lines 14 to 19).
+    """Return the index of the level to take (Algorithm 1, lines 14 to 19).
 
     Both are predictions as shares of their SLOs, [levels], fewest decode units first; `current` is
     the level that holds.
@@ -97,7 +97,7 @@ def provision(ttft: Floats, tpot: Floats, current: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BulletMemory:
-    """What was decided at the last step of prefill."""
+    """The decision at the last prefill step."""
 
     level: Level | None = None
     """The partition of that step; None: there was none."""
@@ -110,36 +110,38 @@ class BulletMemory:
 
 @dataclass(frozen=True, slots=True)
 class BulletWork:
-    """What prefill has to do, the open batch or the one that opens, and whom that concerns."""
+    """The prefill batch that is open or about to open, and the requests whose TTFT it
+    determines."""
 
     prompts: PrefillJob
     chunks: tuple[Chunk, ...]
     """Chunks that the new batch admits; empty: the batch is open already."""
     start: float
-    """When the prefill lane gets to it, in seconds."""
+    """Time at which the prefill lane begins it, in seconds."""
     requests: Sequence[RequestView]
     """Requests in the batch and, if it is a new one, those behind it in the queue."""
     shares: Sequence[float]
-    """When each has its first token: this many times what is left of the batch after the start."""
+    """First-token time of each request, as a multiple of the batch's remaining time after
+    `start`."""
     percentile: float
     """Percentile of TTFT over those requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How the decoding requests stand, each array over requests, in seconds."""
+    """Token times and bounds of the decoding requests, each an array over requests, in seconds."""
 
     first: Floats
-    """When each had its first token."""
+    """Time of each request's first token."""
     last: Floats
-    """When the gap begins that the next step ends."""
+    """Start of the gap that the next step ends."""
     tpot: Floats
-    """How long its tokens may take, with that of the next step."""
+    """Time that its tokens may take, including the next step's."""
     tbt: Floats
-    """How long the gap may be."""
+    """Bound on the gap."""
 
     def shares(self, ends: Floats) -> Floats:
-        """TPOT as a share of its SLO if the next step ends then; P90 over requests, [ends].
+        """Return TPOT as a share of its SLO if the next step ends then; P90 over requests, [ends].
 
         A TBT SLO is held against the gap.
         """
@@ -148,8 +150,8 @@ class Pace:
         return percentile(shares, PERCENTILE)
 
 
-def _intense(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) -> int:
-    """Number of the first chunks that bring a batch to the limit of its arithmetic intensity.
+def _intensity_limit(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) -> int:
+    """Return the number of first chunks that bring a batch to its limit of arithmetic intensity.
 
     The execution state is that of the moment: the units of prefill, and decode beside it.
     """
@@ -212,7 +214,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return BulletMemory()
 
     def plan(self, view: View, memory: BulletMemory) -> tuple[Plan, BulletMemory]:
-        """Feed both lanes; decode is launched first, for its launch is short."""
+        """Return the memory of a system that has provisioned nothing."""
         step: Launch | None = None
         chunks: tuple[Chunk, ...] = ()
         if view.lanes["prefill"].due(view.now, self.lead_seconds):
@@ -229,7 +231,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan(admit=chunks, launches=launches, wake_at=wake, reason=reason), memory
 
     def _work(self, view: View, memory: BulletMemory) -> tuple[BulletWork | None, BulletMemory]:
-        """The batch that goes on, or a new one (Algorithm 1, lines 5 to 13)."""
+        """Return the open batch or a new one (Algorithm 1, lines 5 to 13)."""
         start = max(view.now, view.lanes["prefill"].until or 0.0)
         if view.batch is not None:
             requests = [chunk.request for chunk in view.batch.chunks]
@@ -242,7 +244,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waiting = self._ordered(view, latencies, start)
         chunks = next_chunks(view, self.max_batch_tokens, split=False, waiting=waiting)
         if self.by_intensity:
-            chunks = chunks[: _intense(view, memory, chunks)]
+            chunks = chunks[: _intensity_limit(view, memory, chunks)]
         prompts, count = PrefillJob.coming(view, chunks), len(chunks)
         assert prompts is not None
         # The batch may have more requests than are predicted: many short ones.
@@ -253,7 +255,8 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return BulletWork(prompts, chunks, start, requests, shares, PERCENTILE), memory
 
     def _latencies(self, view: View, memory: BulletMemory) -> dict[str, tuple[int, float]]:
-        """Latencies of the first waiting requests, predicted once; empty if nothing is known."""
+        """Return the latencies of the first waiting requests, predicted once; empty if none is
+        known."""
         known: dict[str, tuple[int, float]] = {}
         for request in view.waiting[:MOST_PREDICTED]:
             entry, new = memory.latencies.get(request.id), request.new
@@ -270,7 +273,8 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _ordered(
         self, view: View, latencies: Mapping[str, tuple[int, float]], start: float
     ) -> list[RequestView]:
-        """The waiting requests in the order of service; the first of them fits into memory."""
+        """Return the waiting requests in the order of service; the first of them fits into
+        memory."""
         waiting = list(view.waiting)
         if not self.schedule or not latencies:
             return waiting
@@ -286,7 +290,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ordered if fits else waiting
 
     def _due(self, request: RequestView) -> float:
-        """When the TTFT SLO wants the first token; infinite once it was delivered."""
+        """Return the time at which the TTFT SLO wants the first token; infinite after it."""
         if request.generated:
             return inf
         if request.deadline is not None:
@@ -296,7 +300,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _provisioned(
         self, view: View, memory: BulletMemory, work: BulletWork
     ) -> tuple[int, BulletMemory]:
-        """The units of the next step of prefill, and what decode has meanwhile."""
+        """Return the units of the next prefill step; decide the level and whether decode pauses."""
         if not view.decoding:
             return view.units, replace(memory, paused=False, note="prefill alone")
         levels, decode = self._levels(view), decode_load(view.decoding)
@@ -314,7 +318,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ttft, tpot = self._ttft(work, seconds), pace.shares(ready + steps)
         chosen = provision(ttft, tpot, levels.index(held))
         step, late = float(steps[chosen]), bool(ttft[chosen] > 1.0)
-        paused = self.schedule and late and self._bears_pause(view, work, pace, ready, step)
+        paused = self.schedule and late and self._can_pause(view, work, pace, ready, step)
         note = (
             f"prefill {levels[chosen][0]}, decode {levels[chosen][1]}: "
             f"TTFT {ttft[chosen]:.2f} and TPOT {tpot[chosen]:.2f} of their SLOs, "
@@ -324,21 +328,22 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return units, replace(memory, level=levels[chosen], paused=paused, note=note)
 
     def _levels(self, view: View) -> list[Level]:
-        """The levels to choose from, fewest decode units first."""
+        """Return the levels to choose from, fewest decode units first."""
         if self.prefill_units:
             units = {units for level in view.levels for units in level if units}
             return [(min(units, key=lambda u: abs(u - self.prefill_units)), view.units)]
         return shared_levels(view) if self.partition else [(view.units, view.units)]
 
     def _ttft(self, work: BulletWork, seconds: Floats) -> Floats:
-        """Predicted TTFT as a share of its SLO if the batch takes `seconds`; both are [levels]."""
+        """Return predicted TTFT as a share of its SLO if the batch takes `seconds`; both are
+        [levels]."""
         arrivals = np.array([request.arrival for request in work.requests])
         due = np.array([self._due(request) for request in work.requests])
         latency = work.start + np.outer(seconds, work.shares) - arrivals
         return percentile(latency / (due - arrivals), work.percentile)
 
     def _pace(self, view: View, ready: float) -> Pace:
-        """Pace of those that the next step serves, which begins when the decode lane is `ready`."""
+        """Return the pace of the requests of the next step, which begins when decode is `ready`."""
         queued, slos = view.lanes["decode"].queued, [request.slo for request in view.decoding]
         last = [request.last_token_at for request in view.decoding]
         tokens = [request.generated + queued for request in view.decoding]
@@ -354,11 +359,11 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return slo.tpot
         return self.tpot_seconds if slo.tbt is None else inf
 
-    def _bears_pause(
+    def _can_pause(
         self, view: View, work: BulletWork, pace: Pace, ready: float, step: float
     ) -> bool:
-        """Whether the TPOT SLO holds if decode, which is `ready`, waits for a step of prefill on
-        the whole device, and then takes its `step`."""
+        """Return whether the TPOT SLO holds if decode, which is `ready`, waits for a prefill step
+        on the whole device, and then takes its `step`."""
         layers = min(self.step_layers, view.layers - work.prompts.first)
         seconds = view.estimator.predict(prefill_slice(work.prompts.load, layers), view.units)
         if seconds is None:
@@ -369,8 +374,8 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _decode(
         self, view: View, memory: BulletMemory, step: Launch | None, more: bool
     ) -> Launch | None:
-        """The next decode step: on what decode was given, or on all units where prefill has
-        nothing more to launch, though its last step may still run (§3.3.1)."""
+        """Return the next decode step: on its last share, or on all units where prefill has nothing
+        more to launch, though its last step may still run (§3.3.1)."""
         if not view.decoding or not view.lanes["decode"].due(view.now, self.lead_seconds):
             return None
         if step is None and not view.lanes["prefill"].queued:

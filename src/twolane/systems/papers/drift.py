@@ -12,7 +12,7 @@ from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.systems.common.multiplex import Level, nearest_level, shared_levels
 from twolane.systems.common.settings import at_least
-from twolane.systems.papers.best_fit import BestFit, Spent
+from twolane.systems.papers.best_fit import BestFit, Preempted
 from twolane.systems.plan import Plan
 from twolane.systems.view import View
 
@@ -46,12 +46,12 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FieldError("groups", f"must be 3, 4 or 5, not {self.groups}")
         at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
 
-    def start(self) -> Spent:
-        """No batch was preempted."""
+    def start(self) -> Preempted:
+        """Return the memory of a system that has preempted no batch."""
         return frozenset()
 
-    def plan(self, view: View, memory: Spent) -> tuple[Plan, Spent]:
-        """Algorithm 1, one round."""
+    def plan(self, view: View, memory: Preempted) -> tuple[Plan, Preempted]:
+        """Return the plan of one round of Algorithm 1."""
         policy = BestFit(
             levels=self.levels(view),
             guard=False,
@@ -63,7 +63,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return policy.plan(view, memory)
 
     def levels(self, view: View) -> list[Level]:
-        """The groups' shares as far as they are on offer, each by the nearest level."""
+        """Return the groups' shares that are on offer, each by the nearest level."""
         offered = shared_levels(view)
         chosen = {
             nearest_level(offered, units / PAPER_SMS * view.units) for units in GROUPS[self.groups]

@@ -30,7 +30,7 @@ UNSEEN_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A level on offer, and what its two sides would take."""
+    """A level on offer, with the predicted seconds of its two sides."""
 
     prefill_units: int
     decode_units: int
@@ -89,7 +89,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        """One iteration: a pass on the whole device, or a split."""
+        """Plan one iteration: a pass on the whole device, or a split."""
         if view.lanes["prefill"].queued or view.lanes["decode"].queued:
             return Plan(), None  # both sides join before the next iteration
         lane = view.lanes["device"]
@@ -114,7 +114,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunks: tuple[Chunk, ...],
         prefill: Load,
     ) -> Plan:
-        """Algorithm 1."""
+        """Return the plan of Algorithm 1."""
         decode = decode_load(decoding)
         mixed = Load([*decode.n, *prefill.n], [*decode.r, *prefill.r])
         together = view.estimator.predict(hybrid_pass(mixed), view.units)
@@ -141,7 +141,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan(admit=chunks, launches=(steps, layers), reason=reason)
 
     def _sides(self, view: View, decode: Load, prefill: Load, together: float) -> list[Side]:
-        """The levels to choose from, with predictions of both sides.
+        """Return the levels to choose from, with predictions for both sides.
 
         A side of which nothing is known is taken to last as long as the pass of both, and longer
         in proportion on fewer units.

@@ -12,7 +12,7 @@ import msgspec
 from twolane.common.vocabulary import EstimatorName
 from twolane.systems.common.multiplex import shared_levels
 from twolane.systems.common.settings import at_least
-from twolane.systems.papers.best_fit import BestFit, Spent
+from twolane.systems.papers.best_fit import BestFit, Preempted
 from twolane.systems.plan import Plan
 from twolane.systems.view import View
 
@@ -44,12 +44,12 @@ class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
 
-    def start(self) -> Spent:
-        """No batch was preempted."""
+    def start(self) -> Preempted:
+        """Return the memory of a system that has preempted no batch."""
         return frozenset()
 
-    def plan(self, view: View, memory: Spent) -> tuple[Plan, Spent]:
-        """Decide as after each prefill batch and decode step (§3.4.2)."""
+    def plan(self, view: View, memory: Preempted) -> tuple[Plan, Preempted]:
+        """Return the next plan, as after each prefill batch and decode step (§3.4.2)."""
         policy = BestFit(
             levels=shared_levels(view),
             guard=self.guard,
