@@ -85,7 +85,7 @@ def test_random_schedules_without_prefix_cache(system: str, schedules: range) ->
 
 def _free_at_once(books: KVBooks, allocation: Allocation) -> None:
     allocation.in_flight, in_flight = 0, allocation.in_flight
-    if allocation.given_up and allocation in books._held:
+    if allocation.given_up and allocation in books._allocations:
         FREE_IF_IDLE(books, allocation)
     allocation.in_flight = in_flight
 

@@ -116,7 +116,7 @@ def _free_at_once(lanes: CudaLanes) -> None:
 
     def early(books: KVBooks, allocation: Allocation) -> None:
         allocation.in_flight, in_flight = 0, allocation.in_flight
-        if allocation.given_up and allocation in books._held:
+        if allocation.given_up and allocation in books._allocations:
             free(books, allocation)
         allocation.in_flight = in_flight
 
