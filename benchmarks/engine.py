@@ -33,7 +33,7 @@ from twolane.kernels.prefill_attention.dispatch import (
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.settings import LaneSizes
-from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -71,7 +71,7 @@ class Rig:
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
-    untold: UntoldSlots = field(default_factory=UntoldSlots)
+    untold: PendingSlotUpdates = field(default_factory=PendingSlotUpdates)
 
     def __post_init__(self) -> None:
         begun = time.monotonic()

@@ -140,7 +140,7 @@ def law(rig: Rig, details: dict) -> list[Figure]:
         asked = rig.decode_rows(rows, CONTEXT)
         ticket = finished(rig.launch("decode", units, DecodeWork(asked, 1)))
         rig.give_back(asked)
-        read, expected = ticket.steps[0].woken, rig.spec.moe.active(rows)
+        read, expected = ticket.steps[0].experts_read, rig.spec.moe.active(rows)
         details[f"experts_{rows}"] = {"read": read, "expected": expected}
         errors.append(abs(read / expected - 1))
     return [at_most("experts read, worst error of the law", max(errors), 0.1)]

@@ -34,7 +34,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine, load_rank
 from twolane.lanes.settings import DeviceSettings, LaneSizes
-from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import DecodeWork, HybridWork
 from twolane.model.load.hub import resolve
 from twolane.parallel import nccl
@@ -100,7 +100,7 @@ class RankedRig(Rig):
         sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)
         self.lanes = self.machine.start(sizes, lambda: None, progress)
         self.lanes.fill_kv()
-        self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
+        self.held, self.untold, self.free = {}, PendingSlotUpdates(), list(range(self.pages))
         self.start_seconds = progress.seconds
         garbage.freeze()  # as the engine does
 

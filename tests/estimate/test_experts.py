@@ -72,7 +72,7 @@ def test_times_tell_how_skewed_the_choice_is_where_nothing_was_counted(skew: flo
     moe, profile = skewed(PROFILE.shape, skew).moe, copy(PROFILE)
     assert moe is not None
     profile.samples = [
-        structs.replace(s, woken=None, seconds=[2e-3 + 1e-4 * moe.active(s.load.requests)])
+        structs.replace(s, experts_read=None, seconds=[2e-3 + 1e-4 * moe.active(s.load.requests)])
         for s in PROFILE.of("decode", beside=False)
     ]
     experts = _LinearBase(profile).experts

@@ -11,7 +11,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.settings import LaneSizes
-from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -52,11 +52,11 @@ class Forced:
         positions = self._each * PAGE
         sizes = LaneSizes(slots * self._each, PAGE, slots, positions)
         self.lanes = machine.start(sizes, lambda: None, lambda *_: None)
-        self._untold = UntoldSlots()
+        self._pending = PendingSlotUpdates()
         for slot in range(slots):
             greedy = Sampling(SamplingParams(temperature=0.0), 0, 0, ())
             pages = tuple(range(slot * self._each, (slot + 1) * self._each))
-            self._untold.add(SlotUpdate(slot, 0, pages, greedy))
+            self._pending.add(SlotUpdate(slot, 0, pages, greedy))
         self._logits: list[Tensor] = []
         compute = self.lanes.runner._head
 
@@ -194,7 +194,7 @@ class Forced:
         return [self._launch("decode", units, DecodeWork((row,), BESIDE_STEPS))]
 
     def _launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
-        return self.lanes.launch(lane, units, self._untold.attach(work), ())
+        return self.lanes.launch(lane, units, self._pending.attach(work), ())
 
     @staticmethod
     def _wait(tickets: Sequence[Ticket]) -> None:

@@ -56,7 +56,7 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
         counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
-    assert int(routing.woken) == 2 * int((counts > 0).sum())
+    assert int(routing.experts_read) == 2 * int((counts > 0).sum())
 
 
 def test_what_experts_leave_is_added_by_the_next_norm() -> None:

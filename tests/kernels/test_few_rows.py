@@ -127,7 +127,7 @@ def test_rows_go_to_the_likeliest_experts(build, case: Case) -> None:
         else:
             torch.testing.assert_close(case.x.float(), normal.float(), rtol=1e-2, atol=1e-3)
         check(case)
-    assert int(case.routing.woken) == 2 * int(case.routing.groups[0])
+    assert int(case.routing.experts_read) == 2 * int(case.routing.groups[0])
 
 
 def check(case: Case) -> None:
@@ -164,7 +164,7 @@ def test_normalised_rows_go_where_four_launches_send_them(build, rounded: bool) 
     count = int(expected.groups[0])
     found, listed = (each.groups[4:].view(-1, 4)[:count, :3] for each in (case.routing, expected))
     assert torch.equal(found, listed)
-    assert torch.equal(case.routing.woken, expected.woken)
+    assert torch.equal(case.routing.experts_read, expected.experts_read)
     if not isinstance(case.x, Quantised):
         return
     wide = torch.zeros(case.rows * case.per_token, HIDDEN, dtype=case.dtype)

@@ -338,11 +338,11 @@ def test_advance_leaves_the_experts_read_behind_the_tokens(device: str) -> None:
     """Of every step its own."""
     ints = torch.zeros(2, dtype=torch.int32, device=device)
     slots, steps, lengths = ints + torch.arange(2, device=device).int(), ints + 2, ints + 5
-    step, woken = torch.zeros(1, dtype=torch.int32, device=device), ints[:1].clone()
+    step, experts_read = torch.zeros(1, dtype=torch.int32, device=device), ints[:1].clone()
     ring = torch.full((2, 3), -1, dtype=torch.int32, device=device)
     for now in range(2):
-        woken += 7 + now
+        experts_read += 7 + now
         how = ints.clone(), lengths, ints.clone(), ring
-        fused.advance(ints + now + 3, slots, steps, step, *how, woken)
+        fused.advance(ints + now + 3, slots, steps, step, *how, experts_read)
     assert ring.tolist() == [[3, 3, 7], [4, 4, 8]]
-    assert woken.item() == 0
+    assert experts_read.item() == 0

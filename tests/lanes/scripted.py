@@ -8,7 +8,7 @@ from typing import Any
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Sampled, Step, Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import LateMasks
+from twolane.lanes.cpu.runner import AwaitMasks
 
 PATIENCE = 60.0
 """Seconds for what must happen; waiting so long is a failure."""
@@ -41,7 +41,7 @@ class Gate:
 class ScriptRunner:
     """Runs work that is a generator function of steps."""
 
-    def run(self, work: Callable[[], Iterator[Step]], masks: LateMasks) -> Iterator[Step]:
+    def run(self, work: Callable[[], Iterator[Step]], masks: AwaitMasks) -> Iterator[Step]:
         return work()
 
     def bind(self, lane: LaneName) -> None:

@@ -29,7 +29,7 @@ from twolane.common.resources import usable_cores
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.follower import carry_out
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
+from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
 from twolane.lanes.ranked import RankedLanes
 from twolane.lanes.work import (
     DecodeRow,
@@ -76,7 +76,7 @@ class Late(Runner):
 
     rng = random.Random(0)
 
-    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
         torch.set_num_threads(1)
         for step in super().run(work, masks):
             if self.rng.random() < 0.3:
@@ -171,7 +171,7 @@ class Idle:
 
     def bind(self, lane: str) -> None: ...
 
-    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
         yield Step()
 
 
@@ -181,7 +181,7 @@ class Noting(Idle):
     def __init__(self) -> None:
         self.asked: list[object] = []
 
-    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
         self.asked.append(work)
         yield from super().run(work, masks)
 
@@ -216,7 +216,7 @@ def test_the_other_rank_does_what_rank_0_does_in_its_order() -> None:
 
 def test_masks_reach_rank_0_which_samples() -> None:
     class Asking(Idle):
-        def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+        def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
             told.extend(masks())
             yield Step()
 
@@ -232,7 +232,7 @@ def test_masks_reach_rank_0_which_samples() -> None:
 
 def test_what_became_of_the_other_rank_is_the_cause() -> None:
     class Broken(Idle):
-        def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+        def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
             raise OSError("the rank's end of a pipe")
 
     broken: Any = Broken()

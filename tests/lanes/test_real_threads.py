@@ -21,7 +21,7 @@ from twolane.common.resources import usable_cores
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import LateMasks, Runner
+from twolane.lanes.cpu.runner import AwaitMasks, Runner
 from twolane.lanes.work import Work
 from twolane.systems.registry import System, make_system
 
@@ -47,7 +47,7 @@ class Watched:
         self._at_work = 0
         self._lock = threading.Lock()
 
-    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
         torch.set_num_threads(1)  # of this lane
         with self._lock:
             self._seen["side by side"] += self._at_work > 0

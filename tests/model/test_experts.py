@@ -116,8 +116,8 @@ def test_dummy_routers_can_be_skewed(tmp_path) -> None:
     law = torch.tensor(spec.moe.shares)
     assert (seen - law).abs().max() < 0.12 and torch.corrcoef(torch.stack([seen, law]))[0, 1] > 0.95
     for n in (8, 64):
-        woken = [len(part.unique()) for part in chosen[:2048].split(n)]
-        assert sum(woken) / len(woken) == pytest.approx(spec.moe.active(n), rel=0.1)
+        experts_read = [len(part.unique()) for part in chosen[:2048].split(n)]
+        assert sum(experts_read) / len(experts_read) == pytest.approx(spec.moe.active(n), rel=0.1)
     assert not torch.equal(even.layers[0].mlp.router.values, router)
     assert torch.equal(even.layers[0].mlp.down.values, weights.layers[0].mlp.down.values)
 

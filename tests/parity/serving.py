@@ -23,7 +23,7 @@ from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Lanes, Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import LateMasks, Runner
+from twolane.lanes.cpu.runner import AwaitMasks, Runner
 from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
@@ -66,7 +66,7 @@ class OneThread(Runner):
     want the cores, too, and tiny models gain nothing from it.
     """
 
-    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:
         torch.set_num_threads(1)
         yield from super().run(work, masks)
 

@@ -21,7 +21,7 @@ from tests.server.serving import PATIENCE, wait_for
 from twolane.engine.messages import Submit
 from twolane.lanes import base, followers
 from twolane.lanes.cpu import machine
-from twolane.lanes.followers import Pulse
+from twolane.lanes.followers import Heartbeat
 from twolane.parallel import group
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
@@ -209,7 +209,7 @@ def test_silence_counts_from_the_end_of_work_and_only_for_ranks_that_have_begun(
     for read, _ in pipes:
         os.set_blocking(read, False)
     pings: list[float] = []
-    pulse, (_, first), (_, second) = Pulse([read for read, _ in pipes]), *pipes
+    pulse, (_, first), (_, second) = Heartbeat([read for read, _ in pipes]), *pipes
 
     def beat(now: float) -> tuple[int, float] | None:
         return pulse.beat(now, lambda: pings.append(now))

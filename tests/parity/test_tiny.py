@@ -23,7 +23,7 @@ from tests.parity.schedules import schedules
 from tests.parity.serving import OneThread, Served, serve
 from twolane.engine.messages import Submit
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.runner import LateMasks, Runner, _Paused
+from twolane.lanes.cpu.runner import AwaitMasks, Runner, _Paused
 from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
 from twolane.model.decoder import Decoder
@@ -111,7 +111,7 @@ class LeavesOutALayer(OneThread):
 class LosesAWrite(OneThread):
     """Keys and values of decode steps are not kept in one layer."""
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int, late: LateMasks) -> Step:
+    def _decode(self, rows: Sequence[DecodeRow], step: int, late: AwaitMasks) -> Step:
         before = self._kv.layers[2].clone()
         tokens = super()._decode(rows, step, late)
         self._kv.layers[2].copy_(before)

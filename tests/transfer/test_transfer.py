@@ -14,7 +14,7 @@ from torch import Tensor
 from twolane.model.attention import CpuRoundedPool, Pool
 from twolane.model.shapes import SHAPES
 from twolane.parallel.group import RankLost
-from twolane.transfer.arrivals import LENGTH_BYTES, Arrival, Arrivals, tell
+from twolane.transfer.arrivals import LENGTH_BYTES, Arrival, Arrivals, send_arrival
 from twolane.transfer.memory import SharedMemory
 from twolane.transfer.mirror import MirroredCache
 
@@ -83,9 +83,9 @@ def test_both_processes_hold_what_either_writes(rounded: bool) -> None:
 def test_hidden_states_come_as_they_were_sent(dtype: torch.dtype) -> None:
     read, write = os.pipe()
     arrivals, hidden = Arrivals(read), torch.randn(40, 6).to(dtype)[::2]
-    tell(write, Arrival.of(3, 1, None))
-    tell(write, Arrival.of(3, 2, hidden))
-    tell(write, Arrival.of(4, 2, hidden[:0]))
+    send_arrival(write, Arrival.of(3, 1, None))
+    send_arrival(write, Arrival.of(3, 2, hidden))
+    send_arrival(write, Arrival.of(4, 2, hidden[:0]))
     assert arrivals.take(3, 1).hidden == b""
     assert torch.equal(arrivals.take(3, 2).rows(6, dtype), hidden)
     assert arrivals.take(4, 2).rows(6, dtype).shape == (0, 6)
@@ -95,7 +95,7 @@ def test_hidden_states_come_as_they_were_sent(dtype: torch.dtype) -> None:
 def test_an_arrival_that_is_not_due_is_refused() -> None:
     read, write = os.pipe()
     arrivals = Arrivals(read)
-    tell(write, Arrival.of(3, 2, None))
+    send_arrival(write, Arrival.of(3, 2, None))
     with pytest.raises(ValueError, match="up to 2 of batch 3 have arrived where those up to 1"):
         arrivals.take(3, 1)
     os.close(write)

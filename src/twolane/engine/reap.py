@@ -199,8 +199,8 @@ def _observe(state: State, flight: InFlightLaunch) -> None:
     if shape.kind == "decode":
         steps = flight.ticket.steps
         seconds /= len(steps)
-        if (woken := steps[0].woken) is not None:
-            state.estimator.observe_experts(shape.load.requests, woken)
+        if (experts_read := steps[0].experts_read) is not None:
+            state.estimator.observe_experts(shape.load.requests, experts_read)
     state.estimator.observe(shape, flight.launch.units, seconds, corunner)
 
 

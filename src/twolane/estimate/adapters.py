@@ -46,9 +46,9 @@ class AdapterEstimator(Estimator):
         self.base.observe(launch, units, seconds, corunner)
         self.lately = self.base.lately
 
-    def observe_experts(self, rows: int, woken: float) -> None:
+    def observe_experts(self, rows: int, experts_read: float) -> None:
         """See `Estimator.observe_experts`."""
-        self.base.observe_experts(rows, woken)
+        self.base.observe_experts(rows, experts_read)
 
     def _seconds(
         self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool

@@ -72,7 +72,7 @@ class Estimator(ABC):
     ) -> None:
         """Learn from a launch that has ended; `corunner` ran all the while, or nothing did."""
 
-    def observe_experts(self, rows: int, woken: float) -> None:  # noqa: B027 - as above
+    def observe_experts(self, rows: int, experts_read: float) -> None:  # noqa: B027 - as above
         """Learn how many experts of a layer, on average, a decode step of these rows has read."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ class _Size:
     """Means over steps of one size."""
 
     rows: float
-    woken: float
+    experts_read: float
 
 
 class ExpertCounts:
@@ -45,26 +45,28 @@ class ExpertCounts:
             return
         skew = min(SKEWS, key=lambda skew: self._error(skew, seen))
         if self._error(skew, seen) <= MOST_ERROR**2 * len(seen):
-            for rows, woken in seen:
-                self._note(rows, woken)
+            for rows, experts_read in seen:
+                self._note(rows, experts_read)
             self.moe = replace(self.moe, skew=skew)
 
-    def note(self, rows: int, woken: float) -> bool:
+    def note(self, rows: int, experts_read: float) -> bool:
         """Note a step; whether the skew has changed."""
-        self._note(rows, woken)
+        self._note(rows, experts_read)
         self._seen += 1
         if self._seen % COMPARE_EVERY:
             return False
-        before, sizes = self.moe.skew, [(s.rows, s.woken) for s in self._sizes.values()]
+        before, sizes = self.moe.skew, [(s.rows, s.experts_read) for s in self._sizes.values()]
         self.moe = replace(self.moe, skew=min(SKEWS, key=lambda skew: self._error(skew, sizes)))
         return self.moe.skew != before
 
-    def _note(self, rows: int, woken: float) -> None:
-        size = self._sizes.setdefault(rows.bit_length(), _Size(rows, woken))
+    def _note(self, rows: int, experts_read: float) -> None:
+        size = self._sizes.setdefault(rows.bit_length(), _Size(rows, experts_read))
         size.rows += SIZE_WEIGHT * (rows - size.rows)
-        size.woken += SIZE_WEIGHT * (woken - size.woken)
+        size.experts_read += SIZE_WEIGHT * (experts_read - size.experts_read)
 
     def _error(self, skew: float, seen: Sequence[tuple[float, float]]) -> float:
         """Sum of squared relative errors of the experts that steps are expected to read."""
         moe = replace(self.moe, skew=skew)
-        return sum((moe.active(rows) / max(woken, 1.0) - 1.0) ** 2 for rows, woken in seen)
+        return sum(
+            (moe.active(rows) / max(experts_read, 1.0) - 1.0) ** 2 for rows, experts_read in seen
+        )

@@ -115,7 +115,7 @@ class Sample(
     """Mean power of the board meanwhile."""
     held_out: bool = False
     """Not to be fitted on: kept to tell the error of what was."""
-    woken: float | None = None
+    experts_read: float | None = msgspec.field(default=None, name="woken")
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
     @property

@@ -691,7 +691,7 @@ def _advance(
     lengths: tl.tensor,
     last_token: tl.tensor,
     ring: tl.tensor,
-    woken: tl.tensor,
+    experts_read: tl.tensor,
     rows: tl.tensor,
     BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -713,8 +713,8 @@ def _advance(
         left = tl.where(active & (now + 1 < limit), length + 1, 0)
         tl.store(lengths + row, left, mask=row < rows)
     if EXPERTS:
-        tl.store(ring + now * (rows + 1) + rows, tl.load(woken))
-        tl.store(woken, 0)
+        tl.store(ring + now * (rows + 1) + rows, tl.load(experts_read))
+        tl.store(experts_read, 0)
     tl.store(step, now + 1)
 
 
@@ -727,7 +727,7 @@ def advance(
     lengths: torch.Tensor,
     last_token: torch.Tensor,
     ring: torch.Tensor,
-    woken: torch.Tensor | None = None,
+    experts_read: torch.Tensor | None = None,
 ) -> None:
     """End a decode step: hand out its tokens and make the rows ready for the next one.
 
@@ -743,10 +743,10 @@ def advance(
         positions: place of the row's input token in its sequence, int [R].
         lengths: tokens that the row sees, its input token included, int [R].
         last_token: int [slots].
-        ring: tokens of each step, int [k, R], or [k, R + 1] with `woken`, on the device or in
-            pinned memory; what belongs to no active row is left as it is.
-        woken: how many experts the step has read, int [1], goes behind the step's tokens and
-            becomes 0.
+        ring: tokens of each step, int [k, R], or [k, R + 1] with `experts_read`, on the device or
+            in pinned memory; entries of inactive rows are left as they are.
+        experts_read: number of experts that the step has read, int [1]; it is copied behind the
+            step's tokens and set to 0.
     """
     rows = len(sampled)
     block = min(256, max(32, power_of_2(rows)))
@@ -761,9 +761,9 @@ def advance(
         lengths,
         last_token,
         ring,
-        step if woken is None else woken,
+        step if experts_read is None else experts_read,
         rows,
         BLOCK=block,
-        EXPERTS=int(woken is not None),
+        EXPERTS=int(experts_read is not None),
         num_warps=1,
     )

@@ -1,1 +1,1 @@
-"""Where work runs: ordered queues of device work, each bound to a share of the units."""
+"""Lanes: ordered queues of device work, each bound to a share of the units."""

@@ -33,7 +33,7 @@ class PromptLogprobs(NamedTuple):
     row: int
     """Row of the work."""
     logprobs: Sequence[TokenLogprobs]
-    """One for each of the row's targets."""
+    """Log-probabilities, one for each of the row's targets."""
 
 
 class Step(NamedTuple):
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     broken: Sequence[int] = ()
     """Rows of the work without a sampled token, because the logits are NaN or plus infinity."""
-    woken: float | None = None
+    experts_read: float | None = None
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
 

@@ -31,7 +31,7 @@ class DisaggregatedLanes(RankedLanes):
     ) -> None:
         self._progress = progress
         self._logged = 0
-        """Number of launches that rank 1 was told."""
+        """Number of launches sent to rank 1."""
         super().__init__(lanes, followers)
         units = lanes.units
         self.levels = ((units, units), (units, 0), (0, units))
@@ -45,8 +45,8 @@ class DisaggregatedLanes(RankedLanes):
         """
         if lane == "prefill" and isinstance(work, PrefillWork) and not after:
             ticket = self._lanes.launch(lane, units, work, after)
-            told = replace(work, masks=(), late=())  # rank 1 does not sample
-            self._followers.log(LaunchRecord(lane, units, told, (), self._logged))
+            sent = replace(work, masks=(), late=())  # rank 1 does not sample
+            self._followers.log(LaunchRecord(lane, units, sent, (), self._logged))
             self._logged += 1
             return ticket
         if lane == "decode" and isinstance(work, DecodeWork):

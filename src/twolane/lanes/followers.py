@@ -24,16 +24,16 @@ LENGTH_BYTES = 4
 """Bytes, little-endian, of the length before each record of the log."""
 EXPLAIN_SECONDS = 0.5
 """Seconds that whoever missed a rank waits for news of one that has died."""
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
-LOOK_MOST_SECONDS = 1.0
+MOST_POLL_SECONDS = 1.0
 """Seconds between two looks that count at most: if they are further apart, this process itself
 stood still."""
 PING_SECONDS = 1.0
 """Seconds between two pings of a rank that has nothing to do."""
 PING = bytes(LENGTH_BYTES)
 """A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
-ADAPTER_LOOK_SECONDS = 0.02
+ADAPTER_POLL_SECONDS = 0.02
 """Seconds between two looks whether all ranks have read an adapter."""
 STOPPED_SECONDS = 8.0
 """Seconds for which a rank may be stopped by a signal, at the start, at rest and in a launch."""
@@ -57,14 +57,14 @@ class FollowerStart(msgspec.Struct, frozen=True):
 
 
 class OpenLaunches(Protocol):
-    """Where a watcher sees the launches under way."""
+    """The launches under way, as a watcher sees them."""
 
     def waiting(self) -> Sequence[Ticket]:
-        """Those that are not done, in the order of their numbers."""
+        """Return the tickets that are not done, in the order of their numbers."""
         ...
 
 
-class Pulse:
+class Heartbeat:
     """Whether the other ranks answer while there is nothing to do.
 
     Args:
@@ -73,7 +73,7 @@ class Pulse:
 
     def __init__(self, files: Sequence[int]) -> None:
         self._files = files
-        self._owing: set[int] = set()
+        self._unanswered: set[int] = set()
         """Ranks that have not answered the last ping."""
         self._known: set[int] = set()
         """Ranks that have begun with the log; before that they are starting."""
@@ -85,7 +85,8 @@ class Pulse:
         self._heard = [now] * len(self._files)
 
     def silences(self, now: float) -> list[float]:
-        """Seconds since each of them last gave a sign of life; 0 for those that are starting."""
+        """Return the seconds since each rank last gave a sign of life; 0 for those that are
+        starting."""
         return [
             now - at if rank in self._known else 0.0 for rank, at in enumerate(self._heard, start=1)
         ]
@@ -100,13 +101,13 @@ class Pulse:
             with contextlib.suppress(BlockingIOError):
                 if os.read(file, 64):
                     self._heard[rank - 1] = now
-                    self._owing.discard(rank)
+                    self._unanswered.discard(rank)
                     self._known.add(rank)
-        if not self._owing and now - self._asked_at >= PING_SECONDS:
+        if not self._unanswered and now - self._asked_at >= PING_SECONDS:
             self._asked_at = now
-            self._owing = set(range(1, len(self._files) + 1))
+            self._unanswered = set(range(1, len(self._files) + 1))
             ping()
-        late = self._owing & self._known
+        late = self._unanswered & self._known
         return (min(late), now - self._asked_at) if late else None
 
     def skip(self, now: float) -> None:
@@ -135,11 +136,11 @@ class Followers:
     ) -> None:
         self.size = settings.ranks
         self.store = meeting_place()
-        """Where the ranks meet."""
+        """Store where the ranks meet."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called from a thread of its own when a rank is lost."""
         self._adapters = 0
-        """Adapters that they were told to read."""
+        """Number of adapters that they were asked to read."""
         self._lost: RankLost | None = None
         self._found_lost = threading.Event()
         self._closing = threading.Event()
@@ -154,7 +155,7 @@ class Followers:
             start = FollowerStart(settings, rank, tuple(cores), *meeting, tuple(files))
             self._spawn(module, start)
             os.close(answer)
-        self._pulse = Pulse(self._answers)
+        self._heartbeat = Heartbeat(self._answers)
         self.silences = [0.0] * (self.size - 1)
         """Seconds since each of ranks 1 and up last gave a sign of life, by the watch."""
         for rank, process in enumerate(self.processes, start=1):
@@ -162,7 +163,7 @@ class Followers:
         self._thread(self._watch_stops)
 
     def check(self) -> None:
-        """See that all are alive and go on.
+        """Check that all ranks are alive and go on.
 
         Raises:
             RankLost: one is not, or does not.
@@ -171,18 +172,19 @@ class Followers:
             raise self._lost
 
     def explain(self, error: BaseException) -> BaseException:
-        """Why a lane has failed: another rank, if one is found lost within a moment, or `error`."""
+        """Return the cause of a lane's error: another rank, if one is found lost within a moment,
+        or `error`."""
         if isinstance(error, RankLost):
             self._found_lost.wait(EXPLAIN_SECONDS)
         return self._lost or error
 
     def start(self, sizes: LaneSizes) -> None:
-        """Have them make lanes of these sizes, which are the second line, and be ready for the log,
+        """Have the ranks make lanes of these sizes (the second line) and be ready for the log,
         which follows it."""
         self._send(msgspec.json.encode(sizes) + b"\n")
 
     def watch(self, launches: OpenLaunches, progress: Callable[[], int] = lambda: 0) -> None:
-        """Hold a rank for lost, from now on, when launches do not go on within their patience or
+        """Count a rank as lost, from now on, when launches do not go on within their patience or
         when it does not answer while there are none.
 
         Args:
@@ -192,7 +194,7 @@ class Followers:
         self._thread(self._watch, launches, progress)
 
     def log(self, record: Record) -> None:
-        """Have all of them carry it out behind what was logged before; does not wait."""
+        """Send a record to all ranks, behind what was logged before; does not wait."""
         encoded = encode(record)
         self._send(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 
@@ -208,7 +210,7 @@ class Followers:
         self.log(AdapterRecord(slot, path, digest, self._adapters))
         while not self.store.check(names):
             self.check()
-            if self._closing.wait(ADAPTER_LOOK_SECONDS):
+            if self._closing.wait(ADAPTER_POLL_SECONDS):
                 raise RankLost("the ranks are being ended")
         problems = [self.store.get(name).decode() for name in names]
         for name in names:
@@ -218,7 +220,7 @@ class Followers:
                 raise ValueError(f"rank {rank}: {problem}")
 
     def close(self, timeout: float) -> None:
-        """End them: by the end of their log, or else by force."""
+        """End the ranks: by the end of their log, or else by force."""
         self._closing.set()
         for queue in self._queues:
             queue.put(None)
@@ -260,21 +262,21 @@ class Followers:
             self._found_lost.wait(EXPLAIN_SECONDS / 2)
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
 
-    def _looks(self) -> Iterator[float]:
-        """The seconds of a clock at each look at the ranks, until one is lost or all are closed.
+    def _polls(self) -> Iterator[float]:
+        """Yield a clock's seconds at each look at the ranks, until one is lost or all are closed.
 
         While this process itself stands still, the clock does too.
         """
         looked, now = time.monotonic(), 0.0
-        while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
+        while not self._closing.wait(POLL_SECONDS) and self._lost is None:
             last, looked = looked, time.monotonic()
-            now += min(looked - last, LOOK_MOST_SECONDS)
+            now += min(looked - last, MOST_POLL_SECONDS)
             yield now
 
     def _watch_stops(self) -> None:
-        """Hold a rank for lost that stays stopped: it does not come back by itself."""
+        """Count a rank as lost that stays stopped: it does not come back by itself."""
         since: dict[int, float] = {}
-        for now in self._looks():
+        for now in self._polls():
             since = {rank: since.get(rank, now) for rank in self._stopped()}
             for rank, begun in since.items():
                 if now - begun > STOPPED_SECONDS:
@@ -287,11 +289,11 @@ class Followers:
         return [rank for rank, process in processes if _is_stopped(process.pid)]
 
     def _watch(self, launches: OpenLaunches, progress: Callable[[], int]) -> None:
-        went_on = 0.0
+        progressed_at = 0.0
         before: dict[Ticket, int] = {}
         progressed = progress()
-        pulse = self._pulse
-        for now in self._looks():
+        heartbeat = self._heartbeat
+        for now in self._polls():
             steps = {ticket: len(ticket.steps) for ticket in launches.waiting()}
             last_progress, progressed = progressed, progress()
             if (
@@ -299,20 +301,20 @@ class Followers:
                 or progressed != last_progress
                 or any(steps.get(ticket) != count for ticket, count in before.items())
             ):
-                went_on = now
+                progressed_at = now
                 if before:
-                    pulse.heard(now)
-            elif now - went_on > max(ticket.patience for ticket in before):
-                self._lose(self._overdue(next(iter(before)), now - went_on))
+                    heartbeat.heard(now)
+            elif now - progressed_at > max(ticket.patience for ticket in before):
+                self._lose(self._overdue(next(iter(before)), now - progressed_at))
             before = steps
-            self.silences = pulse.silences(now)
+            self.silences = heartbeat.silences(now)
             if steps:
-                pulse.skip(now)
-            elif late := pulse.beat(now, partial(self._send, PING)):
+                heartbeat.skip(now)
+            elif late := heartbeat.beat(now, partial(self._send, PING)):
                 self._lose_silent(*late)
 
     def _lose_silent(self, rank: int, seconds: float) -> None:
-        """Hold a rank for lost if it has been silent, with nothing to do, for far longer than one
+        """Count a rank as lost if it has been silent, with nothing to do, for far longer than one
         that is short of CPU time may be."""
         if seconds > base.UNPREDICTED_SECONDS - PING_SECONDS:  # perhaps since before the ping
             self._lose(f"rank {rank} of {self.size} has not answered for {seconds:.1f} s")
@@ -320,11 +322,11 @@ class Followers:
     def _overdue(self, ticket: Ticket, seconds: float) -> str:
         return (
             f"rank 0 of {self.size} has waited {seconds:.1f} s for the others in launch "
-            f"{ticket.number}, in the {ticket.lane} lane{self._who_stopped()}"
+            f"{ticket.number}, in the {ticket.lane} lane{self._stopped_note()}"
         )
 
-    def _who_stopped(self) -> str:
-        """The end of a sentence: which ranks are stopped, if any is."""
+    def _stopped_note(self) -> str:
+        """Return the end of a sentence that names the stopped ranks; empty if none is."""
         return ", and ".join(["", *(f"rank {rank} is stopped" for rank in self._stopped())])
 
     def _lose(self, why: str) -> None:
@@ -335,18 +337,18 @@ class Followers:
 
 
 def adapter_key(number: int, rank: int) -> str:
-    """Key of the store under which a rank tells what came of an adapter: nothing, or why it could
-    not be read."""
+    """Return the store's key under which a rank reports on an adapter: empty, or why it could not
+    be read."""
     return f"adapter-{number}-{rank}"
 
 
 def failure_key(rank: int) -> str:
-    """Key of the store under which a rank tells why it cannot start."""
+    """Return the store's key under which a rank reports why it cannot start."""
     return f"failure-{rank}"
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process was stopped by a signal."""
+    """Return whether a process was stopped by a signal."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0] in ("T", "t")
     except OSError:

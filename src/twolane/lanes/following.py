@@ -1,4 +1,4 @@
-"""What a rank other than 0 does on any device: it reads how to start, and then the launch log.
+"""The start and the launch log of a rank other than 0, on any device.
 
 The log comes on its standard input. It lives as long as that pipe is open, and no longer than the
 process that started it.
@@ -27,14 +27,14 @@ from twolane.lanes.work import AdapterRecord, Record, decode
 
 
 class ReadsAdapters(Protocol):
-    """What of a rank reads adapters."""
+    """The part of a rank that reads adapters."""
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
 
 
 class AdapterReports:
-    """Tells rank 0 what came of the adapters that this rank was told to read.
+    """Reports to rank 0 the result of reading each adapter on this rank.
 
     Args:
         start: of this rank.
@@ -56,8 +56,8 @@ class AdapterReports:
 
 
 @contextlib.contextmanager
-def failure_told(start: FollowerStart) -> Iterator[None]:
-    """Tell rank 0 why this rank cannot start, and end the process.
+def reporting_failure(start: FollowerStart) -> Iterator[None]:
+    """Report to rank 0 why this rank cannot start, and end the process.
 
     Raises:
         Exception: nobody foresaw it.
@@ -72,7 +72,7 @@ def failure_told(start: FollowerStart) -> Iterator[None]:
 
 
 def read_start() -> FollowerStart | None:
-    """How to start; None: rank 0 has ended."""
+    """Read the start message; None if rank 0 has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains first, and ends the log
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerStart)
@@ -81,13 +81,13 @@ def read_start() -> FollowerStart | None:
 
 
 def read_sizes() -> LaneSizes | None:
-    """The sizes of the lanes to make; None: rank 0 has ended."""
+    """Read the sizes of the lanes to make; None if rank 0 has ended."""
     line = sys.stdin.buffer.readline()
     return msgspec.json.decode(line, type=LaneSizes) if line else None
 
 
 def read_log(answers: int) -> Iterator[Record]:
-    """The records of the log as they come; asleep between them.
+    """Yield the records of the log as they come.
 
     Args:
         answers: file for the answers to pings, see `FollowerStart`.

@@ -58,7 +58,7 @@ class Machine(Protocol):
     """Version of what the name stands for if that is no hardware (a device model); else empty."""
 
     def kv_bytes(self, max_model_len: int) -> int:
-        """Bytes for the KV pool where its size is not given."""
+        """Return the bytes for the KV pool where its size is not given."""
         ...
 
     def start(
@@ -72,7 +72,7 @@ class Machine(Protocol):
         Args:
             sizes: of KV pool and slots.
             notify: called from a lane's thread whenever a ticket has news.
-            progress: told the steps of the start.
+            progress: called with the steps of the start.
         """
         ...
 
@@ -115,7 +115,7 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
 
 
 def chosen_device(settings: DeviceSettings) -> str:
-    """The device: what is asked for, else a GPU if there is one and no cores are asked for.
+    """Return the device that is asked for, else a GPU if there is one and no cores are asked for.
 
     Raises:
         FieldError: it is not there.

@@ -1,4 +1,4 @@
-"""Rank 0's lanes, where other processes carry out what they are told of its launches."""
+"""Rank 0's lanes, whose launches other processes carry out, too."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Where a pass samples and scores, and which of its rows are left: the same in all lanes."""
+"""Sampling points of a pass, scored rows and the rows that are left: the same in all lanes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from twolane.lanes.work import DecodeRow, PromptChunk, PromptRow, unpack
 
 
 class SamplingPoint(NamedTuple):
-    """Where a token is sampled."""
+    """The place of a token to sample."""
 
     row: int
     """Row of the logits."""
@@ -48,7 +48,7 @@ class SamplingPoints:
     """Rows of the work, decode rows and then prompts, that a token is sampled after."""
     where: list[int]
     """The row of the pass, one a token, that each is sampled at."""
-    places: list[SamplingPoint]
+    points: list[SamplingPoint]
     """The points, by row of the logits."""
     decoding: int
     """Number of decode rows."""
@@ -61,9 +61,9 @@ class SamplingPoints:
         prompts: Sequence[PromptRow],
         chunks: Sequence[PromptChunk],
     ) -> "SamplingPoints":
-        """Those of a pass with such rows, and these chunks of the prompts."""
+        """Return the points of a pass with these rows and chunks."""
         rows, where = list(range(len(decode))), list(range(len(decode)))
-        places = [next_point(i, row, 0) for i, row in enumerate(decode)]
+        points = [next_point(i, row, 0) for i, row in enumerate(decode)]
         scored: list[ScoredRow] = []
         end = len(decode)
         for i, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True), start=len(decode)):
@@ -71,10 +71,10 @@ class SamplingPoints:
                 scored.append(ScoredRow(i, end, unpack(scoring.targets), scoring.top))
             end += prompt.count
             if prompt.samples:
-                places.append(SamplingPoint(len(rows), prompt.slot, prompt.start + prompt.count))
+                points.append(SamplingPoint(len(rows), prompt.slot, prompt.start + prompt.count))
                 rows.append(i)
                 where.append(end - 1)
-        return cls(rows, where, places, len(decode), scored)
+        return cls(rows, where, points, len(decode), scored)
 
     @property
     def needed(self) -> list[int]:
@@ -85,11 +85,11 @@ class SamplingPoints:
     @property
     def begun(self) -> list[SamplingPoint]:
         """Points of prompts: their slots are these requests' from now on."""
-        return self.places[self.decoding :]
+        return self.points[self.decoding :]
 
 
 def next_point(i: int, row: DecodeRow, step: int) -> SamplingPoint:
-    """Where a decode row samples in that step of a launch."""
+    """Return the point at which a decode row samples in this step of a launch."""
     return SamplingPoint(i, row.slot, row.position + step + 1)
 
 
@@ -101,7 +101,7 @@ class BatchRows:
     chunks: Sequence[PromptChunk]
 
     def left(self, rows: Sequence[PromptRow]) -> "tuple[BatchRows, npt.NDArray[np.bool_]]":
-        """The batch without the rows that are not among these, and which tokens are left, [T]."""
+        """Return the batch with these rows alone, and a mask of the tokens that are left, [T]."""
         alive = {row.slot for row in rows}
         stays = [row.slot in alive for row in self.rows]
         chunks = [chunk for chunk, each in zip(self.chunks, stays, strict=True) if each]

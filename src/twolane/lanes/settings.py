@@ -1,4 +1,4 @@
-"""What lanes need of an engine's settings: the model, the device, and the sizes."""
+"""Settings that lanes need: the model, the device, and the sizes."""
 
 import contextlib
 import re
@@ -14,7 +14,7 @@ from twolane.model.load.weights import load_weights
 from twolane.model.spec import ModelSpec
 
 TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
-"""What PyTorch says of memory that it did not get."""
+"""PyTorch's message about memory that it could not allocate."""
 
 
 class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +52,12 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: object) -> "DeviceSettings":
-        """The part of an `EngineConfig`."""
+        """Return the part of an `EngineConfig` with these fields."""
         return msgspec.convert(config, cls, from_attributes=True)
 
 
 class LaneSizes(msgspec.Struct, frozen=True):
-    """What lanes have room for."""
+    """Sizes that lanes are made for."""
 
     pages: int
     """Pages of the KV pool."""
@@ -103,7 +103,7 @@ def memory_errors(settings: DeviceSettings) -> Iterator[None]:
 def load_shard(
     settings: DeviceSettings, device: str, progress: Callable[[str, float], None], rank: int = 0
 ) -> tuple[ModelSpec, Weights]:
-    """The whole model's shape and one rank's part of its weights.
+    """Load one rank's part of the weights; return it with the whole model's shape.
 
     Raises:
         ValueError: a setting is wrong, or the model.

@@ -1,4 +1,4 @@
-"""What lanes were told of every slot: its pages and how it samples."""
+"""The state of every slot by the launches so far: its pages and how it samples."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from twolane.lanes.work import HybridWork, Sampling, SlotUpdate, Work
 
 
 class SlotTable:
-    """The state of all slots on the host.
+    """The pages, sampling and adapters of all slots, on the host.
 
     Launches that name one slot run in order (the engine sees to that), so two lanes may take
     updates at the same time without a lock.
@@ -25,10 +25,10 @@ class SlotTable:
         """The adapter slot of each slot's request; -1: none."""
 
     def take(self, updates: Iterable[SlotUpdate]) -> None:
-        """Note what a launch tells.
+        """Note a launch's updates.
 
         Raises:
-            ValueError: pages are told that do not follow the slot's last one.
+            ValueError: new pages do not follow the slot's last one.
         """
         for update in updates:
             pages = self.pages[update.slot]
@@ -46,33 +46,33 @@ class SlotTable:
                 self.sampling[update.slot] = update.sampling
 
     def sampling_of(self, slot: int) -> Sampling:
-        """How that slot's tokens are chosen, which it was told."""
+        """Return the sampling of a slot, which an update has set."""
         sampling = self.sampling[slot]
         assert sampling is not None
         return sampling
 
 
-class UntoldSlots:
+class PendingSlotUpdates:
     """Updates that wait for the first launch that names their slot.
 
-    For those who drive lanes without an engine, and launch the same work again and again.
+    They are for callers that drive lanes without an engine and launch the same work repeatedly.
     """
 
     def __init__(self) -> None:
         self._updates: dict[int, SlotUpdate] = {}
 
     def add(self, update: SlotUpdate) -> None:
-        """Have the next launch that names the slot tell this."""
+        """Have the next launch that names the slot carry this update."""
         self._updates[update.slot] = update
 
     def attach(self, work: Work) -> Work:
-        """The work with the updates of its slots."""
+        """Return the work with the pending updates of its slots."""
         slots = [self._updates.pop(slot) for slot in named_by(work) if slot in self._updates]
         return replace(work, slots=(*work.slots, *slots)) if slots else work
 
 
 def named_by(work: Work) -> list[int]:
-    """The slots of a launch's rows."""
+    """Return the slots of a launch's rows."""
     if isinstance(work, HybridWork):
         return [row.slot for row in work.decode] + [row.slot for row in work.prompts]
     return [row.slot for row in work.rows]

@@ -148,7 +148,8 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
 
 
 class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
-    """One forward pass. Sampled tokens number the decode rows first, then the prompt rows."""
+    """One forward pass of decode rows and prompt rows. Sampled tokens number the decode rows
+    first."""
 
     decode: tuple[DecodeRow, ...]
     prompts: tuple[PromptRow, ...]
@@ -204,7 +205,7 @@ class FillRecord(msgspec.Struct, frozen=True, array_like=True, tag="fill"):
 
 
 Record = LaunchRecord | DropRecord | AdapterRecord | PieceRecord | FillRecord
-"""One record of the launch log."""
+"""A record of the launch log."""
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -1,4 +1,4 @@
-"""What the ranks of one lane do together on GPUs."""
+"""Collectives of the ranks in one lane on GPUs."""
 
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class Channel(Protocol):
 
 
 class Silent:
-    """A channel in which nothing is said: for a rank that times its own kernels."""
+    """A channel without communication, for a rank that times its own kernels."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

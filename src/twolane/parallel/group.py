@@ -1,4 +1,4 @@
-"""What ranks do together. Every lane has a channel of its own."""
+"""Groups of ranks and their collectives. Every lane has a channel of its own."""
 
 import socket
 import threading
@@ -50,17 +50,18 @@ class Group(Protocol):
         """Have this thread use that lane's channel from now on."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum over all ranks, added in rank order, so that its bits depend on nothing else."""
+        """Return the sum over all ranks, added in rank order, so that its bits depend on nothing
+        else."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor; the others' give its shape and type."""
+        """Return rank 0's tensor; the others' give its shape and type."""
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """On rank 0 all ranks' columns [R, size * columns]; on the others what they gave."""
+        """Return all ranks' columns [R, size * columns] on rank 0, and `part` on the others."""
 
 
 class Alone:
-    """One rank."""
+    """A group of one rank."""
 
     rank = 0
     size = 1
@@ -252,7 +253,7 @@ def meanwhile(run: Callable[[], T], waiting: Callable[[], None]) -> T:
 
 
 def awaited(future: "Future[T]", waiting: Callable[[], None]) -> T:
-    """The future's result; `waiting` is called until it is there, and may raise."""
+    """Return the future's result; `waiting` is called until it is there, and may raise."""
     while not wait([future], MEETING_SECONDS).done:
         waiting()
     return future.result()

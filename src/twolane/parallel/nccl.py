@@ -48,7 +48,7 @@ class _UniqueId(ctypes.Structure):
 
 @lru_cache
 def _library() -> Any:
-    """The library that PyTorch has loaded.
+    """Return the library that PyTorch has loaded.
 
     Raises:
         NcclError: there is none.
@@ -161,7 +161,7 @@ def join(rank: int, size: int, store: dist.Store) -> Communicator:
 
 
 def version() -> str:
-    """The library's version."""
+    """Return the library's version."""
     number = ctypes.c_int()
     _check(_library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
     major, rest = divmod(number.value, 10_000)

@@ -69,13 +69,13 @@ class PeerGroup:
         return _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device)
 
     def addresses(self, memory: Tensor) -> tuple[int, ...]:
-        """Where this process sees each rank's memory, of which its own is from `empty`."""
+        """Return the address of each rank's memory in this process; its own is from `empty`."""
         bases: list[int] = self._mapped(memory).buffer_ptrs
         offset = memory.data_ptr() - bases[self.rank]
         return tuple(base + offset for base in bases)
 
     def of(self, rank: int, memory: Tensor) -> Tensor:
-        """That rank's memory, of which this process's is from `empty`."""
+        """Return another rank's memory; this process's is from `empty`."""
         mapped = self._mapped(memory).get_buffer(rank, memory.shape, memory.dtype)
         assert isinstance(mapped, Tensor)
         return mapped

@@ -19,8 +19,7 @@ from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
 
 log = logging.getLogger("twolane.cuda")
 Way = Literal["nccl", "two-shot", "joined"]
-"""How a sum goes: by NCCL, by PyTorch's two-shot all-reduce, or in one launch with the norm behind
-it."""
+"""A way to sum: NCCL, PyTorch's two-shot all-reduce, or one launch with the norm behind it."""
 WAYS: tuple[Way, ...] = get_args(Way)
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
@@ -67,11 +66,11 @@ class TwoShot:
         self._flag_bytes, self._addresses = flag_bytes, (0,) * self.size
         self._channel, self._store, self._ways = channel, store, ways
         self._buffer: Tensor | None = None
-        """What all ranks map; None: they cannot."""
+        """Memory that all ranks map; None if they cannot."""
         self._group: PeerGroup | None = None
         """The ranks as PyTorch knows them, for as long as this lives."""
         self._chosen: dict[int, Way] = {}
-        """How sums go, by how many numbers they have; others go by NCCL."""
+        """Way of each sum by its number of elements; other sums go by NCCL."""
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Channel.buffer`: mapped by all ranks, once."""
@@ -93,7 +92,7 @@ class TwoShot:
         return self._channel.buffer(rows, width, dtype, device) if buffer is None else buffer
 
     def _problem(self, when: str, own: str) -> str:
-        """The first rank's that has one, of which this one's is `own`."""
+        """Return the first rank's problem, of which this one's is `own`; empty if none has one."""
         here = dist.PrefixStore(when, self._store)
         return next(filter(None, meet(self.rank, self.size, here, lambda: None, own)), "")
 
@@ -138,20 +137,20 @@ class TwoShot:
                 self._chosen[numbers[count]] = way
                 times[count][way] = seconds(count)
         best = [self._ways.index(_fastest(by_way)) for by_way in times.values()]
-        told = torch.tensor([*best, 0], dtype=torch.int32, device=self._buffer.device)
-        self._channel.broadcast(told)
-        for count, way in zip(times, told.tolist(), strict=False):
+        decided = torch.tensor([*best, 0], dtype=torch.int32, device=self._buffer.device)
+        self._channel.broadcast(decided)
+        for count, way in zip(times, decided.tolist(), strict=False):
             self._chosen[numbers[count]] = self._ways[way]
         return times
 
     def way(self, rows: int) -> Way:
-        """How this many rows of the buffer are summed."""
+        """Return the way in which this many rows of the buffer are summed."""
         assert self._buffer is not None
         return self._way(self._buffer[:rows])
 
     def mapped(self, tensor: Tensor) -> Mapped | None:
-        """Where all ranks have such partial sums, for a kernel that sums them by itself; None: they
-        are summed by `all_reduce`."""
+        """Return the addresses of these partial sums on all ranks, for a kernel that sums them by
+        itself; None if `all_reduce` sums them."""
         if self._way(tensor) != "joined":
             return None
         assert self._buffer is not None
@@ -176,7 +175,7 @@ class TwoShot:
         torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", GROUP)
 
     def _shared(self, tensor: Tensor) -> bool:
-        """Whether a sum can go over shared memory."""
+        """Return whether a sum can go over shared memory."""
         buffer = self._buffer
         return (
             buffer is not None
@@ -188,5 +187,5 @@ class TwoShot:
 
 
 def _fastest(seconds: Mapping[Way, float]) -> Way:
-    """The way of least seconds, of which NCCL's count a little less than they are."""
+    """Return the fastest way, with NCCL's seconds counted a little lower than they are."""
     return min(seconds, key=lambda way: seconds[way] * (GAIN if way == "nccl" else 1.0))

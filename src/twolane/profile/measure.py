@@ -213,14 +213,19 @@ def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: flo
             layers, finishes = work.last - work.first, work.finishes
         groups.setdefault((layers, finishes), []).append(ticket.seconds)
     neighbour, kind, runs = _roles(point, feed)
-    woken = [step.woken for _, ticket in counted for step in ticket.steps if step.woken is not None]
+    experts_read = [
+        step.experts_read
+        for _, ticket in counted
+        for step in ticket.steps
+        if step.experts_read is not None
+    ]
     same = replace(
         template,
         kind=kind,
         runs=runs,
         units=feed.units,
         beside=neighbour,
-        woken=fmean(woken) if woken else None,
+        experts_read=fmean(experts_read) if experts_read else None,
     )
     return [
         replace(same, layers=layers, finishes=finishes, seconds=seconds)

@@ -11,7 +11,7 @@ from twolane.estimate.profile import Run
 from twolane.lanes.base import Ticket
 from twolane.lanes.machine import MachineLanes
 from twolane.lanes.settings import LaneSizes
-from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import (
     DecodeRow,
     PrefillWork,
@@ -60,7 +60,7 @@ class Rig:
     _free: list[int] = field(init=False)
     _held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
-    _untold: UntoldSlots = field(default_factory=UntoldSlots)
+    _pending: PendingSlotUpdates = field(default_factory=PendingSlotUpdates)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.sizes.pages))
@@ -81,7 +81,7 @@ class Rig:
 
     def launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
         """Queue work behind what is queued in that lane."""
-        return self.lanes.launch(lane, units, self._untold.attach(work), ())
+        return self.lanes.launch(lane, units, self._pending.attach(work), ())
 
     def wait(self, until: Callable[[], bool], tickets: Sequence[Ticket]) -> None:
         """Let the lanes work until something holds.
@@ -142,4 +142,4 @@ class Rig:
         self._held[slot] = pages
         params = RANDOM if self.own_tokens else GREEDY
         sampling = Sampling(params, slot, prompt_tokens, ())
-        self._untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))
+        self._pending.add(SlotUpdate(slot, 0, tuple(pages), sampling))

@@ -1,4 +1,5 @@
-"""What the process that computes prompts tells the one that decodes: each slice that has ended."""
+"""Messages from the process that computes prompts to the one that decodes: slices that have
+ended."""
 
 import os
 import threading
@@ -25,13 +26,13 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, batch: int, last: int, hidden: Tensor | None) -> "Arrival":
-        """An arrival with these hidden states, [R, hidden], or none."""
+        """Return an arrival with these hidden states, [R, hidden], or none."""
         if hidden is None:
             return cls(batch, last)
         return cls(batch, last, hidden.contiguous().view(torch.uint8).numpy().tobytes())
 
     def rows(self, width: int, dtype: torch.dtype) -> Tensor:
-        """The hidden states again, [R, width]."""
+        """Return the hidden states as a tensor [R, width]."""
         if not self.hidden:
             return torch.empty((0, width), dtype=dtype)
         return torch.frombuffer(bytearray(self.hidden), dtype=dtype).view(-1, width)
@@ -41,7 +42,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Arrival)
 
 
-def tell(file: int, arrival: Arrival) -> None:
+def send_arrival(file: int, arrival: Arrival) -> None:
     """Write an arrival to the pipe; waits for its reader.
 
     Raises:

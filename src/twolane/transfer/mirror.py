@@ -43,7 +43,7 @@ class MirroredCache(KVCache):
 
     @property
     def received(self) -> int:
-        """How many times the other process has pushed a layer of a pass."""
+        """Number of layers of passes that the other process has pushed."""
         return int(self._received)
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

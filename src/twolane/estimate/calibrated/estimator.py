@@ -89,12 +89,12 @@ class _Question(NamedTuple):
     launch: LaunchShape
     units: Sequence[int]
     corunner: Corunner | None = None
-    woken: float | None = None
+    experts_read: float | None = None
     """Experts of a layer that a step is known to have read; None: what is expected."""
 
     @classmethod
     def of(cls, sample: Sample) -> "_Question":
-        return cls(sample.launch, (sample.units,), sample.corunner, sample.woken)
+        return cls(sample.launch, (sample.units,), sample.corunner, sample.experts_read)
 
 
 class _LinearBase:
@@ -113,7 +113,9 @@ class _LinearBase:
         """Shared by all that are fitted from here."""
         if self.experts is not None and not self.experts.moe.skew:
             steps = profile.training("decode", beside=False)
-            counts = [(s.load.requests, s.woken) for s in steps if s.woken is not None]
+            counts = [
+                (s.load.requests, s.experts_read) for s in steps if s.experts_read is not None
+            ]
             self.experts.learn(counts)
             if not counts and len(steps) >= LEAST_STEPS:
                 self._fit_skew(self.experts, steps)
@@ -185,9 +187,9 @@ class _LinearBase:
 
     def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
-        (kind, load, layers, finishes, _), units, _, woken = asked
+        (kind, load, layers, finishes, _), units, _, experts_read = asked
         if kind == "decode":
-            return self._steps(load, load.reused, units, woken)
+            return self._steps(load, load.reused, units, experts_read)
         if kind == "prefill":
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
@@ -218,12 +220,12 @@ class _LinearBase:
         return [[row[0] * turn, row[1] * turn, *row[2:]] for turn in turns]
 
     def _steps(
-        self, load: Load, context: int, units: Sequence[int], woken: float | None = None
+        self, load: Load, context: int, units: Sequence[int], experts_read: float | None = None
     ) -> Rows:
         """The terms of Equation 2 for `context` tokens, and what products of more rows take."""
         rows = self._computed.rows(load)
         ways = _ways(rows, self._computed.steps)
-        active = self._active(load.requests) if woken is None else (woken,)
+        active = self._active(load.requests) if experts_read is None else (experts_read,)
         return [[context, *ways, *active]] * len(units)
 
     def _active(self, tokens: int) -> tuple[float, ...]:
@@ -383,10 +385,10 @@ class Calibrated(Estimator):
             predicted = self.predict(launch, units, corunner)
             self._learn(launch.kind, seconds, predicted, corunner)
 
-    def observe_experts(self, rows: int, woken: float) -> None:
+    def observe_experts(self, rows: int, experts_read: float) -> None:
         """See `Estimator.observe_experts`: predictions follow the skew that is seen."""
         experts = self._base.experts
-        if experts is not None and experts.note(rows, woken):
+        if experts is not None and experts.note(rows, experts_read):
             self._known.clear()
 
     def _fit_alone(self, kind: Kind) -> Fit:

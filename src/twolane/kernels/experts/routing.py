@@ -57,9 +57,9 @@ class Routing:
     ends: Tensor
     """Where the sorted entries of each expert end, int32 [experts]."""
     groups: Tensor
-    """How many groups there are, a counter of programs that is 0 between launches, the sum of
-    active experts (`woken`), padding, and for each group its expert, its first sorted entry, how
-    many there are, and a mask of rows or padding: int32."""
+    """Number of groups, a counter of programs that is 0 between launches, the sum of active experts
+    (`experts_read`), padding, and for each group its expert, its first sorted entry, their number,
+    and a mask of rows or padding: int32."""
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
@@ -99,7 +99,7 @@ class Routing:
         return self.chosen.shape[1]
 
     @property
-    def woken(self) -> Tensor:
+    def experts_read(self) -> Tensor:
         """How many experts had rows, summed over all launches since it was set to 0: int32 [1]."""
         return self.groups[2:3]
 

@@ -30,7 +30,7 @@ FOLLOWER = "twolane.lanes.cpu.prompts"
 
 
 def halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cores of prefill and of decode, as many each; one core serves both."""
+    """Return the cores of prefill and of decode, as many each; a single core serves both."""
     half = max(1, len(cores) // 2)
     return tuple(cores[:half]), tuple(cores[-half:])
 

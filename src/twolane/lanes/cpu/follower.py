@@ -11,9 +11,15 @@ from torch import distributed as dist
 
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
+from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
 from twolane.lanes.followers import FollowerStart
-from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
+from twolane.lanes.following import (
+    AdapterReports,
+    read_log,
+    read_sizes,
+    read_start,
+    reporting_failure,
+)
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
@@ -22,10 +28,10 @@ from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup, RankLost
 
 
-class OrDie(Runner):
+class FailFast(Runner):
     """A runner whose first error ends the process: the ranks have parted ways."""
 
-    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
         """See `Runner.run`."""
         try:
             yield from super().run(work, masks)
@@ -38,7 +44,7 @@ class OrDie(Runner):
 
 
 def carry_out(lanes: CpuLanes, record: Record) -> None:
-    """Do what the log says.
+    """Carry out a record of the log.
 
     Raises:
         ValueError: it is not what comes next.
@@ -51,7 +57,7 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
         lanes.drop(record.batch)
 
 
-def follow(runner: OrDie, start: FollowerStart) -> NoReturn:
+def follow(runner: FailFast, start: FollowerStart) -> NoReturn:
     """Carry out the log on this process's lanes, and end the process where the log ends."""
     lanes, reports = CpuLanes(runner, start.cores, lambda: None), AdapterReports(start)
     for record in read_log(start.answers):
@@ -68,7 +74,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
     settings = start.settings
-    with failure_told(start):
+    with reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
@@ -77,7 +83,7 @@ def main() -> None:
     rounded = settings.kv_cache_dtype == "fp8"
     kv = KVCache(decoder.spec, sizes.pages, sizes.page_size, decoder.dtype, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    follow(OrDie(decoder, kv, sizes.slots, adapters), start)
+    follow(FailFast(decoder, kv, sizes.slots, adapters), start)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from twolane.lanes.work import PrefillWork, TokenMask, Work
 
 
 def partitions(cores: int) -> tuple[tuple[int, int], ...]:
-    """All ways to share the cores, and the solo ones: (prefill, decode)."""
+    """Return all ways to share the cores, (prefill, decode), and the solo ones."""
     shared = [(cores - d, d) for d in range(1, cores)]
     return (*shared, (cores, 0), (0, cores))
 

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.follower import OrDie, follow
-from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
-from twolane.lanes.following import failure_told, read_sizes, read_start
+from twolane.lanes.cpu.follower import FailFast, follow
+from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
+from twolane.lanes.following import read_sizes, read_start, reporting_failure
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import PrefillWork, Work
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import meet
-from twolane.transfer.arrivals import Arrival, tell
+from twolane.transfer.arrivals import Arrival, send_arrival
 from twolane.transfer.memory import SharedMemory
 from twolane.transfer.mirror import MirroredCache
 
@@ -46,22 +46,22 @@ class PromptRunner(Runner):
         super().__init__(decoder, kv, slots, adapters)
         self._arrivals = arrivals
         self._ends: Tensor | None = None
-        """What the other process needs of the last hidden states of the batch at work."""
+        """Last hidden states of the current batch that the other process samples or scores from."""
 
-    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
+    def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
         """See `Runner.run`; nothing is sampled."""
         assert isinstance(work, PrefillWork)
         yield from super().run(work, masks)
         ends, self._ends = self._ends, None
-        tell(self._arrivals, Arrival.of(work.batch, work.last, ends))
+        send_arrival(self._arrivals, Arrival.of(work.batch, work.last, ends))
 
     def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
         self._ends = hidden[ends.needed]
         return Step()
 
 
-class _OrDie(OrDie, PromptRunner):
-    """See `OrDie`."""
+class _FailFastPrompts(FailFast, PromptRunner):
+    """See `FailFast`."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)  # for loading, beside the other process; the lane sets its own
     settings = start.settings
     ours, theirs, arrivals = start.files
-    with failure_told(start):
+    with reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     meet(start.rank, settings.ranks, store, lambda: None)
@@ -82,7 +82,7 @@ def main() -> None:
     rounded = settings.kv_cache_dtype == "fp8"
     kv = MirroredCache(spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    follow(_OrDie(decoder, kv, sizes.slots, adapters, arrivals), start)
+    follow(_FailFastPrompts(decoder, kv, sizes.slots, adapters, arrivals), start)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ from twolane.sampling import TokenLogprobs
 
 SCORED_LOGITS = 2**22
 """The most logits made at a time for a prompt's log-probabilities: 16 MiB, and as much again."""
-LateMasks = Callable[[], Sequence[TokenMask]]
+AwaitMasks = Callable[[], Sequence[TokenMask]]
 """Waits for the masks that follow a launch."""
 
 
-def nothing_late() -> Sequence[TokenMask]:
+def no_late_masks() -> Sequence[TokenMask]:
     """No masks follow."""
     return ()
 
@@ -60,7 +60,7 @@ class _PassRows:
 
 
 class Runner:
-    """One model, one KV pool, and for every slot the last token and what penalties need.
+    """A model with its KV pool and, for every slot, the last token and the penalties' state.
 
     Two lanes may run work at the same time: the engine sees to it that no slot and no page that
     one of them writes is named by the other.
@@ -92,14 +92,14 @@ class Runner:
         self._paused: dict[int, _Paused] = {}
         """Batches between two slices, by id."""
 
-    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
-        """Do the work; yields what each step came to when it is done.
+    def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
+        """Run the work and yield the results of each step when it is done.
 
         `masks` is called before something is sampled whose masks follow the launch.
         """
         self._slots.take(work.slots)
         self._constrain(work.masks)
-        late = masks if work.late and not self._follows else nothing_late
+        late = masks if work.late and not self._follows else no_late_masks
         if isinstance(work, DecodeWork):
             for step in range(work.k):
                 yield self._decode(work.rows, step, late)
@@ -123,14 +123,14 @@ class Runner:
         self._decoder.group.bind(lane)
 
     def drop(self, batch: int) -> None:
-        """Forget a batch that is not gone on with."""
+        """Forget the hidden states of a batch that has no further slice."""
         self._paused.pop(batch, None)
 
     def _constrain(self, masks: Sequence[TokenMask]) -> None:
         for mask in masks:
             self._allowed[mask.slot] = mask.allowed
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int, late: LateMasks) -> Step:
+    def _decode(self, rows: Sequence[DecodeRow], step: int, late: AwaitMasks) -> Step:
         alive = [i for i, row in enumerate(rows) if step < row.steps]
         points = [next_point(i, rows[i], step) for i in alive]
         places = [(point.slot, point.position - 1, 1) for point in points]
@@ -139,7 +139,7 @@ class Runner:
         self._constrain(late())
         return self._sample(hidden, points, alive)
 
-    def _prefill(self, work: PrefillWork, late: LateMasks) -> Step:
+    def _prefill(self, work: PrefillWork, late: AwaitMasks) -> Step:
         paused = self._resume(work)
         hidden = self._slice(work, paused.hidden)
         if not work.finishes:
@@ -150,7 +150,7 @@ class Runner:
         return self._finish(hidden, SamplingPoints.of((), work.rows, paused.batch.chunks))
 
     def _resume(self, work: PrefillWork) -> _Paused:
-        """The batch where the last slice left it, without the rows that have left."""
+        """Return the batch as the last slice left it, without the rows that have left."""
         if work.first == 0:
             return _Paused(BatchRows(work.rows, work.chunks), self._begin(work))
         paused = self._paused[work.batch]
@@ -160,15 +160,15 @@ class Runner:
         return _Paused(batch, paused.hidden[torch.from_numpy(left)])
 
     def _begin(self, work: PrefillWork) -> Tensor:
-        """The hidden states in front of a prefill batch's first layer, [T, hidden]."""
+        """Return the hidden states before a prefill batch's first layer, [T, hidden]."""
         return self._decoder.embed(_tokens(work.chunks))
 
     def _slice(self, work: PrefillWork, hidden: Tensor) -> Tensor:
-        """The hidden states behind a slice's layers, of those before them, [T, hidden]."""
+        """Run a slice's layers on the hidden states [T, hidden]; return those after them."""
         rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
         return self._layers(hidden, rows, work.first, work.last)
 
-    def _hybrid(self, work: HybridWork, late: LateMasks) -> Step:
+    def _hybrid(self, work: HybridWork, late: AwaitMasks) -> Step:
         last = self._last_tokens([row.slot for row in work.decode])
         tokens = torch.cat([last, _tokens(work.chunks)])
         places = [(row.slot, row.position, 1) for row in work.decode]
@@ -192,7 +192,7 @@ class Runner:
                     continue
                 scores += score(logits, torch.tensor(targets), [row.top] * len(targets))
             scored.append(PromptLogprobs(row.row, scores))
-        return self._sample(hidden[ends.where], ends.places, ends.rows, scored)
+        return self._sample(hidden[ends.where], ends.points, ends.rows, scored)
 
     def _sample(
         self,
@@ -225,7 +225,7 @@ class Runner:
         return Step(sampled, scored, sorted(broken))
 
     def _embeddings(self, hidden: Tensor, samplings: Sequence[Sampling]) -> dict[int, bytes]:
-        """The hidden states [R, hidden] that are asked for, by row."""
+        """Return the hidden states [R, hidden] of the rows that ask for them, by row."""
         return {
             i: self._decoder.last(hidden[i : i + 1]).float().numpy().tobytes()
             for i, sampling in enumerate(samplings)
@@ -239,7 +239,7 @@ class Runner:
         return SampleRow(sampling.params, sampling.seed, position, banned, adjustment, allowed)
 
     def _last_tokens(self, slots: Sequence[int]) -> Tensor:
-        """The tokens sampled last in these slots, int64 [R]."""
+        """Return the tokens sampled last in these slots, int64 [R]."""
         tokens = torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
         return self._decoder.group.broadcast(tokens) if slots else tokens
 
@@ -249,7 +249,8 @@ class Runner:
         return hidden
 
     def _rows(self, places: Sequence[tuple[int, int, int]]) -> _PassRows:
-        """The rows of a pass: slot, first position and number of tokens of each segment."""
+        """Build the rows of a pass from the slot, first position and number of tokens of each
+        segment."""
         pages, adapters = self._slots.pages, self._slots.adapters
         segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
         batch = Batch.build(segments, self._kv.page_size)
@@ -262,13 +263,13 @@ class Runner:
 
 
 def _tokens(chunks: Sequence[PromptChunk]) -> Tensor:
-    """The tokens of all chunks, int64 [T]."""
+    """Return the tokens of all chunks, int64 [T]."""
     packed = b"".join([chunk.tokens for chunk in chunks])
     return torch.tensor(np.frombuffer(packed, dtype=np.int64))
 
 
 def _adjustment(sampling: Sampling) -> Adjustment | None:
-    """What the slot of a prompt that ends needs from then on."""
+    """Return the bias and penalty state of a slot whose prompt ends; None if it needs none."""
     if not (sampling.params.penalises or sampling.params.logit_bias):
         return None
     known, n = unpack(sampling.known).tolist(), sampling.prompt_tokens

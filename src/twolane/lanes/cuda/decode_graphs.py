@@ -74,13 +74,14 @@ class LevelGraphs:
     may be negative."""
     seconds: float
     tuning_seconds: float
-    """That choosing its matrix products took, before."""
+    """Device memory that choosing its matrix products took before."""
 
 
 def captured(
     stream: torch.cuda.Stream, pool: Any, queue: Callable[[], None]
 ) -> torch.cuda.CUDAGraph:
-    """What `queue` launches, as a graph; its kernels have been launched on this stream before.
+    """Capture what `queue` launches as a graph; its kernels have been launched on this stream
+    before.
 
     Args:
         stream: the graph keeps its share of the SMs, wherever it is replayed.
@@ -96,7 +97,7 @@ def captured(
 
 
 class Inputs:
-    """What the host tells a decode launch, as one block of int32 for one upload.
+    """The inputs of a decode launch, one block of int32 that is uploaded at once.
 
     Rows of a bucket: slots, positions, lengths and steps, each [bucket], then the step's number.
     Each begins at a multiple of 16 bytes: kernels are compiled for one alignment only.
@@ -170,7 +171,9 @@ class DecodeGraphs:
         shape = 0 if decoder.follows else max_rows, spec.vocab_size
         self.logits = torch.empty(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._woken = None if spec.moe is None else self.workspace.routing(max_rows).woken
+        self._experts_read = (
+            None if spec.moe is None else self.workspace.routing(max_rows).experts_read
+        )
         self.ring = torch.zeros(MAX_STEPS * (max_rows + 1), dtype=torch.int32, device=device)
         """Tokens by step and row of the bucket; with experts, behind those of a step, how many it
         has read, summed over layers."""
@@ -183,7 +186,7 @@ class DecodeGraphs:
     def capture(self, partitions: GreenContexts, progress: Callable[[float], None]) -> None:
         """Tune the products and make the graphs of every level.
 
-        `progress` is told the share that is done.
+        `progress` is called with the share that is done.
         """
         shares = partitions.decode_units
         gc.collect()
@@ -210,13 +213,13 @@ class DecodeGraphs:
         with torch.cuda.stream(stream):
             times = channel.choose(self.buckets, partial(self._layer_seconds, self.products(units)))
         for rows, by_way in times.items():
-            told = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
+            text = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
             way = channel.way(rows)
-            log.info("all-reduce: %d rows on %d SMs: %s; us a layer: %s", rows, units, way, told)
+            log.info("all-reduce: %d rows on %d SMs: %s; us a layer: %s", rows, units, way, text)
 
     def _layer_seconds(self, products: GpuProducts, rows: int) -> float:
-        """Seconds of a layer without attention, for this many rows of zeros, on torch's current
-        stream."""
+        """Return the seconds of a layer without attention for this many rows of zeros, on torch's
+        current stream."""
         hidden, layers = self._hidden[:rows], min(TIMED_LAYERS, self._decoder.spec.layers)
         hidden.zero_()
         self.workspace.get("attended", rows).zero_()
@@ -259,7 +262,7 @@ class DecodeGraphs:
         return self._products.setdefault(units, GpuProducts(units))
 
     def bucket(self, rows: int) -> int:
-        """The smallest bucket that holds this many rows."""
+        """Return the smallest bucket that holds this many rows."""
         return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
     def forward(self, units: int, bucket: int, *, adapted: bool) -> None:
@@ -282,13 +285,14 @@ class DecodeGraphs:
             graphs.finish[bucket].replay()
 
     def step_results(self, step: int, bucket: int) -> Tensor:
-        """The tokens of a launch's step, and with experts how many were read: int32 [bucket] or
-        [bucket + 1], on the device until the next launch."""
-        width = bucket + (self._woken is not None)
+        """Return the tokens of a launch's step and, with experts, the number read: int32 [bucket]
+        or [bucket + 1], on the device until the next launch."""
+        width = bucket + (self._experts_read is not None)
         return self.ring[step * width : (step + 1) * width]
 
     def rows(self, bucket: int, count: int, units: int) -> DecodeRows:
-        """The first rows of the inputs, laid out for this many, as they are at each replay."""
+        """Return the first rows of the inputs, laid out for this many, as they are at each
+        replay."""
         slots, positions, lengths = (view[:count] for view in self.inputs.views(bucket)[:3])
         tables = self._slots.tables
         return DecodeRows(self._decoder, tables, slots, positions, lengths, self.scratch, units)
@@ -319,4 +323,6 @@ class DecodeGraphs:
         if not self._decoder.follows:
             self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
         last = self._slots.last_token
-        fused.advance(tokens, slots, steps, step, positions, lengths, last, self.ring, self._woken)
+        fused.advance(
+            tokens, slots, steps, step, positions, lengths, last, self.ring, self._experts_read
+        )

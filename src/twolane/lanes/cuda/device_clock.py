@@ -1,4 +1,4 @@
-"""When something happened on the device, in seconds of the host's monotonic clock."""
+"""Times of device events, in seconds of the host's monotonic clock."""
 
 import time
 
@@ -28,7 +28,7 @@ class DeviceClock:
         self._synced = 0.0
 
     def seen(self, event: torch.cuda.Event) -> float:
-        """The time of an event that the caller has just waited for."""
+        """Return the time of an event that the caller has just waited for."""
         seconds = self._device_seconds(event)
         observed = time.monotonic() - seconds
         drifted = self._offset + DRIFT * max(0.0, seconds - self._synced)
@@ -36,9 +36,9 @@ class DeviceClock:
         return seconds + self._offset
 
     def both(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> tuple[float, float]:
-        """The times of a launch that has just ended. Its begin is looked at when all of it is
-        launched, milliseconds late; after an idle time, in which the clocks may have parted, only
-        its end says by how much."""
+        """Return the times of a launch that has just ended. Its begin is looked at when all of it
+        is launched, milliseconds late; after an idle time, in which the clocks may have parted,
+        only its end says by how much."""
         end = self.seen(ended)
         return end - begun.elapsed_time(ended) * 1e-3, end
 

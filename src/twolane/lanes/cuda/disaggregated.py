@@ -43,12 +43,12 @@ FOLLOWER = "twolane.lanes.cuda.prompts"
 """The module that rank 1 runs."""
 GROUP = "twolane-pools"
 """PyTorch's name of the two processes, which map each other's KV pool."""
-LOOK_SECONDS = 0.005
+POLL_SECONDS = 0.005
 """Seconds between two looks whether prompts of the start have ended."""
 
 
 def lacks() -> str:
-    """What this host lacks for prefill and decode on a GPU each, or nothing."""
+    """Return what this host lacks for prefill and decode on a GPU each; empty if nothing."""
     if (there := torch.cuda.device_count()) < 2:
         return f"takes two GPUs, and PyTorch finds {there}"
     return "" if map_each_other(2) else "takes two GPUs that map each other's memory"
@@ -86,7 +86,7 @@ class CudaDecodeRunner(CudaRunner):
         self.drop(work.batch)
         self.slots.upload(row.slot for row in work.rows)
         ends = SamplingPoints.of((), work.rows, batch.chunks)
-        self._extras.begin(ends.begun)
+        self._processors.begin(ends.begun)
         return Queued((), end=partial(self._end_prompts, work.batch, ends, place))
 
     def _end_prompts(
@@ -174,8 +174,8 @@ class DecodeLanes(CudaLanes):
 
     def _ready(self) -> Collection[int]:
         """See `CudaLanes._ready`: slices that have arrived, and decode steps."""
-        told = super()._ready()
-        return {n for n in told if n in self._arrived or self._halves[n].ticket.lane != "prefill"}
+        ready = super()._ready()
+        return {n for n in ready if n in self._arrived or self._halves[n].ticket.lane != "prefill"}
 
     def _end(self, half: HalfLaunch, masks: Sequence[TokenMask]) -> WatchedLaunch:
         if half.ticket.lane == "prefill":
@@ -184,14 +184,14 @@ class DecodeLanes(CudaLanes):
 
 
 class MirroredMachine(CudaMachine):
-    """One of the two GPUs, with the whole model and a KV pool of which the other has a copy.
+    """One of the two GPUs, with the whole model and a KV pool that the other GPU mirrors.
 
     Args:
         settings: the model.
         rank: of this process, which is the number of its GPU.
         store: where the two processes meet.
         check: called while the other one has not come; raises if it will not.
-        progress: told the steps of loading.
+        progress: called with the steps of loading.
 
     Raises:
         FieldError: there is no room for the adapters, or the model has experts.
@@ -275,7 +275,7 @@ class CudaPairMachine(MirroredMachine):
         for ticket in [lanes.launch("prefill", units, whole, ()) for whole in prompts]:
             while not ticket.done:
                 self.followers.check()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             ticket.check()
         return lanes
 

@@ -4,5 +4,5 @@ import torch
 
 
 def new_event(*, timing: bool = False) -> torch.cuda.Event:
-    """An event, not recorded yet; a host that waits for it spins."""
+    """Return an event that is not recorded yet; a host that waits for it spins."""
     return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]

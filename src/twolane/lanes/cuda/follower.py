@@ -22,7 +22,13 @@ from twolane.lanes.cuda.lanes import is_slice
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import connect, load_rank
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
+from twolane.lanes.following import (
+    AdapterReports,
+    read_log,
+    read_sizes,
+    read_start,
+    reporting_failure,
+)
 from twolane.lanes.work import (
     AdapterRecord,
     DropRecord,
@@ -127,13 +133,13 @@ def main() -> int:
     """Follow until the log ends; the exit code."""
     if (start := read_start()) is None:
         return 0
-    with failure_told(start):
+    with reporting_failure(start):
         machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
     connect(machine, start.settings.all_reduce, store, lambda: None)
     if (sizes := read_sizes()) is None:
         return 0
-    with failure_told(start):
+    with reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     garbage.freeze()
     try:

@@ -26,8 +26,8 @@ class PromptRows:
     positions: Tensor
     """int32 [T]"""
     write_slots: Tensor
-    """Where in the pool each token's key goes, page * page_size + offset, int32 [T]; -1: nowhere,
-    it is padding."""
+    """Place in the pool of each token's key, page * page_size + offset, int32 [T]; -1 for
+    padding."""
 
     @property
     def active(self) -> ActiveRows:
@@ -142,5 +142,5 @@ def places_of(row: PromptRow, pages: Sequence[int], page_size: int) -> tuple[Int
 
 
 def token_ids(chunk: PromptChunk) -> Ints:
-    """The chunk's tokens, int32 [n]."""
+    """Return the chunk's tokens, int32 [n]."""
     return np.frombuffer(chunk.tokens, dtype=np.int64).astype(np.int32)

@@ -59,7 +59,7 @@ class GreenContexts:
         return (*(decode for _, decode in self.levels), self.units)
 
     def stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
-        """The stream of a lane on that many SMs.
+        """Return the stream of a lane on this many SMs.
 
         Raises:
             KeyError: no level has such a share.
@@ -75,7 +75,7 @@ class GreenContexts:
         return (*(prefill for prefill, _ in self.levels), self.units)
 
     def capture_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
-        """A stream on a share for graphs alone.
+        """Return a stream on a share that is used for graphs alone.
 
         Graphs keep the product workspace of the stream they are captured on, wherever they are
         replayed: eager work of a lane must not have the same.
@@ -93,7 +93,7 @@ class GreenContexts:
         return torch.cuda.ExternalStream(int(handle), self.device)  # type: ignore[no-untyped-call]
 
     def _context(self, lane: LaneName, units: int) -> Any:
-        """The lane's share of that size, or another lane's where it has none."""
+        """Return the lane's share of this size, or another lane's if it has none."""
         owners: tuple[LaneName, ...] = (lane, "decode", "prefill")
         return self._contexts[next((o, units) for o in owners if (o, units) in self._contexts)]
 
@@ -143,7 +143,7 @@ def _driver() -> Any:
 
 
 def _check(result: tuple[Any, ...], call: str) -> Any:
-    """What a driver call returned beside its status.
+    """Return what a driver call returned beside its status.
 
     Raises:
         NoGreenContexts: it failed.

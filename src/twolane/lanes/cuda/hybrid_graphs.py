@@ -35,7 +35,7 @@ from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
 
 
 def served(decoder: GpuDecoder) -> bool:
-    """Whether attention of this model can be in a graph."""
+    """Return whether attention of this model can be in a graph."""
     spec = decoder.spec
     backend, _ = choose(decoder.dtype, spec.head_dim, decoder.device)
     return backend == "flashinfer" and not any(spec.window(i) for i in range(spec.layers))
@@ -123,7 +123,7 @@ class HybridGraphs:
         if not work.decode or rows > WHOLE or units != self._units:
             return None
         chunks = [(row.start, row.count) for row in work.prompts]
-        tables = [self._slots.told.pages[row.slot] for row in work.prompts]
+        tables = [self._slots.host.pages[row.slot] for row in work.prompts]
         segments, pages = laid_out(chunks, tables, self._kv.page_size, len(work.decode))
         attention = self._attention.parts(segments)
         if attention is None or len(pages) > self._most_pages:
@@ -149,13 +149,14 @@ class HybridGraphs:
         prompts'."""
         slots = np.array([row.slot for row in work.decode])
         places = np.array([row.position for row in work.decode])
-        tokens, tables = [token_ids(chunk) for chunk in work.chunks], self._slots.told.pages
+        tokens, tables = [token_ids(chunk) for chunk in work.chunks], self._slots.host.pages
         where = [places_of(row, tables[row.slot], self._kv.page_size) for row in work.prompts]
         prompts = [np.concatenate(part) for part in (tokens, *zip(*where, strict=True))]
         return [slots, places, places + 1, *prompts]
 
     def _owners_of(self, work: HybridWork, size: int, adapted: bool) -> Sequence[Ints]:
-        """The request slot of each row of a pass and of its padding, if one has an adapter."""
+        """Return the request slot of each row of a pass and of its padding; None without
+        adapters."""
         if not adapted:
             return (np.zeros(0, dtype=np.int32),)
         rows = [(row.slot, 1) for row in work.decode]
@@ -165,7 +166,7 @@ class HybridGraphs:
         return (np.repeat(np.array(slots, dtype=np.int32), counts),)
 
     def _pass(self, size: int, split: bool, adapted: bool) -> None:
-        """What the graph of a pass queues."""
+        """Queue the kernels of a pass, for its graph."""
         decoder, passes, known = self._decoder, self._passes, self._slots
         slots, places, lengths = self._decode
         if (channel := passes.workspace.channel) is not None:
@@ -199,7 +200,7 @@ class HybridGraphs:
             passes.after(self._units, size, adapted, i)
 
     def _end(self, bucket: int) -> None:
-        """What the graph of a pass's end queues."""
+        """Queue the kernels of a pass's end, for its graph."""
         chosen, logits = self._chosen[:bucket], self._logits[:bucket]
         torch.index_select(self._passes.residual, 0, self._where[:bucket], out=chosen)
         products = self._steps.products(self._units)
@@ -216,7 +217,7 @@ class HybridGraphs:
 def _ends(ends: SamplingPoints) -> Sequence[Ints]:
     """Rows of the pass that are sampled at; slots, positions, lengths and steps, as those of a
     decode step (`Inputs`), the only one; and that it is the first."""
-    slots = np.array([place.slot for place in ends.places])
-    positions = np.array([place.position - 1 for place in ends.places])
+    slots = np.array([place.slot for place in ends.points])
+    positions = np.array([place.position - 1 for place in ends.points])
     once = np.ones_like(slots)
     return np.array(ends.where), slots, positions, once, once, np.zeros(1, dtype=np.int64)

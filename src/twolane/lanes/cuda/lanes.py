@@ -67,7 +67,7 @@ class _Deferred:
     """A launch or a drop that may have to wait until earlier launches have their masks."""
 
     names: frozenset[str]
-    """What it uses (`used_by`), and its batch."""
+    """Names that it uses (`used_by`), and its batch's."""
     run: Callable[[], None]
     ticket: CudaTicket | None = None
     after: Sequence[CudaTicket] = ()

@@ -51,7 +51,7 @@ ENDING = 32
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer at one size."""
+    """The graphs of one layer at one size."""
 
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
@@ -69,7 +69,7 @@ class PassGraphs:
     """See `LevelGraphs.bytes`."""
     seconds: float
     tuning_seconds: float
-    """That choosing its matrix products took, before."""
+    """Device memory that choosing its matrix products took before."""
 
 
 class LayerGraphs:
@@ -104,7 +104,7 @@ class LayerGraphs:
         self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
         """Positions of its tokens in their sequences, [T]."""
         self.write_slots = torch.full_like(self.positions, -1)
-        """Where their keys go; see `PromptRows`."""
+        """Places of their keys; see `PromptRows`."""
         self.owners = torch.full_like(self.positions, slots.padding)
         """The request slots that they are of, where one has an adapter, [T]."""
         self._adapters = steps.adapters
@@ -130,7 +130,7 @@ class LayerGraphs:
             partitions: the shares.
             whole: makes the graphs of whole passes with a stream and a memory pool, if there are
                 any; called for the share that is the whole device.
-            progress: told the share that is done.
+            progress: called with the share that is done.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with gc_disabled():  # to free device memory or events while a graph is captured ends it
@@ -173,10 +173,10 @@ class LayerGraphs:
             seconds = {size: self._layer_seconds(size) for size in SIZES}
             kept = worth_padding_to(seconds)
             if channel is not None:
-                told = torch.tensor([size in kept for size in SIZES], dtype=torch.int32)
-                told = told.to(device)
-                channel.broadcast(told)
-                kept = tuple(s for s, worth in zip(SIZES, told.tolist(), strict=True) if worth)
+                decided = torch.tensor([size in kept for size in SIZES], dtype=torch.int32)
+                decided = decided.to(device)
+                channel.broadcast(decided)
+                kept = tuple(s for s, worth in zip(SIZES, decided.tolist(), strict=True) if worth)
         self.residual.zero_()
         self.sizes = kept
         left = [size for size in SIZES if size not in kept]
@@ -184,8 +184,8 @@ class LayerGraphs:
             log.info("passes of %s tokens are padded to a larger size, which takes no longer", left)
 
     def _layer_seconds(self, size: int) -> float:
-        """Seconds of a layer without attention for a pass of random rows, on torch's current
-        stream and the whole device."""
+        """Return the seconds of a layer without attention for a pass of random rows, on torch's
+        current stream and the whole device."""
         layers = min(TIMED_LAYERS, self._decoder.spec.layers)
         hidden, products = self.residual[:size], self._steps.products(self._whole)
         hidden.normal_()
@@ -199,7 +199,7 @@ class LayerGraphs:
         return (False,) if self._adapters is None else (False, True)
 
     def serves(self, placed: MixedRows, units: int) -> bool:
-        """Whether there are graphs for such a pass on this many SMs."""
+        """Return whether there are graphs for such a pass on this many SMs."""
         if placed.steps is not None and units != self._whole:
             return False
         return units in self.levels and len(placed.positions) <= SIZES[-1]
@@ -257,7 +257,8 @@ class LayerGraphs:
         self._tiles.of_first(len(owners)).arrange(owners, self._slots.adapters)
 
     def _products(self, units: int, size: int, adapted: bool) -> GpuProducts:
-        """The products of a pass of `size` rows, whose tiles are arranged before its layers."""
+        """Return the products of a pass of `size` rows, whose tiles are arranged before its
+        layers."""
         products = self._steps.products(units)
         if not adapted:
             return products

@@ -1,4 +1,4 @@
-"""What the decode graphs do not do: bias, penalties and log-probabilities, on the device.
+"""Sampling work outside the decode graphs: bias, penalties and log-probabilities, on the device.
 
 Queued between the forward pass and the end of a step, for the rows that ask for it; the host waits
 for nothing here either, so look-ahead works as for all others. A slot's history lives on the
@@ -24,7 +24,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class TokenHistory:
-    """What bias and penalties need to know of one sequence: `model.sampler.Adjustment` on a device.
+    """Bias and penalty state of one sequence on the device, as `model.sampler.Adjustment`.
 
     Args:
         sampling: of the request.
@@ -50,7 +50,7 @@ class TokenHistory:
             self._bias = sent[: len(ids)].long(), sent[len(ids) :].view(torch.float32)
 
     def apply(self, logits: Tensor) -> None:
-        """Change logits, float32 [vocab], in place; they stay finite."""
+        """Change logits, float32 [vocab], in point; they stay finite."""
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._seen is None:
@@ -63,7 +63,7 @@ class TokenHistory:
         logits.copy_(values.clamp_(-_LARGEST, _LARGEST))
 
     def add(self, token: Tensor) -> None:
-        """The sequence has grown by an output token, int [1]."""
+        """Append an output token, int [1], to the sequence."""
         if self._seen is not None:
             self._counts.index_add_(0, token.long(), self._counts.new_ones(1))
 
@@ -80,7 +80,7 @@ class PendingScores:
     tops: Sequence[int]
 
     def collect(self) -> list[TokenLogprobs]:
-        """One a row; only when the copies have arrived."""
+        """Return the log-probabilities, one for each row, once the copies have arrived."""
         rows = zip(
             self.tokens.tolist(), self.numbers.tolist(), self.ids.tolist(), self.tops, strict=True
         )
@@ -101,7 +101,7 @@ def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
 
 
 class LogitProcessors:
-    """The slots that want more than the graphs do.
+    """Processes the logits of slots that need more than the graphs do.
 
     Args:
         slots: how each samples.
@@ -121,10 +121,10 @@ class LogitProcessors:
         """Have these slots choose among some tokens the next time they are sampled."""
         self._allowed.update({mask.slot: mask.allowed for mask in masks})
 
-    def begin(self, places: Sequence[SamplingPoint]) -> None:
-        """Prompts end here: their slots are these requests' from now on."""
-        for place in places:
-            slot = place.slot
+    def begin(self, points: Sequence[SamplingPoint]) -> None:
+        """Begin sampling for prompts that end: their slots are these requests' from now on."""
+        for point in points:
+            slot = point.slot
             sampling = self._slots.sampling_of(slot)
             params = sampling.params
             self._histories.pop(slot, None)
@@ -136,18 +136,18 @@ class LogitProcessors:
             if slot in self._histories or many_banned or asked:
                 self._wanting.add(slot)
 
-    def asked(self, places: Iterable[SamplingPoint]) -> list[SamplingPoint]:
-        """Those of these that want more."""
+    def asked(self, points: Iterable[SamplingPoint]) -> list[SamplingPoint]:
+        """Return the points whose slots need more than the graphs do."""
         wanting = self._wanting | self._allowed.keys()
-        return [place for place in places if place.slot in wanting] if wanting else []
+        return [point for point in points if point.slot in wanting] if wanting else []
 
-    def skip(self, places: Sequence[SamplingPoint]) -> None:
-        """These rows are sampled by another rank."""
-        for place in places:
-            self._allowed.pop(place.slot, None)
+    def skip(self, points: Sequence[SamplingPoint]) -> None:
+        """Drop the masks of rows that another rank samples."""
+        for point in points:
+            self._allowed.pop(point.slot, None)
 
     def adjust(
-        self, logits: Tensor, places: Sequence[SamplingPoint]
+        self, logits: Tensor, points: Sequence[SamplingPoint]
     ) -> Callable[[Tensor], dict[int, PendingScores]]:
         """Change the logits of these rows before they are sampled.
 
@@ -155,28 +155,28 @@ class LogitProcessors:
             What to call with the tokens, int [R], when they are; it gives the log-probabilities
             that were asked for, by row of the logits.
         """
-        wanting = [place for place in places if place.slot in self._wanting]
-        samplings = {place.row: self._slots.sampling_of(place.slot) for place in wanting}
+        wanting = [point for point in points if point.slot in self._wanting]
+        samplings = {point.row: self._slots.sampling_of(point.slot) for point in wanting}
         tops = {row: sampling.params.logprobs for row, sampling in samplings.items()}
         scored = {row: top for row, top in tops.items() if top is not None}
         raw = {row: logits[row : row + 1].clone() for row in scored}
         broken = self._broken(logits, wanting)
-        for place in wanting:
-            row = logits[place.row]
-            if (history := self._histories.get(place.slot)) is not None:
+        for point in wanting:
+            row = logits[point.row]
+            if (history := self._histories.get(point.slot)) is not None:
                 history.apply(row)
-            if len(banned := samplings[place.row].banned(place.position)) > MAX_BANNED:
+            if len(banned := samplings[point.row].banned(point.position)) > MAX_BANNED:
                 ids = upload(np.array(banned, dtype=np.int32), self._device)
                 row[ids.long()] = -torch.inf
-        self._mask(logits, places)
+        self._mask(logits, points)
         if broken is not None:
             rows, flags = broken
             logits[rows, 0] = torch.where(flags, torch.nan, logits[rows, 0])
 
         def after(tokens: Tensor) -> dict[int, PendingScores]:
-            for place in wanting:
-                if (history := self._histories.get(place.slot)) is not None:
-                    history.add(tokens[place.row : place.row + 1])
+            for point in wanting:
+                if (history := self._histories.get(point.slot)) is not None:
+                    history.add(tokens[point.row : point.row + 1])
             return {
                 row: score(raw[row], tokens[row : row + 1], [top]) for row, top in scored.items()
             }
@@ -184,18 +184,18 @@ class LogitProcessors:
         return after
 
     def _broken(
-        self, logits: Tensor, places: Sequence[SamplingPoint]
+        self, logits: Tensor, points: Sequence[SamplingPoint]
     ) -> tuple[Tensor, Tensor] | None:
         """Rows whose logits are about to change, int [P], and whether the model gave any of them
         NaN or plus infinity, bool [P]: a mask would hide it from the sampler."""
-        if not places:
+        if not points:
             return None
-        rows = upload(np.array([p.row for p in places], np.int32), self._device).long()
+        rows = upload(np.array([p.row for p in points], np.int32), self._device).long()
         return rows, ~(logits[rows].amax(dim=1) < torch.inf)
 
-    def _mask(self, logits: Tensor, places: Sequence[SamplingPoint]) -> None:
+    def _mask(self, logits: Tensor, points: Sequence[SamplingPoint]) -> None:
         """Take the tokens that may not be chosen out of the rows that are constrained."""
-        masked = [(p.row, self._allowed.pop(p.slot)) for p in places if p.slot in self._allowed]
+        masked = [(p.row, self._allowed.pop(p.slot)) for p in points if p.slot in self._allowed]
         if not masked:
             return
         # Filled where the device reads it: launches wait for this. Bits behind the vocabulary's
@@ -211,7 +211,7 @@ class LogitProcessors:
 
 
 def fetch(values: Tensor) -> Tensor:
-    """A pinned copy, there when the stream has come so far."""
+    """Return a pinned copy, which is complete when the stream has reached it."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
         values, non_blocking=True
     )

@@ -54,7 +54,7 @@ bytes to 256 KiB): a launch takes fewer than ten, and few are queued at a time."
 
 
 class CudaMachine:
-    """One GPU with a model on it.
+    """A GPU with a model on it.
 
     Args:
         spec: the model's shape.
@@ -97,7 +97,7 @@ class CudaMachine:
         self.pass_sizes: Sequence[int] = SIZES
         """See `Machine.pass_sizes`: those of the graphs, when there are some."""
         self.channels: Mapping[LaneName, Channel] = {}
-        """Those of the lanes, if several ranks share the model."""
+        """Channels of the lanes, if several ranks share the model."""
         self.step_channel: Channel | None = None
         """The decode graphs', if it is not the decode lane's."""
         self.least_free: int | None = None
@@ -119,7 +119,7 @@ class CudaMachine:
         self.adapters = self._adapter_pool(weights, adapter_slots, most_rank)
 
     def _adapter_pool(self, weights: Weights, slots: int, most_rank: int) -> GpuAdapterPool | None:
-        """The pool of LoRA adapters; None: none are served."""
+        """Return the pool of LoRA adapters; None if none are served."""
         if not slots:
             return None
         if self.spec.moe is not None:
@@ -133,8 +133,8 @@ class CudaMachine:
         return GpuAdapterPool(shard, weights, slots, most_rank)
 
     def kv_bytes(self, max_model_len: int) -> int:
-        """Bytes for the KV pool: what is left of this process's share of the memory, in which the
-        adapters have theirs already."""
+        """Return the bytes for the KV pool: those left of this process's share of the memory, in
+        which the adapters have theirs already."""
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         shard, meta = self.decoder.shard, torch.device("meta")
         channel = Silent(shard.rank, shard.size) if shard.size > 1 else None
@@ -148,7 +148,8 @@ class CudaMachine:
         return max(0, self.free_bytes() - beside - kinds * GRAPH_BYTES)
 
     def free_bytes(self) -> int:
-        """What is left of this process's share of the device's memory, and of each other rank's."""
+        """Return the bytes left of this process's share of the device's memory, and of each other
+        rank's."""
         free, total = torch.cuda.mem_get_info(self.device)
         own = int(free - (1 - self._utilization) * total)
         return own if self.least_free is None else min(own, self.least_free)
@@ -164,7 +165,7 @@ class CudaMachine:
         Args:
             sizes: of KV pool and slots.
             notify: called from a lane's thread whenever a ticket has news.
-            progress: told ("graphs", fraction).
+            progress: called with ("graphs", fraction).
         """
         lanes = self._lanes(*self._launched_runner(sizes, progress), notify)
         progress("kernels", 0.0)
@@ -174,14 +175,14 @@ class CudaMachine:
     def _launched_runner(
         self, sizes: LaneSizes, progress: Callable[[str, float], None]
     ) -> tuple[CudaRunner, Launcher]:
-        """The runner, and the launcher of the one thread that launches: cuBLAS keeps a handle and
-        workspaces for each thread."""
+        """Return the runner, and the launcher of the one thread that launches: cuBLAS keeps a
+        handle and workspaces for each thread."""
         thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
         runner = self._awaited(thread.submit(self.runner, sizes, progress))
         return runner, Launcher(thread)
 
     def _awaited(self, future: "Future[T]") -> T:
-        """The result of what the launching thread does at the start."""
+        """Return the result of work that the launching thread does at the start."""
         return future.result()
 
     def _lanes(

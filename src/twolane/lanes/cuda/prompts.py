@@ -22,10 +22,16 @@ from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.logit_processors import fetch
 from twolane.lanes.cuda.runner import CudaRunner, End, LaunchPlace, Queued
 from twolane.lanes.cuda.slots import upload
-from twolane.lanes.following import AdapterReports, failure_told, read_log, read_sizes, read_start
+from twolane.lanes.following import (
+    AdapterReports,
+    read_log,
+    read_sizes,
+    read_start,
+    reporting_failure,
+)
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import LaunchRecord, PrefillWork, Record
-from twolane.transfer.arrivals import Arrival, tell
+from twolane.transfer.arrivals import Arrival, send_arrival
 
 
 class CudaPromptRunner(CudaRunner):
@@ -67,7 +73,7 @@ class PromptLanes(FollowerLanes):
         self._under_way: SimpleQueue[tuple[torch.cuda.Event, PrefillWork, Tensor | None]] = (
             SimpleQueue()
         )
-        threading.Thread(target=self._tell, name="arrivals", daemon=True).start()
+        threading.Thread(target=self._report_ends, name="arrivals", daemon=True).start()
 
     def _launch(self, record: LaunchRecord) -> None:
         super()._launch(record)
@@ -80,14 +86,14 @@ class PromptLanes(FollowerLanes):
         """See `FollowerLanes._run`: nothing goes between the layers of a slice."""
         return self._runner.run(record.work, record.lane, record.units)
 
-    def _tell(self) -> None:
-        """Wait for the end of each slice, in order, and tell rank 0."""
+    def _report_ends(self) -> None:
+        """Wait for the end of each slice, in order, and send_arrival rank 0."""
         try:
             torch.cuda.set_device(self._partitions.device)
             while True:
                 ended, work, ends = self._under_way.get()
                 ended.synchronize()
-                tell(self._arrivals, Arrival.of(work.batch, work.last, ends))
+                send_arrival(self._arrivals, Arrival.of(work.batch, work.last, ends))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -105,11 +111,11 @@ def main() -> int:
     if (start := read_start()) is None:
         return 0
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    with failure_told(start):
+    with reporting_failure(start):
         machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
     if (sizes := read_sizes()) is None:
         return 0
-    with failure_told(start):
+    with reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     assert isinstance(runner, CudaPromptRunner)
     machine.meet_ready()

@@ -30,7 +30,8 @@ FOLLOWER = "twolane.lanes.cuda.follower"
 def load_rank(
     settings: DeviceSettings, rank: int, progress: Callable[[str, float], None]
 ) -> tuple[object, ...]:
-    """The arguments of a rank's `CudaMachine`: its part of the model, on the GPU of its number."""
+    """Return the arguments of a rank's `CudaMachine`: its part of the model, on the GPU of its
+    number."""
     torch.cuda.set_device(rank)
     spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
     share, ranks = settings.gpu_memory_utilization, settings.tensor_parallel_size
@@ -82,7 +83,7 @@ def connect(
 
 
 def ways_to_sum(ranks: int) -> str:
-    """What the first GPUs of this host can sum by.
+    """Return a description of how the first GPUs of this host can sum.
 
     Raises:
         NcclError: NCCL is not there.

@@ -52,9 +52,9 @@ class PendingStep:
     """A step that was queued."""
 
     done: torch.cuda.Event
-    """Its results are in host memory. It is timed."""
+    """Event after which its results are in host memory; it is timed."""
     collect: Callable[[], Step]
-    """Makes them of what the device wrote; once `done` has happened."""
+    """Returns the results that the device wrote; called once `done` has happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _Pass:
 
 
 class _LaneMemory:
-    """What the launches of one lane write to, and no other lane's."""
+    """Memory that the launches of one lane write to, and no other lane's."""
 
     def __init__(self, decoder: GpuDecoder, max_rows: int, channel: Channel | None) -> None:
         self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device, channel)
@@ -113,7 +113,7 @@ class _LaneMemory:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlace:
-    """Where a launch runs."""
+    """The units, memory and hook that a launch runs with."""
 
     units: int
     memory: _LaneMemory
@@ -122,7 +122,7 @@ class LaunchPlace:
 
 
 class CudaRunner:
-    """One model, one KV pool, and memory for each lane.
+    """A model with its KV pool and memory for each lane.
 
     The whole device shares the prefill lane's memory: it excludes the lanes.
 
@@ -148,7 +148,7 @@ class CudaRunner:
         channels: Mapping[LaneName, Channel | None] = MappingProxyType({}),
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
-        self._extras = LogitProcessors(slots.told, decoder.spec.vocab_size, decoder.device)
+        self._processors = LogitProcessors(slots.host, decoder.spec.vocab_size, decoder.device)
         self._paused: dict[int, _Pass] = {}
         """Batches between two slices, by id."""
         rows = steps.buckets[-1]
@@ -193,10 +193,10 @@ class CudaRunner:
 
     def constrain(self, masks: Sequence[TokenMask]) -> None:
         """Have these slots choose among some tokens the next time they are sampled."""
-        self._extras.constrain(masks)
+        self._processors.constrain(masks)
 
     def _ends_late(self, work: Work) -> bool:
-        """Whether the end waits for masks: other ranks sample nothing."""
+        """Return whether the end waits for masks: other ranks sample nothing."""
         return bool(work.late) and not self._decoder.follows
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
@@ -208,7 +208,7 @@ class CudaRunner:
         pool.put(slot, read)
 
     def drop(self, batch: int) -> None:
-        """Forget a batch that is not gone on with."""
+        """Forget the hidden states of a batch that has no further slice."""
         self._paused.pop(batch, None)
 
     def _decode(self, work: DecodeWork, units: int) -> End:
@@ -232,15 +232,15 @@ class CudaRunner:
         self.steps.forward(units, bucket, adapted=self.slots.adapted(work))
 
     def _finish(self, work: DecodeWork, step: int, bucket: int, units: int) -> list[PendingStep]:
-        """Sample what the forward pass of a step has come to."""
+        """Sample from the logits of a step's forward pass."""
         rows, steps = work.rows, self.steps
         alive = [i for i, row in enumerate(rows) if step < row.steps]
-        asked = self._extras.asked(next_point(i, rows[i], step) for i in alive)
+        asked = self._processors.asked(next_point(i, rows[i], step) for i in alive)
         if self._decoder.follows:
-            self._extras.skip(asked)
+            self._processors.skip(asked)
             steps.finish(units, bucket)
             return []
-        scored = self._extras.adjust(steps.logits, asked)
+        scored = self._processors.adjust(steps.logits, asked)
         steps.finish(units, bucket)
         results = steps.step_results(step % MAX_STEPS, bucket)
         scores = scored(chosen(results[:bucket])) if asked else {}
@@ -268,7 +268,7 @@ class CudaRunner:
             return Queued((), (before, batch))
         self.drop(work.batch)
         ends = SamplingPoints.of((), work.rows, batch.batch.chunks)
-        self._extras.begin(ends.begun)
+        self._processors.begin(ends.begun)
         end, kept = self._sample(batch.hidden, ends, place), (before, batch)
         return Queued((), kept, end) if self._ends_late(work) else Queued(end(), kept)
 
@@ -276,23 +276,23 @@ class CudaRunner:
         """Queue one pass of decode rows, which come first, and prompts."""
         ends = SamplingPoints.of(work.decode, work.prompts, work.chunks)
         whole = place.memory.whole
-        self._extras.begin(ends.begun)
+        self._processors.begin(ends.begun)
         hidden = None if whole is None else whole.send(work, ends, place.units)
         if whole is None or hidden is None:
             return self._sample(self._by_layers(work, place), ends, place)
-        if work.late or self._extras.asked(ends.places) or ends.scored:
+        if work.late or self._processors.asked(ends.points) or ends.scored:
             return self._sample(hidden, ends, place)
         return partial(self._end_graph, whole, ends)
 
     def _end_graph(self, whole: HybridGraphs, ends: SamplingPoints) -> Sequence[PendingStep]:
-        """Sample where a pass ends that nobody wants more of than the graphs do."""
+        """Sample where a pass ends that needs no more than the graphs do."""
         tokens = whole.finish(len(ends.rows))
         if self._decoder.follows:
             return ()
         return [_read(tokens, range(len(ends.rows)), ends.rows, {})]
 
     def _by_layers(self, work: HybridWork, place: LaunchPlace) -> Tensor:
-        """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
+        """Return the last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
         self.slots.upload(update.slot for update in work.slots)
         adapted = self.slots.adapted(work)
         batch = self._open(BatchRows(work.prompts, work.chunks), place, adapted=adapted)
@@ -323,7 +323,7 @@ class CudaRunner:
     def _open(self, batch: BatchRows, place: LaunchPlace, *, adapted: bool) -> _Pass:
         """Lay out a batch, some of whose rows may be `adapted`, and embed its tokens."""
         tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
-        pages, size = self.slots.told.pages, self.kv.page_size
+        pages, size = self.slots.host.pages, self.kv.page_size
         where = [places_of(row, pages[row.slot], size) for row in batch.rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
         parts = [tokens, positions, write_slots]
@@ -335,7 +335,7 @@ class CudaRunner:
         return _Pass(batch, hidden, sent[1], sent[2], sent[3] if adapted else None)
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
-        """The batch where the last slice left it, without the rows that have left."""
+        """Return the batch as the last slice left it, without the rows that have left."""
         if paused.batch.rows == rows:
             return paused
         batch, left = paused.batch.left(rows)
@@ -357,7 +357,7 @@ class CudaRunner:
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
 
     def _adapted(self, products: GpuProducts, owners: Tensor) -> GpuProducts:
-        """The products of a pass that is no graph, some of whose requests have adapters."""
+        """Return the products of a pass without a graph, some of whose requests have adapters."""
         adapters = self.steps.adapters
         assert adapters is not None
         tiles = adapters.tiles(len(owners)).of_first(len(owners))
@@ -367,7 +367,8 @@ class CudaRunner:
     def _plans(
         self, batch: _Pass, place: LaunchPlace, first: int, last: int
     ) -> dict[int | None, PrefillPlan]:
-        """The batch's attention, planned once for each window and lane, dealt anew for each level.
+        """Return the batch's attention plans, made once for each window and lane, dealt anew for
+        each level.
 
         A plan writes to the workspace of the lane that it was made for.
         """
@@ -385,7 +386,7 @@ class CudaRunner:
         spec = self._decoder.spec
         return PrefillPlan.build(
             [(row.start, row.count) for row in rows],
-            [self.slots.told.pages[row.slot] for row in rows],
+            [self.slots.host.pages[row.slot] for row in rows],
             page_size=self.kv.page_size,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -404,7 +405,7 @@ class CudaRunner:
         All collectives are queued here, as they are on other ranks, which wait for no masks.
         """
         scored = {row.row: self._score(hidden, row, place) for row in ends.scored}
-        places = ends.places
+        places = ends.points
         if not places and not self._decoder.follows:
             step = _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
             return lambda: [step]
@@ -415,14 +416,15 @@ class CudaRunner:
         rows = hidden[where]
         logits = self._head(rows, place.memory.logits[: len(places)], place)
         if self._decoder.follows:
-            self._extras.skip(places)
+            self._processors.skip(places)
             return tuple
         read = partial(_read, scored=scored, embeddings=self._embeddings(rows, places))
         return partial(self._choose, ends, logits, (slots, positions), read, place)
 
     def _embeddings(self, hidden: Tensor, places: Sequence[SamplingPoint]) -> dict[int, Tensor]:
-        """The hidden states [R, hidden] that are asked for, by row, on their way to the host."""
-        sampling_of = self.slots.told.sampling_of
+        """Return the hidden states [R, hidden] that are asked for, by row, on their way to the
+        host."""
+        sampling_of = self.slots.host.sampling_of
         asked = [i for i, p in enumerate(places) if sampling_of(p.slot).params.embeds]
         rows = {i: hidden[i : i + 1] for i in asked}
         return {
@@ -447,8 +449,8 @@ class CudaRunner:
             read: brings what it comes to to the host.
             place: where the pass runs.
         """
-        places, (slots, positions) = ends.places, where
-        after = self._extras.adjust(logits, self._extras.asked(places))
+        places, (slots, positions) = ends.points, where
+        after = self._processors.adjust(logits, self._processors.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
@@ -457,7 +459,7 @@ class CudaRunner:
         return [read(tokens, range(len(places)), ends.rows, after(valid))]
 
     def _head(self, hidden: Tensor, logits: Tensor, place: LaunchPlace) -> Tensor:
-        """The classifier, into these logits."""
+        """Write the classifier's output into these logits."""
         products = self.steps.products(place.units)
         self._decoder.head(hidden, logits, place.memory.activations, products)
         return logits

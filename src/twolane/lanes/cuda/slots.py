@@ -1,4 +1,4 @@
-"""What the device keeps of every slot: its last token, its pages and how it samples.
+"""The device's state of every slot: its last token, its pages and its sampling parameters.
 
 The engine names slots and pages; here they become rows of device tensors, uploaded when they
 change and never waited for. A slot is named by one lane at a time (the engine orders launches
@@ -29,15 +29,15 @@ class Slots:
 
     def __init__(self, slots: int, max_pages: int, device: torch.device) -> None:
         self.padding = slots
-        self.told = SlotTable(slots)
-        """What launches have told, which the device may not have yet."""
+        self.host = SlotTable(slots)
+        """State that launches have set, part of which may not be on the device yet."""
         self.tables = torch.zeros((slots + 1, max_pages), dtype=torch.int32, device=device)
         """Physical pages of each slot's sequence, in order."""
         self.last_token = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.adapters = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         """The adapter slot of each slot's request; -1: none, as in the slot that pads."""
         self.params = new_params(slots + 1, device)
-        """How each slot's tokens are chosen; see `kernels.sampling`."""
+        """Sampling parameters of each slot; see `kernels.sampling`."""
         self._max_pages = max_pages
         self._sent = [0] * slots
         """Pages of each slot that were uploaded."""
@@ -46,13 +46,13 @@ class Slots:
         """Slots of which something was not uploaded, and whether it is their sampling, too."""
 
     def take(self, updates: Iterable[SlotUpdate]) -> None:
-        """Note what a launch tells; the device is told by `upload`."""
+        """Note a launch's updates; `upload` sends them to the device."""
         for update in updates:
             if not update.first:
                 self._sent[update.slot] = 0
             resampled = update.sampling is not None
             self._stale[update.slot] = resampled or self._stale.get(update.slot, False)
-        self.told.take(updates)
+        self.host.take(updates)
 
     def upload(self, slots: Iterable[int]) -> None:
         """Upload, on the current stream, what the device lacks of these slots."""
@@ -64,17 +64,17 @@ class Slots:
             resampled = self._stale.pop(slot, None)
             if resampled is None:
                 continue
-            told, sent = self.told.pages[slot], self._sent[slot]
-            if sent < len(told):
+            known, sent = self.host.pages[slot], self._sent[slot]
+            if sent < len(known):
                 first = slot * self._max_pages
-                places.append(np.arange(first + sent, first + len(told), dtype=np.int32))
-                pages += told[sent:]
-                self._sent[slot] = len(told)
-            if (adapter := self.told.adapters[slot]) != self._sent_adapters[slot]:
+                places.append(np.arange(first + sent, first + len(known), dtype=np.int32))
+                pages += known[sent:]
+                self._sent[slot] = len(known)
+            if (adapter := self.host.adapters[slot]) != self._sent_adapters[slot]:
                 self._sent_adapters[slot] = adapter
                 adapters.append((slot, adapter))
             if resampled:
-                sampling.append((slot, self.told.sampling_of(slot)))
+                sampling.append((slot, self.host.sampling_of(slot)))
         if pages:
             both = np.concatenate([*places, np.asarray(pages, dtype=np.int32)])
             sent_now = upload(both, self.tables.device)
@@ -88,8 +88,8 @@ class Slots:
             self._update_params(sampling)
 
     def adapted(self, work: Work) -> bool:
-        """Whether a request of the work has an adapter."""
-        return any(self.told.adapters[slot] >= 0 for slot in named_by(work))
+        """Return whether a request of the work has an adapter."""
+        return any(self.host.adapters[slot] >= 0 for slot in named_by(work))
 
     def _update_params(self, sampling: Sequence[tuple[int, Sampling]]) -> None:
         slots = np.array([slot for slot, _ in sampling], dtype=np.int32)
@@ -116,7 +116,7 @@ def _packed(sampling: Sampling) -> npt.NDArray[np.int64]:
 
 
 def upload(values: Ints, device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
-    """The values on the device, int32, in order on the current stream; the host does not wait.
+    """Return the values on the device, int32, in order on the current stream, without waiting.
 
     PyTorch keeps the pinned copy until the stream has read it.
     """
