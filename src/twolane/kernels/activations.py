@@ -1,4 +1,4 @@
-"""What matrix products take: rows in 16 or 32 bits, or rounded to e4m3."""
+"""Inputs of matrix products: rows in 16 or 32 bits, or rounded to e4m3."""
 
 from dataclasses import dataclass
 

@@ -42,7 +42,7 @@ def warps(elements: int) -> int:
 
 @cache
 def _early(device: torch.device) -> bool:
-    """Whether kernels are launched early there, with `EARLY`.
+    """Return whether kernels are launched early there, with `EARLY`.
 
     Such a kernel may run while those in front of it do, back to the last that was launched plainly
     (in a decode step, `embed`). So until it has waited for them it writes nothing, and reads only
@@ -69,7 +69,7 @@ def quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def rms_normal(
     value: tl.tensor, scale: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr
 ) -> tl.tensor:
-    """The RMS norm of a row of HIDDEN numbers, behind which there are zeros."""
+    """Return the RMS norm of a row of HIDDEN numbers, behind which there are zeros."""
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
     return ((wide * inverse).to(value.dtype).to(tl.float32) * scale).to(value.dtype)
@@ -171,7 +171,7 @@ def _launch_norm(
 
 
 def parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a kernel writes values, and scales if there are any."""
+    """Return the tensors that a kernel writes values and scales to; without scales, `out` twice."""
     return (out.values, out.scales) if isinstance(out, Quantised) else (out, out)
 
 

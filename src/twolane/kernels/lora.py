@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a product: x @ A.T @ B.T of each row's own adapter.
+"""LoRA products: x @ A.T @ B.T with each row's own adapter.
 
 The rows of a pass are dealt into tiles of one adapter each, on the device, so that a graph of a
 pass serves whatever adapters its rows have (`RowTiles.arrange`). A product then takes two kernels.
@@ -111,13 +111,13 @@ class RowTiles:
         return cls(ints(rows), ints(tiles), sums, count, slots)
 
     def of_first(self, count: int) -> "RowTiles":
-        """The same room for a pass of so few rows."""
+        """Return these buffers cut to a pass of `count` rows."""
         tiles = _tiles(count, self.slots)
         rows = self.rows.flatten()[: tiles * _tile_rows(count)].view(tiles, -1)
         return RowTiles(rows, self.owners[:tiles], self.sums, count, self.slots)
 
     def part(self, rows: slice) -> "RowTiles":
-        """The tiles where only these rows are multiplied; both ends are multiples of 16, or the
+        """Return the tiles with only these rows multiplied; both ends are multiples of 16, or the
         second is that of the pass."""
         end = _NO_END if rows.stop == self.count else rows.stop
         return RowTiles(self.rows, self.owners, self.sums, self.count, self.slots, rows.start, end)
@@ -326,8 +326,8 @@ def _added(
     SPLITS: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """What a section adds to the rows of a tile, float32 [ROWS, outputs]; `sums` begins with the
-    section's."""
+    """Return a section's addend for the rows of a tile, float32 [ROWS, outputs]; `sums` begins with
+    the section's."""
     place = sums + (row * WIDTH + tl.arange(0, RANK)[None, :])[:, :, None] * SPLITS
     split = tl.arange(0, MOST_SPLITS)[None, None, :]
     mask = there[:, :, None] & (split < SPLITS)

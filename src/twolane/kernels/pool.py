@@ -1,4 +1,4 @@
-"""One layer's keys and values on a GPU, as attention finds them."""
+"""One layer's keys and values on a GPU, in the layout of the attention kernels."""
 
 from dataclasses import dataclass
 
@@ -35,14 +35,15 @@ class MirroredPool:
 
 
 WrittenPool = Pool | MirroredPool
-"""Where a kernel writes keys and values."""
+"""A pool that a kernel writes keys and values to."""
 
 
 def values_of(pool: Pool) -> Tensor:
-    """The stored numbers, [pages, kv_heads, 2, page_size, head_dim]."""
+    """Return the stored numbers, [pages, kv_heads, 2, page_size, head_dim]."""
     return pool.values if isinstance(pool, RoundedPool) else pool
 
 
 def exponents_of(pool: Pool) -> Tensor:
-    """The exponents of a rounded pool; of another the pool itself, which no kernel reads so."""
+    """Return the exponents of a rounded pool; for any other the pool itself, which no kernel reads
+    so."""
     return pool.exponents if isinstance(pool, RoundedPool) else pool

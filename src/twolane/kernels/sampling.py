@@ -77,7 +77,7 @@ def pack_params(
     limit: int = 0,
     banned: Sequence[int] = (),
 ) -> npt.NDArray[np.int64]:
-    """How a slot's tokens are chosen, as the words [WORDS] of its row of `params`.
+    """Return a slot's sampling parameters as the words [WORDS] of its row of `params`.
 
     Args:
         temperature: 0: greedy, and nothing else but `limit` and `banned` counts.
@@ -231,7 +231,7 @@ def _pivot(low: tl.tensor, high: tl.tensor, i: tl.tensor) -> tl.tensor:
 def _measure(
     weights: tl.tensor, top_k: tl.tensor, low: tl.tensor, high: tl.tensor, parts: tl.tensor
 ) -> None:
-    """How much of a chunk lies at or above each pivot: tokens with a top-k, mass without."""
+    """Write a chunk's sum at or above each pivot: tokens with a top-k, mass without."""
     bits = _bits(weights)
     value = tl.where(top_k > 0, 1.0, weights)
     for i in tl.static_range(1, _PIVOTS):
@@ -298,7 +298,7 @@ def _cell(
     top_p: tl.tensor,
     CHUNKS: tl.constexpr,
 ) -> tl.tensor:
-    """The cell of a row's range where the cut lies: the highest that still reaches far enough."""
+    """Return the cell of a row's range with the cut: the highest that still reaches far enough."""
     each = tl.arange(0, CHUNKS)
     known = each < chunks
     total = tl.sum(tl.load(masses + each, mask=known, other=0)).to(tl.float64) / _UNIT
@@ -403,7 +403,8 @@ def _narrow(
 
 @triton.jit
 def _kept(bits: tl.tensor, ids: tl.tensor, cut: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """Whether tokens are kept: weights above the cut, and those at it up to the id `last`."""
+    """Return whether tokens are kept: weights above the cut, and those at it up to the id
+    `last`."""
     return (bits > cut) | ((bits == cut) & (ids <= last))
 
 
@@ -417,7 +418,7 @@ def _sums(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Number and mass of the candidates (`whole`: of all tokens) kept."""
+    """Return the number and mass of the kept candidates (`whole`: of all tokens)."""
     logits, tokens, found, position, ints, floats, peak = row
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0, tl.int64)
@@ -446,7 +447,7 @@ def _kth(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest cut in [low, high) at or above which there are `top_k` tokens."""
+    """Return the largest cut in [low, high) at or above which there are `top_k` tokens."""
     while high - low > 1:
         middle = (low + high) // 2
         count, _ = _sums(row, size, whole, middle, VOCAB - 1, VOCAB, BLOCK)
@@ -466,7 +467,8 @@ def _nucleus(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The largest cut in [low, high) at or above which the mass is `wanted`, and the last id at it.
+    """Return the largest cut in [low, high) at or above which the mass is `wanted`, and the last id
+    at it.
 
     Of the tokens at the cut the first ones are kept, as few as make up the mass.
     """
@@ -580,7 +582,8 @@ def _race(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """The chunk's winner, in place of its most likely token, and its speed; greedy: its logit."""
+    """Write the chunk's winner, in place of its most likely token, and its speed; greedy: its
+    logit."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
@@ -625,7 +628,7 @@ def _winner(
     N_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """The token of each row: the best of its chunks, of the lowest id where several are; its
+    """Write the token of each row: the best of its chunks, of the lowest id where several are; its
     complement where logits are broken."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(lengths + row) <= 0:
@@ -641,7 +644,7 @@ def _winner(
 
 
 def chosen(tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens that `Sampler.sample` has chosen, of rows with broken logits too."""
+    """Return the tokens that `Sampler.sample` has chosen, of rows with broken logits too."""
     return torch.where(tokens < 0, ~tokens, tokens)
 
 
@@ -689,7 +692,7 @@ class Sampler:
         params: torch.Tensor,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """The token after each active row, on the current stream, without a host round trip.
+        """Sample the token after each active row, on the current stream, without a host round trip.
 
         Args:
             logits: [R, vocab], float32 or 16-bit; a row's are dense. Left as they are.

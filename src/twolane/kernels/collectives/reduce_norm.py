@@ -18,12 +18,12 @@ WARP, MOST_THREADS = 32, 1024
 
 
 def flag_bytes(ranks: int) -> int:
-    """Bytes of the flags of a rank, which are zero before the first launch."""
+    """Return the bytes of a rank's flags, which are zero before the first launch."""
     return 4 * BLOCKS * ranks
 
 
 def served(partial: Tensor, out: Tensor) -> bool:
-    """Whether the kernel serves such rows, and such a result."""
+    """Return whether the kernel serves such rows and such a result."""
     threads, rest = divmod(partial.shape[1] * partial.element_size(), VECTOR_BYTES)
     return (
         partial.dtype == out.dtype
@@ -80,13 +80,13 @@ def reduce_norm(
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """Return the CUDA C++."""
     return nvrtc.with_hopper(Path(__file__).with_name("reduce_norm.cu"))
 
 
 @cache
 def _arguments(ranks: int) -> type[ctypes.Structure]:
-    """The kernel's parameter."""
+    """Return the kernel's parameter."""
 
     class ReduceNormArguments(ctypes.Structure):
         _fields_ = (

@@ -28,7 +28,7 @@ _SHARED = 227 * 1024 - 1024
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be tuned to a level."""
+    """The kernel's settings that are tuned to a level."""
 
     warps: int
     """Workers an SM."""
@@ -50,19 +50,19 @@ class _AttentionArguments(ctypes.Structure):
 
 
 def serves(q: torch.Tensor, pool: Pool) -> bool:
-    """Whether the kernel exists for these."""
+    """Return whether the kernel exists for these queries and this pool."""
     dims = (_LINE,) if isinstance(pool, RoundedPool) else HEAD_DIMS
     known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in dims
     return known and values_of(pool).is_contiguous() and nvrtc.available(q.device)
 
 
 def place_floats(dim: int) -> int:
-    """float32 numbers of one partial result."""
+    """Return the number of float32 of one partial result."""
     return 16 * dim + 32
 
 
 def tuning(units: int) -> Tuning:
-    """What measurements chose for a level."""
+    """Return the settings that measurements chose for a level."""
     return Tuning(12, 2) if units <= 40 else Tuning(8, 2)
 
 
@@ -84,7 +84,7 @@ def options(
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """Return the CUDA C++."""
     return nvrtc.with_hopper(Path(__file__).with_name("decode_attention.cu"))
 
 
@@ -102,7 +102,8 @@ def arguments(
     scale: float,
     exponents: torch.Tensor | None = None,
 ) -> ctypes.Structure:
-    """The kernel's second parameter; `scale` is base e, `exponents` those of a rounded pool."""
+    """Return the kernel's second parameter; `scale` is base e, `exponents` those of a rounded
+    pool."""
     tensors = (
         q,
         tables,
@@ -128,8 +129,8 @@ class _TensorMap(ctypes.Structure):
 
 @lru_cache(maxsize=1024)
 def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype) -> _TensorMap:
-    """A pool as the copy engine sees it: [lines of a row, rows, 128 bytes], boxes of `box` rows,
-    swizzled."""
+    """Return the copy engine's descriptor of a pool: [lines of a row, rows, 128 bytes], boxes of
+    `box` rows, swizzled."""
     from cuda.bindings import driver
 
     types = driver.CUtensorMapDataType
@@ -156,7 +157,7 @@ def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype)
 
 
 def tensor_map(pool: torch.Tensor) -> _TensorMap:
-    """The kernel's first parameter."""
+    """Return the kernel's first parameter."""
     page, dim = pool.shape[3:]
     box = min(page, _HALF_BYTES // (dim * pool.element_size()))
     return _tensor_map(pool.data_ptr(), pool.numel() // dim, dim, box, pool.dtype)

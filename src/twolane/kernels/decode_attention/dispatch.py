@@ -53,7 +53,7 @@ class DecodeScratch:
 def decode_scratch(
     rows: int, heads: int, dim: int, units: int, device: torch.device | str
 ) -> DecodeScratch:
-    """A workspace for up to `rows` rows, `heads` query heads and `units` SMs."""
+    """Return a workspace for up to `rows` rows, `heads` query heads and `units` SMs."""
     workers = units * max(portable.MAX_WORKERS, hopper.MAX_WORKERS)
     width = max(16, 1 << (dim - 1).bit_length())
     sizes = 2 * workers * hopper.place_floats(width), 2 * workers * MAX_GROUP * 2

@@ -22,7 +22,7 @@ MAX_WORKERS = 12
 
 @dataclass(frozen=True)
 class TritonTuning:
-    """What may be tuned to a device."""
+    """The kernel's settings that are tuned to a device."""
 
     workers: int
     """Programs an SM, all resident at once."""
@@ -33,7 +33,8 @@ class TritonTuning:
 
 
 def tuning(tile_bytes: int) -> TritonTuning:
-    """What fits 227 KB of shared memory an SM, for pages of this many bytes a KV head."""
+    """Return the settings that fit 227 KB of shared memory an SM, for pages of this many bytes a KV
+    head."""
     if tile_bytes <= 8 << 10:
         return TritonTuning(workers=12, warps=1, stages=6)
     if tile_bytes <= 16 << 10:

@@ -25,7 +25,7 @@ _MOST_PER_TOKEN = 32
 
 
 def serves(rows: int, per_token: int, router: Tensor) -> bool:
-    """Whether the kernel routes `rows` rows by this router, [experts, hidden], on Hopper."""
+    """Return whether the kernel routes `rows` rows by this router, [experts, hidden], on Hopper."""
     hidden = router.shape[1]
     sizes = hidden % _COLUMNS == 0 and hidden <= _MOST_HIDDEN and per_token <= _MOST_PER_TOKEN
     kinds = router.dtype in (torch.bfloat16, torch.float16) and router.is_contiguous()
@@ -75,20 +75,20 @@ def norm_and_route(
 
 
 def blocks(rows: int, experts: int) -> int:
-    """Number of blocks for `rows` rows."""
+    """Return the number of blocks for `rows` rows."""
     return -(-experts // _WARPS) * min(rows, _APART)
 
 
 @cache
 def source() -> str:
-    """The CUDA C++."""
+    """Return the CUDA C++."""
     return nvrtc.with_hopper(Path(__file__).with_name("few_rows.cu"))
 
 
 def options(
     router: Tensor, per_token: int, x: Activations, *, norm: bool, normalised: bool
 ) -> tuple[str, ...]:
-    """What the compiler is told."""
+    """Return the compiler's options."""
     experts, hidden = router.shape
     values = {
         "HIDDEN": hidden,
@@ -111,7 +111,7 @@ def arguments(
     x: Activations,
     routing: Routing,
 ) -> FewRowsArguments:
-    """What the kernel is given; see `norm_and_route`."""
+    """Return the kernel's arguments; see `norm_and_route`."""
     filled = (logits, *parts(x), routing.weights, routing.positions, routing.groups)
     weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
     pointers = (tensor.data_ptr() for tensor in (router, active.marks, *filled))

@@ -33,13 +33,14 @@ OWN_MEANS = {16: 8.0, 32: 16.0}
 """Rows of an expert, on average, up to which the own kernel with this many rows in a tile is the
 fastest of all on an H200."""
 TRITON_MEANS = {torch.bfloat16: 256.0, torch.float8_e4m3fn: 256.0}
-"""The same of the kernel in Triton, by the type of the matrices; beyond it PyTorch's is."""
+"""Rows of an expert, on average, up to which the Triton kernel is the fastest, by the type of the
+matrices; beyond that PyTorch's is."""
 Kernel = Literal["own", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWay:
-    """How one batch is multiplied."""
+    """A way to multiply one batch with the experts' matrices."""
 
     kernel: Kernel
     rows: int
@@ -50,7 +51,7 @@ class ExpertWay:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBuffers:
-    """Where a lane has room for the experts of T tokens; rows are entries, T * per_token."""
+    """A lane's buffers for the experts of T tokens; rows are entries, T * per_token."""
 
     routing: Routing
     logits: Tensor
@@ -66,7 +67,7 @@ class ExpertBuffers:
 
 
 def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> ExpertWay:
-    """The way for this many rows that are spread over the experts."""
+    """Return the way for this many rows that are spread over the experts."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
     if hopper and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
@@ -106,7 +107,7 @@ def combined(
 
 
 def routes_few(rows: int, per_token: int, router: Stored, gate_up: Stored) -> bool:
-    """Whether `norm_and_combined` serves this many rows."""
+    """Return whether `norm_and_combined` serves this many rows."""
     own = skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
     return own and few_rows.serves(rows, per_token, router.values)
 
@@ -148,7 +149,8 @@ def _multiplied(
     buffers: ExpertBuffers,
     products: GpuProducts,
 ) -> Combination:
-    """The products of the sorted entries, or of the batch's rows where `chosen` spreads these."""
+    """Multiply the sorted entries, or the batch's rows where `chosen` spreads these, with both
+    matrices."""
     routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
         act = buffers.act
@@ -181,8 +183,8 @@ def _few_rows(
     *,
     following: Stored | None = None,
 ) -> None:
-    """The own kernel: of the gate and up where `following`, the matrices of the next one, are
-    given, otherwise that next one."""
+    """Multiply by the own kernel: gate and up if `following`, the next product's matrices, are
+    given; otherwise that next product."""
     gated = following is not None
     wide = 256 if products.units <= 48 else 128
     values, scales = factors(x, weight)

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and the rows of every expert, worked out on the device.
+"""Routing of tokens to experts, and the rows of every expert, worked out on the device.
 
 Rows of a batch that are padding or done go nowhere, so that they wake no expert. The rows of an
 expert lie in the order of the batch: a result never depends on which program was first. Nothing
@@ -29,7 +29,7 @@ LEAST_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class ActiveRows:
-    """Tells the rows of a batch that count from those that are padding or done."""
+    """Marks of the rows of a batch that are neither padding nor done."""
 
     marks: Tensor
     """int32 [T]"""
@@ -37,7 +37,7 @@ class ActiveRows:
     """A row is active where its mark is at least this."""
 
     def part(self, rows: slice) -> "ActiveRows":
-        """The same of some rows."""
+        """Return the marks of some rows."""
         return ActiveRows(self.marks[rows], self.least)
 
 
@@ -47,15 +47,16 @@ class Routing:
 
     experts: int
     weights: Tensor
-    """What each entry counts, float32 [rows, per_token], the likeliest expert first."""
+    """Weight of each entry, float32 [rows, per_token], the likeliest expert first."""
     chosen: Tensor
     """The expert of each entry, int32 [rows, per_token]; `experts` where a row is not active."""
     positions: Tensor
-    """Where each entry lies among those sorted by expert, int32 [rows, per_token]; -1: nowhere."""
+    """Index of each entry among those sorted by expert, int32 [rows, per_token]; -1 if not
+    active."""
     tokens: Tensor
     """The row of each sorted entry, int32 [rows * per_token]."""
     ends: Tensor
-    """Where the sorted entries of each expert end, int32 [experts]."""
+    """End of each expert's sorted entries, int32 [experts]."""
     groups: Tensor
     """Number of groups, a counter of programs that is 0 between launches, the sum of active experts
     (`experts_read`), padding, and for each group its expert, its first sorted entry, their number,
@@ -63,7 +64,7 @@ class Routing:
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
-        """Buffers for up to this many tokens."""
+        """Allocate buffers for up to this many tokens."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -82,7 +83,7 @@ class Routing:
         )
 
     def first(self, rows: int) -> "Routing":
-        """The same buffers for so few tokens."""
+        """Return these buffers cut to `rows` tokens."""
         return Routing(
             self.experts,
             self.weights[:rows],
@@ -100,7 +101,8 @@ class Routing:
 
     @property
     def experts_read(self) -> Tensor:
-        """How many experts had rows, summed over all launches since it was set to 0: int32 [1]."""
+        """Number of experts that had rows, summed over all launches since it was set to 0: int32
+        [1]."""
         return self.groups[2:3]
 
     @property
@@ -377,7 +379,7 @@ class Combination:
     outs: Tensor
     """[T * per_token, hidden], sorted by expert."""
     routing: Routing
-    """Where the outputs of each of the T tokens lie, and what they count."""
+    """Positions and weights of the outputs of each of the T tokens."""
 
     def add_into(self, residual: Tensor) -> None:
         """Add each token's outputs, times their weights, to `residual` [T, hidden] in place."""

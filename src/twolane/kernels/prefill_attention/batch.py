@@ -31,7 +31,7 @@ class PrefillWorkspace:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """What a batch's plans share at all levels."""
+    """The part of a batch's plans that is the same at all levels."""
 
     segments: Segments
     tokens: int
@@ -134,7 +134,8 @@ def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, l
 
 
 def places(sizes: Sequence[int]) -> list[int]:
-    """Where parts of this many int32 begin, each at a multiple of 16 bytes, and where all end."""
+    """Return the offsets of parts of this many int32, each a multiple of 16 bytes, and their
+    end."""
     starts: list[int] = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
     return starts
 

@@ -105,7 +105,7 @@ class PrefillPlan:
         return cls(batch, units, best, why, dense, rounded, program)
 
     def at(self, units: int) -> "PrefillPlan":
-        """The same batch on another number of SMs: host work and one upload."""
+        """Return a plan of this batch on another number of SMs: host work and one upload."""
         program = _program(self.batch, units, self.backend, self.dense, self.rounded)
         return replace(self, units=units, _program=program)
 
@@ -157,7 +157,7 @@ def prefill_attention(
 def choose(
     dtype: torch.dtype, dim: int, device: torch.device, window: int | None = None
 ) -> tuple[Backend, str]:
-    """The backend for a model's prefill, and why.
+    """Return the backend for a model's prefill, and the reason.
 
     Loads FlashInfer's kernel, which may compile it for minutes: call it once before serving.
     """

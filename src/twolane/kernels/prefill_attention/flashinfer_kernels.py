@@ -57,7 +57,7 @@ _SEGMENTS = 64
 
 
 def filled(batch: AttentionBatch) -> float:
-    """The share of the rows of a batch's tiles that have a token, weighted by their keys."""
+    """Return the share of the rows of a batch's tiles that have a token, weighted by their keys."""
     new, keys = batch.segments.new, batch.segments.reused + batch.segments.new
     rows = -(-new // tile_tokens(batch.dim)) * tile_tokens(batch.dim)
     return float((new * keys).sum() / (rows * keys).sum())
@@ -239,7 +239,7 @@ scratch memory for 8 KV heads of 128."""
 
 
 def unpackable(batch: AttentionBatch) -> bool:
-    """Whether the scratch memory for a batch's widened pages is bearable."""
+    """Return whether the scratch memory for a batch's widened pages is small enough."""
     return len(batch.pages) * batch.page_size <= UNPACKED_TOKENS
 
 
@@ -339,14 +339,15 @@ class Replayed:
         pages: torch.Tensor,
         count: torch.Tensor,
     ) -> None:
-        """Where a batch's lists, pages and their number, int32 [1], will be, views of `memory`, for
-        all that is captured."""
+        """Set where a batch's lists, pages and their number, int32 [1], will be, as views of
+        `memory`, for all that is captured."""
         self._memory, self._lists, self._listed, self._count = memory, lists, pages, count
         self._pages = pages if self._unpacked is None else self._unpacked.pages
         self._program(True, self._batch.tokens)  # the workspace is as large as any needs it
 
     def parts(self, segments: Segments) -> tuple[list[Ints], bool] | None:
-        """A batch's lists, and whether tiles are split; None: they do not fit, or Triton is faster.
+        """Return a batch's lists, and whether tiles are split; None if they do not fit or Triton is
+        faster.
 
         Its pages go where `Segments.tables` has them.
         """
@@ -407,14 +408,15 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _paged(batch: AttentionBatch, units: int) -> Schedule:
-    """The batch's tiles on `units` SMs, some split where that is faster."""
+    """Schedule the batch's tiles on `units` SMs, some split where that is faster."""
     items, cost = tiles(batch.segments, tile_tokens(batch.dim), batch.heads, None, _PAGED)
     granule = math.lcm(_PAGED.block, batch.page_size)
     return schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
 
 
 def _parts(batch: AttentionBatch, plan: Schedule) -> list[Ints]:
-    """What is uploaded of a plan: lists, and those of fronts, pieces and merges if there are."""
+    """Return the lists of a plan to upload, with those of fronts, pieces and merges if there are
+    any."""
     parts = _lists(plan.main, batch.page_size)
     if plan.fronts is not None:
         pieces, rows = plan.fronts.items.copy(), tile_tokens(batch.dim)
@@ -426,7 +428,7 @@ def _parts(batch: AttentionBatch, plan: Schedule) -> list[Ints]:
 
 
 def _keys(plan: Schedule) -> int:
-    """That all items read, those of fronts, too."""
+    """Return the number of keys that all items read, those of fronts included."""
     works = [plan.main] if plan.fronts is None else [plan.main, plan.fronts]
     return sum(int((work.items[:, HIGH] - work.items[:, LOW]).sum()) for work in works)
 

@@ -1,4 +1,4 @@
-"""Which block of a prefill attention kernel computes what, for a given number of SMs.
+"""Assignment of a prefill attention's work to blocks, for a given number of SMs.
 
 A *tile* is some consecutive new tokens of one segment; a *work item* is a tile of one head over a
 range of keys. Items are dealt to the `units` blocks of a persistent grid, longest first. Where
@@ -40,7 +40,7 @@ _SPLIT_GAIN = 0.03
 
 @dataclass(frozen=True)
 class Costs:
-    """What a kernel's work takes, in keys: the time that a tile needs for one more key."""
+    """Costs of a kernel's work in keys: the unit is a tile's time for one more key."""
 
     block: int
     """Keys computed together."""
@@ -59,7 +59,7 @@ class Segments:
     rows: Ints
     """First row of each in the batch."""
     tables: Ints
-    """Where each one's pages begin in the list of all."""
+    """Start of each one's pages in the list of all."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Schedule:
     """A batch's attention on `units` blocks."""
 
     main: BlockSchedule
-    """What writes to the output; where fronts have no launch of their own, the fronts, too."""
+    """Items that write to the output; also the fronts, where these have no launch of their own."""
     fronts: BlockSchedule | None
     """Pieces of fronts, computed in a launch before; None: there are none, or `main` has them."""
     merges: Ints
@@ -143,13 +143,14 @@ def _cost(low: Ints, high: Ints, costs: Costs) -> Ints:
 
 
 def _candidates(cost: Ints, mean: float, units: int) -> Sequence[int]:
-    """How many of the longest tiles to split: what the last round would hold, those too long."""
+    """Return the numbers of longest tiles that may be split: those of the last round, those too
+    long."""
     counts = {len(cost) % units, int((cost > mean).sum()), int((cost > mean / 2).sum())}
     return sorted(count for count in counts if 0 < count <= 2 * units)
 
 
 def _deal(cost: Ints, units: int) -> tuple[Ints, Ints]:
-    """The block of each item, and each block's work. `cost` falls: longest first.
+    """Return the block of each item, and each block's work. `cost` falls: longest first.
 
     Equal to giving each to the block with the least work, but for the first rounds of many, which
     go forth and back over the blocks: that is as even and needs no loop.

@@ -33,18 +33,18 @@ class Tiling:
     blocks: int
     """Resident on one SM."""
     item: int = 256
-    """What an item takes beside its keys, in keys."""
+    """Cost of an item beside its keys, in keys."""
     split: int = 512
-    """What splitting takes, in keys."""
+    """Cost of splitting, in keys."""
 
     @property
     def costs(self) -> Costs:
-        """What the schedule counts with."""
+        """Costs for the schedule."""
         return Costs(self.keys, self.item, self.split)
 
 
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
-    """How to cut attention when the longest segment has `rows` rows (new tokens x group)."""
+    """Return the tiling for a longest segment of `rows` rows (new tokens x group)."""
     if dtype == torch.float32:
         return Tiling(16 if rows <= 16 else 32, 32, 4, 2, 2 if dim <= 128 else 1)
     if rows <= 16:
@@ -56,7 +56,7 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
 
 @triton.jit
 def scaled(values: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """What e4m3 values [tokens, dim] with exponents [tokens] mean; exact in bfloat16."""
+    """Return e4m3 values [tokens, dim] scaled by exponents [tokens]; exact in bfloat16."""
     factor = ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return (values.to(tl.float32) * factor[:, None]).to(dtype)
 
@@ -392,7 +392,7 @@ class TritonProgram:
     items: torch.Tensor
     bounds: torch.Tensor
     merge: Merge
-    """Its buffers are passed where nothing is split, too."""
+    """Merge buffers, which are passed where nothing is split, too."""
 
     @classmethod
     def plan(

@@ -33,7 +33,7 @@ from twolane.kernels.sizes import SIZES
 log = logging.getLogger("twolane.kernels")
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits", "experts"]
-"""What a product does; `kernels.experts` does those with the matrices of "experts"."""
+"""Kind of a product; `kernels.experts` computes those with the matrices of "experts"."""
 
 FP8_SCHEMES = ("fp8_channel",)
 """The schemes whose products take activations in e4m3, with a scale for each row."""
@@ -58,7 +58,7 @@ class Stored(Protocol):
 
     @property
     def scheme(self) -> str:
-        """How values and scales make the matrix."""
+        """Name of the format of values and scales."""
         ...
 
     @property
@@ -75,9 +75,10 @@ class Stored(Protocol):
 ROWS = (*skinny_gemm.ROWS, 256)
 """Rows that products of decode are timed for; those of passes are for `SIZES`."""
 MARGIN = 1.02
-"""How much faster a less common way must be: noise does not choose."""
+"""A less common way is chosen if it is faster by this factor: noise does not choose."""
 LAYER_MARGIN = 1.003
-"""The same for whole layers, whose times are steadier."""
+"""A less common way is chosen for whole layers, whose times are steadier, if it is faster by this
+factor."""
 _REPEATS, _LAYER_REPEATS = 3, 7
 APART = 0.02
 """Relative difference of a product to the library's beyond which it is wrong, not only rounded."""
@@ -86,8 +87,8 @@ _SHORTLIST = 4
 COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
 MOST_TIMED = 128
-"""One timing queues at most this many products; the weights of a model whose layers are so small
-come from the L2 cache when it is served, too."""
+"""Largest number of products in one timing; the weights of a model whose layers are so small come
+from the L2 cache when it is served, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """Different from that of all other ways of the same case and rows."""
+        """Unique name among the ways of the same case and rows."""
         return f"{self.variant.name}/{self.blocks}" if self.variant else self.library
 
 
@@ -117,7 +118,7 @@ class Case(NamedTuple):
 
     @classmethod
     def of(cls, operation: Operation, matrix: Stored) -> "Case":
-        """The case that calls with this matrix belong to."""
+        """Return the case of calls with this matrix."""
         n, k = matrix.shape
         return cls(operation, n, k, matrix.scheme)
 
@@ -134,12 +135,12 @@ class GpuProducts:
 
     units: int
     ways: dict[Case, dict[int, Way]] = field(default_factory=dict)
-    """What was chosen, by rows, fewest first."""
+    """Chosen ways by largest number of rows, ascending."""
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
     """Scratch memory of each stream, since launches on several may overlap."""
 
     def part(self, rows: slice) -> "GpuProducts":
-        """The products of only these rows of a pass; so they are called where rows differ."""
+        """Return the products of these rows of a pass alone, for callers whose rows differ."""
         return self
 
     def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
@@ -263,7 +264,7 @@ class GpuProducts:
     def _agreeing(
         self, ways: Sequence[Way], case: Case, rows: int, weight: Stored
     ) -> Sequence[Way]:
-        """The ways whose products, of random rows, are the library's but for rounding.
+        """Return the ways whose products of random rows equal the library's but for rounding.
 
         Only those of four bits are tried: their kernel is new on GPUs.
         """
@@ -290,8 +291,8 @@ class GpuProducts:
         return kept
 
     def way(self, operation: Operation, rows: int, weight: Stored) -> Way:
-        """How this many rows are multiplied with such a weight: as the next more that were timed,
-        or by the library that was best for the most."""
+        """Return the way for this many rows and such a weight: as the next more that were timed, or
+        by the library that was best for the most."""
         ways = self.ways.get(Case.of(operation, weight), {})
         most = next(reversed(ways.values()), CUBLAS)
         beyond = CUBLAS if most.variant else most
@@ -323,7 +324,7 @@ class GpuProducts:
         rows: int,
         run: Callable[[], None],
     ) -> Mapping[Case, Way]:
-        """What makes `run`, some layers' products, fastest."""
+        """Return the ways that make `run`, some layers' products, fastest."""
 
         def seconds(ways: Mapping[Case, Way]) -> float:
             self.ways |= {case: {rows: way} for case, way in ways.items()}
@@ -347,7 +348,7 @@ class GpuProducts:
         bias: Tensor | None,
         out: Tensor,
     ) -> None:
-        """One product by one kernel, with what that does beside."""
+        """Queue one product by one kernel, with its activation, bias and residual."""
         add = operation == "add_linear"
         if way.variant is not None:
             values, scales = factors(x, weight)
@@ -376,7 +377,7 @@ class GpuProducts:
             out.add_(bias)
 
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
-        """Seconds of one product behind a norm, as layers have them."""
+        """Return the seconds of one product behind a norm, as layers have them."""
         like, operation = weights[0], case.operation
         several = in_turn(weights)
         device = like.values.device
@@ -408,7 +409,7 @@ def in_turn(weights: Sequence[Stored]) -> Sequence[Stored]:
 
 
 def input_of(buffer: Tensor, scales: Tensor, scheme: str) -> Activations:
-    """Where to write what a matrix of this scheme is multiplied with.
+    """Return the buffer for the input of a matrix of this scheme.
 
     Args:
         buffer: [T, k], contiguous; e4m3 takes a part of its memory.
@@ -433,7 +434,7 @@ def choose(seconds: Mapping[Way, float]) -> Way:
 
 
 def shortlist(seconds: Mapping[Way, float]) -> list[Way]:
-    """The fastest ways of the own kernel, and the faster library."""
+    """Return the fastest ways of the own kernel, and the faster library."""
     order = sorted(seconds, key=seconds.__getitem__)
     own = [way for way in order if way.variant is not None]
     return [*own[:_SHORTLIST], *[way for way in order if way.variant is None][:1]]
@@ -462,7 +463,7 @@ Ways = dict[tuple[Case, int], Way]
 
 
 def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]) -> Ways:
-    """What `write_ways` kept, as far as it is among the candidates."""
+    """Return the ways that `write_ways` kept and that are among the candidates."""
     try:
         kept = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -485,7 +486,7 @@ def _label(case: Case, rows: int) -> str:
 
 
 def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Stored]]:
-    """Those of the weights that there is a choice for."""
+    """Return the weights that can be multiplied in more than one way."""
     return {
         case: weights
         for case, weights in uses.items()
@@ -497,7 +498,7 @@ def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Sto
 
 
 def _record(kind: str, cases: Sequence[Case], units: int, device: torch.device) -> Path:
-    """Where the choice is kept: of this GPU, its driver, these libraries and this source."""
+    """Return the file of the choice for this GPU, its driver, these libraries and this source."""
     made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
     return nvrtc.cache_path(repr((kind, cases, units, made, skinny_gemm.text())), "ways.json")
 
@@ -522,7 +523,7 @@ def _plain_parts(weight: Stored) -> Iterator[tuple[slice, Tensor]]:
 
 
 def factors(x: Activations, weight: Stored) -> tuple[Tensor, skinny_gemm.Scales | None]:
-    """The values of x, and the scales of both factors if they have some."""
+    """Return the values of x, and the scales of both factors if they have some."""
     if not isinstance(x, Quantised):
         return x, None
     assert weight.scales is not None

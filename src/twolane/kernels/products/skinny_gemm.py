@@ -45,7 +45,7 @@ _PARTIAL_FLOATS = 2 * 256 * 128
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is compiled into a kernel.
+    """A compiled variant of the kernel.
 
     Args:
         block_n: rows of w in a tile: 64, 128 or 256.
@@ -116,7 +116,7 @@ class Variant:
         return self.stages * self.stage_bytes + _RESERVED
 
     def options(self) -> tuple[str, ...]:
-        """What the compiler is told."""
+        """Return the compiler's options."""
         values = {
             "BLOCK_N": self.block_n,
             "ROWS": self.rows,
@@ -133,7 +133,7 @@ class Variant:
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     def grids(self, n: int, units: int) -> Iterator[int]:
-        """Numbers of blocks worth timing for n columns of y.
+        """Yield the numbers of blocks worth timing for n columns of y.
 
         All SMs; and the most of them that give each block as many whole tiles, or each tile as many
         blocks: fewer partial tiles to sum may be worth some idle SMs.
@@ -147,7 +147,8 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """What blocks tell one another. Launches that may run at the same time must not share one.
+    """Memory through which blocks of a launch exchange partial sums. Launches that may run at the
+    same time must not share one.
 
     Args:
         partials: float32.
@@ -159,7 +160,7 @@ class Scratch:
 
     @classmethod
     def of(cls, blocks: int, device: torch.device) -> "Scratch":
-        """For launches of up to this many blocks."""
+        """Allocate scratch memory for launches of up to this many blocks."""
         floats = blocks * _PARTIAL_FLOATS
         return cls(
             torch.empty(floats, dtype=torch.float32, device=device),
@@ -168,8 +169,8 @@ class Scratch:
 
 
 def serves(weight: Tensor, scheme: str, *, gated: bool = False) -> bool:
-    """Whether the kernel exists for values of a scheme, with up to `MOST_ROWS` rows as torch has
-    them."""
+    """Return whether the kernel exists for values of a scheme, with up to `MOST_ROWS` rows as torch
+    has them."""
     n, k = weight.shape
     whole = k * weight.itemsize % (INT4_RUN // 2 if scheme in INT4_GROUPS else 16) == 0
     sizes = n % (32 if gated else 16) == 0 and whole and n <= 64 * MOST_TILES
@@ -185,7 +186,7 @@ def variants(
     wide: bool = False,
     group: int = 0,
 ) -> list[Variant]:
-    """Those worth timing: few SMs need the wide tiles."""
+    """Return the variants worth timing: few SMs need the wide tiles."""
     if group:
         count = next(count for count in ROWS if count >= rows)
         widths = (256,) if gated else (128, 256)  # the wide ones have no registers for more rows
@@ -218,13 +219,13 @@ def compile_all(wanted: Iterable[Variant]) -> None:
 
 @cache
 def text() -> str:
-    """The CUDA C++ that is the same for all variants."""
+    """Return the CUDA C++ that all variants share."""
     return nvrtc.with_hopper(Path(__file__).with_name("skinny_gemm.cu"))
 
 
 @cache
 def source(variant: Variant) -> str:
-    """CUDA C++ of a variant."""
+    """Return the CUDA C++ of a variant."""
     width = variant.rows if variant.swap else variant.block_n // variant.column_groups
     multiply = _multiply_widened(width) if variant.group else _multiply(width, variant.dtype)
     return multiply + text()
@@ -275,7 +276,7 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], const unsigned (&a
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """What a grouped product is told of its groups, and of the product that follows it."""
+    """The groups of a grouped product, and the matrices of the product that follows it."""
 
     list: Tensor
     """As in `experts.routing.Routing`."""
@@ -364,7 +365,7 @@ def arguments(
     groups: Groups | None = None,
     w_groups: Tensor | None = None,
 ) -> _GemmArguments:
-    """What the kernel is given; `tensor_map` as `_tensor_map`."""
+    """Return the kernel's arguments; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
     box = variant.columns // variant.column_groups if variant.gated else variant.block_n
     line = LINE // 2 if variant.group else LINE
@@ -391,7 +392,7 @@ def arguments(
 
 
 def _of_groups(groups: Groups | None) -> tuple[int | None, int | None, int, int]:
-    """The arguments that a grouped product has alone."""
+    """Return the arguments that only a grouped product has."""
     if groups is None:
         return None, None, 0, 0
     w = groups.following
@@ -445,7 +446,8 @@ def _described(
 
 @cache
 def _encoder() -> Any:
-    """The driver's cuTensorMapEncodeTiled: the binding's own gives it a map that is not aligned."""
+    """Return the driver's cuTensorMapEncodeTiled: the binding's own passes it a map that is not
+    aligned."""
     from cuda.bindings import driver
 
     found = nvrtc.cuda_checked(driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))

@@ -50,7 +50,7 @@ def _widen(
 
 
 def parts(n: int, k: int) -> Iterator[slice]:
-    """The rows of a matrix [n, k] that are widened at a time."""
+    """Return the slices of rows of a matrix [n, k] that are widened at a time."""
     most = max(WIDE_BYTES // (2 * k) // 128 * 128, 128)
     return (slice(first, min(first + most, n)) for first in range(0, n, most))
 

@@ -17,7 +17,8 @@ _forms: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is not below `n`; Triton's own takes as long as the rest of a launch."""
+    """Return the smallest power of 2 that is not below `n`; Triton's own takes as long as the rest
+    of a launch."""
     return 1 << (n - 1).bit_length()
 
 
@@ -45,7 +46,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def _property(argument: Any) -> Any:
-    """What Triton 3.6 compiles for: a tensor's type and alignment; of ints 1, multiples, width."""
+    """Return the argument property that Triton 3.6 specialises on: a tensor's type and alignment;
+    of ints 1, multiples, width."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):

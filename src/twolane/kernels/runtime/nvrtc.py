@@ -25,7 +25,7 @@ ARCHITECTURE = "sm_90a"
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU and cuda-bindings can compile for it."""
+    """Return whether the device is a Hopper GPU and cuda-bindings can compile for it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
@@ -36,12 +36,12 @@ def available(device: torch.device) -> bool:
 
 
 def with_hopper(path: Path) -> str:
-    """A kernel's CUDA C++, behind the instructions of Hopper that several kernels use."""
+    """Return a kernel's CUDA C++, preceded by the Hopper instructions that several kernels use."""
     return Path(__file__).with_name("hopper.cuh").read_text() + path.read_text()
 
 
 def cuda_checked(result: tuple[Any, ...]) -> Any:
-    """The values of a cuda-bindings call; RuntimeError if it failed."""
+    """Return the values of a cuda-bindings call; raise RuntimeError if it failed."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"CUDA: {status.name}")
@@ -150,7 +150,7 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
 
 
 def cache_path(key: str, suffix: str) -> Path:
-    """Where the user's cache has, or is to have, the file that depends on all of `key`."""
+    """Return the path in the user's cache of the file that depends on all of `key`."""
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return user_cache() / "twolane" / "kernels" / f"{name}.{suffix}"
 

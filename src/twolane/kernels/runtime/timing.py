@@ -1,4 +1,4 @@
-"""How long launches take."""
+"""Timing of launches."""
 
 import statistics
 from collections.abc import Callable
