@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the time of a launch, learnt while serving."""
+"""Slowdown of launches by LoRA adapters, learnt while serving."""
 
 import math
 from collections.abc import Sequence
@@ -28,8 +28,7 @@ class AdapterEstimator(Estimator):
         self.base = base
         self.promises = base.promises
         self.running = 0
-        """Number of adapters of a launch of which nothing is said, such as those that a system
-        asks about."""
+        """Number of adapters of a launch that names none, such as one that a system asks about."""
         self._logs: dict[tuple[Kind, int], float] = {}
 
     def observe(
@@ -64,7 +63,8 @@ class AdapterEstimator(Estimator):
         return (launch.kind, adapters.bit_length()) if adapters else None
 
     def _factor(self, launch: LaunchShape) -> float:
-        """That of the launch's kind and number of adapters, or of the nearest number."""
+        """Return the factor of the launch's kind and number of adapters, or of the nearest
+        number."""
         if not (key := self._key(launch)):
             return 1.0
         known = [other for kind, other in self._logs if kind == launch.kind]

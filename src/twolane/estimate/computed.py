@@ -26,7 +26,7 @@ STEPS = (16, 24, 32, 40, 48, 64, 96, 128)
 """Rows beyond which products of decode go another way, while their weights bind them; beyond the
 last, a library's."""
 SLOPES = (64, 128)
-"""The same from where arithmetic binds them, so that they take longer with every row."""
+"""Rows beyond which arithmetic binds products, so that they take longer with every row."""
 BENDS = (128, 384)
 """New tokens of a pass from which on arithmetic binds some of its products, and all."""
 SMALL_ROWS = (16, 64, 128)
@@ -36,7 +36,7 @@ tile that holds the longest prompt's rows is used."""
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """How a device counts."""
+    """The numbers of tokens, rows and pairs that a device computes."""
 
     tile: int = 1
     """New tokens of a request that attention computes together."""

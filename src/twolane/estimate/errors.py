@@ -1,4 +1,4 @@
-"""How well estimators predict what they were not fitted on."""
+"""Errors of estimators on samples that they were not fitted on."""
 
 import time
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Errors:
 
 
 def table(profile: Profile) -> list[Errors]:
-    """Every estimator on every case that has held-out samples."""
+    """Return the errors of every estimator on every case that has held-out samples."""
     rows = []
     for name, make in ESTIMATORS.items():
         estimator = make(profile)
@@ -50,7 +50,8 @@ def table(profile: Profile) -> list[Errors]:
 
 
 def held_out(profile: Profile) -> dict[str, list[Sample]]:
-    """The samples of each case; prefill also restricted to the batches of the papers' figures."""
+    """Return the held-out samples of each case; prefill also restricted to the batches of the
+    papers' figures."""
     cases = {
         case: [s for s in profile.samples if s.held_out and _case(s) == wanted]
         for case, wanted in CASES.items()
@@ -61,7 +62,7 @@ def held_out(profile: Profile) -> dict[str, list[Sample]]:
 
 
 def predicted(estimator: Estimator, sample: Sample, *, bound: bool = False) -> float:
-    """Seconds that an estimator predicts for a sample."""
+    """Return seconds that an estimator predicts for a sample."""
     seconds = estimator.predict(sample.launch, sample.units, sample.corunner, bound=bound)
     assert seconds is not None, "a fitted estimator always has a prediction"
     return seconds

@@ -1,4 +1,4 @@
-"""How skewed the choice of experts is, from the numbers of experts that decode steps have read."""
+"""Skew of the choice of experts, from the numbers of experts that decode steps have read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ SKEWS = tuple(step / 16 for step in range(33))
 SIZE_WEIGHT = 0.02
 """Weight of the newest step in the mean of its size."""
 COMPARE_EVERY = 32
-"""One step in this many is followed by a comparison."""
+"""Number of steps between two comparisons."""
 MOST_ERROR = 0.15
 """The counts of a profile teach nothing if the best skew is off by more than this, as the root mean
 square of relative errors: its rows resembled one another."""
@@ -50,7 +50,7 @@ class ExpertCounts:
             self.moe = replace(self.moe, skew=skew)
 
     def note(self, rows: int, experts_read: float) -> bool:
-        """Note a step; whether the skew has changed."""
+        """Note a step; return whether the skew has changed."""
         self._note(rows, experts_read)
         self._seen += 1
         if self._seen % COMPARE_EVERY:

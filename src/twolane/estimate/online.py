@@ -43,7 +43,7 @@ class _Averages:
         )
 
     def predict(self, units: Sequence[int], size: int) -> list[float] | None:
-        """From the nearest bucket, of these units if any was seen on them.
+        """Predict from the nearest bucket, of these units if any was seen on them.
 
         On fewer units than were seen it is taken to last in proportion longer, which is so for
         prefill and too much for decode; on more, just as long.
@@ -101,5 +101,5 @@ class OnlineEstimator(Estimator):
 
 
 def _parts(launch: LaunchShape) -> int:
-    """The averages of slices are of one layer."""
+    """Return the layers of a slice, since its averages are of one layer; 1 for other launches."""
     return launch.layers if launch.kind == "prefill" else 1

@@ -37,7 +37,7 @@ _TIMELESS = (
 )
 """Newer fields that do not matter to time."""
 _TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved", "query_beta")
-"""The same of the rotation."""
+"""Newer fields of the rotation that do not matter to time."""
 
 ANCHOR = "anchor"
 """Beginning of the names of points that are corners of the plan."""
@@ -50,7 +50,8 @@ class ProfileError(ValueError):
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a profile is of. Profiles of another key predict nothing here."""
+    """The device, model and versions that a profile is of. Profiles of another key predict nothing
+    here."""
 
     device: str
     """As the driver names it; of a CPU its name."""
@@ -71,14 +72,14 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def file_name(self) -> str:
-        """Where the cache keeps it."""
+        """Name of its file in the cache."""
         device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         rest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
         return f"{device}-{self.model}-tp{self.tensor_parallel}-{rest}.json"
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ran in the other lane all the while."""
+    """The work in the other lane during a measurement."""
 
     runs: list[Run]
     units: int
@@ -92,7 +93,7 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Sample(
     msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, dict=True
 ):
-    """One configuration, measured several times."""
+    """A configuration that was measured several times."""
 
     point: str
     """The point of the measurement plan that it belongs to."""
@@ -125,7 +126,7 @@ class Sample(
 
     @cached_property
     def configuration(self) -> str:
-        """What was measured, on however many units: samples of one are not independent."""
+        """The configuration without its units: samples of one are not independent."""
         return f"{self.runs} beside {self.beside and self.beside.runs}"
 
     @cached_property
@@ -141,7 +142,7 @@ class Sample(
 
     @property
     def corunner(self) -> Corunner | None:
-        """What ran in the other lane, as estimators take it."""
+        """The work in the other lane, as estimators take it."""
         return None if self.beside is None else self.beside.corunner
 
     @cached_property
@@ -151,7 +152,7 @@ class Sample(
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What two kernels that serve nothing reach on some units (DuetServe §4.2)."""
+    """Rates of two kernels that serve nothing on some units (DuetServe §4.2)."""
 
     units: int
     flop_rate: float
@@ -194,7 +195,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     pass_sizes: tuple[int, ...] = ()
     """Token counts that passes were padded to, ascending; empty if they were not padded."""
     probes: list[Probe] = []
-    """What copies and matrix products reach by number of units; empty if not measured."""
+    """Rates of copies and matrix products by number of units; empty if not measured."""
     interconnect: Interconnect = Interconnect()
     """The link between the ranks; it matters with tensor parallelism alone."""
     format: int = FORMAT
@@ -204,12 +205,12 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
         return [s for s in self.of(kind, beside=beside) if not s.held_out]
 
     def of(self, kind: Kind, *, beside: bool | None = None) -> list[Sample]:
-        """All samples of a kind, held out or not."""
+        """Return all samples of a kind, held out or not."""
         wanted = (s for s in self.samples if s.kind == kind)
         return [s for s in wanted if beside is None or (s.beside is not None) == beside]
 
     def done(self) -> set[str]:
-        """The points that were measured."""
+        """Return the points that were measured."""
         return {sample.point for sample in self.samples}
 
     def save(self, path: Path) -> None:
@@ -246,7 +247,7 @@ def _name_machine(profile: Profile) -> None:
 
 
 def load_of(runs: Sequence[Run]) -> Load:
-    """The load that [n, r, count] runs stand for."""
+    """Return the load of [n, r, count] runs."""
     reused = [r for _, r, count in runs for _ in range(count)]
     if all(n == 1 for n, _, _ in runs):
         return Load.decode(reused)
@@ -254,7 +255,7 @@ def load_of(runs: Sequence[Run]) -> Load:
 
 
 def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
-    """(n, r) of each request, written compactly."""
+    """Return the runs of requests, given the (n, r) of each."""
     runs: list[Run] = []
     for n, r in pairs:
         if runs and runs[-1][:2] == (n, r):
@@ -265,7 +266,7 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 
 
 def model_digest(shape: ModelSpec) -> str:
-    """A few letters that tell shapes apart; end tokens and positions do not matter to time."""
+    """Return a short digest of a shape; end tokens and positions do not matter to time."""
     same = replace(shape, eos_token_ids=(), max_positions=0, rope=RopeSpec(), norm_eps=0.0)
     fields, defaults = msgspec.to_builtins(same), ModelSpec.__dataclass_fields__
     for name in ADDED:
@@ -281,7 +282,7 @@ def model_digest(shape: ModelSpec) -> str:
 
 
 def cached_profile(directory: Path, key: Key) -> Path:
-    """Where the profile of that key is kept, under Twolane's cache directory."""
+    """Return the path of this key's profile under Twolane's cache directory."""
     return directory / "profiles" / key.file_name
 
 

@@ -1,4 +1,4 @@
-"""What estimators are asked about: a launch as data, its load, and what runs beside it."""
+"""Queries to estimators: a launch as data, its load, and the work beside it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,14 +27,15 @@ class Load:
 
     @classmethod
     def decode(cls, contexts: Sequence[int]) -> "Load":
-        """The load of a decode step over requests with these numbers of tokens in the KV cache."""
+        """Return the load of a decode step over requests with these numbers of tokens in the KV
+        cache."""
         load, count, reused = cls((1,) * len(contexts), contexts), len(contexts), sum(contexts)
         load.__dict__["_sums"] = count, reused, count, reused
         return load
 
     @cached_property
     def _sums(self) -> tuple[int, int, int, int]:
-        """All sums at once: a caller that asks for one asks for others."""
+        """The sums of the load, all at once: a caller that asks for one asks for others."""
         squares = products = 0
         for n, r in zip(self.n, self.r, strict=True):
             squares += n * n
@@ -80,7 +81,8 @@ class Load:
 
 
 class LaunchShape(NamedTuple):
-    """What the seconds of a launch depend on, but for its units and what runs beside it."""
+    """The properties of a launch that its seconds depend on, without its units and the work beside
+    it."""
 
     kind: Kind
     load: Load
@@ -93,30 +95,30 @@ class LaunchShape(NamedTuple):
 
 
 def prefill_slice(load: Load, layers: int, *, finishes: bool = False) -> LaunchShape:
-    """This number of layers of a prefill batch; with `finishes`, the last of them samples."""
+    """Return the shape of layers of a prefill batch; with `finishes`, the last of them samples."""
     return LaunchShape("prefill", load, layers, finishes)
 
 
 def decode_step(load: Load) -> LaunchShape:
-    """One decode step: all layers, and sampling."""
+    """Return the shape of a decode step: all layers, and sampling."""
     return LaunchShape("decode", load)
 
 
 def hybrid_pass(load: Load) -> LaunchShape:
-    """A forward pass of decode tokens and chunks: all layers, and sampling."""
+    """Return the shape of a pass of decode tokens and chunks: all layers, and sampling."""
     return LaunchShape("hybrid", load)
 
 
 @dataclass(frozen=True, slots=True)
 class Corunner:
-    """What runs in the other lane meanwhile: decode beside prefill, prefill beside decode."""
+    """The work in the other lane meanwhile: decode beside prefill, prefill beside decode."""
 
     load: Load
     units: Units
     """Units of the other lane; an array pairs up with an array of the launch's own units."""
 
     def each(self, count: int) -> Sequence[int]:
-        """The other lane's units for each of `count` numbers of the launch's own."""
+        """Return the other lane's units for each of `count` numbers of the launch's own."""
         units = self.units
         if not isinstance(units, np.ndarray):
             return (units,) * count

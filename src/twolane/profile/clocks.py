@@ -1,4 +1,4 @@
-"""Clocks and power of the GPU while it works, as `nvidia-smi` tells them."""
+"""Clocks and power of the GPU while it works, as `nvidia-smi` reports them."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ class ClockMeans(NamedTuple):
 
 
 class Clocks:
-    """Reads them in the background; without `nvidia-smi` there are none.
+    """Reads clocks and power in the background; without `nvidia-smi` there are none.
 
     Args:
         device: what `nvidia-smi` calls the GPU: its UUID, since it does not know of

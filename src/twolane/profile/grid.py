@@ -1,4 +1,4 @@
-"""What to measure, in which order: anchors first, then rounds of random draws.
+"""The points to measure, in order: anchors first, then rounds of random draws.
 
 Every round has some of everything (solo prefill and decode on every level, both lanes at every
 level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. Each
@@ -30,7 +30,7 @@ DRAW_TRIES = 20
 
 @dataclass(frozen=True, slots=True)
 class LaneCapacity:
-    """What the lanes can hold."""
+    """Limits of the lanes."""
 
     units: int
     levels: Sequence[tuple[int, int]]
@@ -64,7 +64,7 @@ class LaneCapacity:
         return [level for level in self.levels if all(level)]
 
     def fits(self, prompts: Sequence[Run], contexts: Sequence[Run]) -> bool:
-        """Whether the pool, the slots and the context length hold these at a time."""
+        """Return whether the pool, the slots and the context length hold these at a time."""
         runs = [*prompts, *contexts]
         tokens = sum((n + r) * count for n, r, count in runs)
         pages = sum(-(-(n + r) // self.page_size) * count for n, r, count in runs)
@@ -82,7 +82,7 @@ class LaneCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One configuration to be measured."""
+    """A configuration to be measured."""
 
     name: str
     """Unique in the plan."""
@@ -114,7 +114,7 @@ SMALLEST, LARGEST = 16, 32_000
 
 
 def plan(limits: LaneCapacity, seed: int, rounds: int = ROUNDS) -> list[Point]:
-    """The points in the order of measurement; those that do not fit are left out."""
+    """Return the points in the order of measurement; those that do not fit are left out."""
     points = list(_anchors(limits))
     for number in range(rounds):
         points += _round(limits, random.Random(f"{seed}/{number}"), number)
@@ -154,8 +154,8 @@ def _alone(limits: LaneCapacity, number: int, context: Run) -> Iterator[Point]:
 
 
 def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
-    """The anchors: of each, lengths are halved until one request fits, then there are fewer
-    requests until all fit; those that become alike are one."""
+    """Return the anchors with lengths halved until one request fits, then with fewer requests until
+    all fit; those that become alike are one."""
     shrunk: dict[Run, None] = {}
     for n, r, count in anchors:
         while not fits((n, r, 1)) and (n, r) != (1, 0):
@@ -186,7 +186,7 @@ def _round(limits: LaneCapacity, draw: random.Random, number: int) -> Iterator[P
 def _drawn(
     draw: random.Random, limits: LaneCapacity, *, prompts: bool, contexts: bool
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
-    """A prefill batch, a decode batch, or both, that fit; None: none were found."""
+    """Draw a prefill batch, a decode batch, or both, that fit; None if none were found."""
     for _ in range(DRAW_TRIES):
         pair = (
             _prompts(draw, limits) if prompts else (),
@@ -198,7 +198,7 @@ def _drawn(
 
 
 def _prompts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
-    """A prefill batch: one to eight prompts alike or not, with a prefix or not."""
+    """Draw a prefill batch: one to eight prompts alike or not, with a prefix or not."""
     total = _log_uniform(draw, SMALLEST, limits.batch_tokens)
     count = min(draw.choice((1, 1, 1, 2, 4, 8)), max(1, total // SMALLEST))
     longest = min(LARGEST, limits.max_model_len - 2 * total // count - 1)
@@ -211,7 +211,7 @@ def _prompts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
 
 
 def _contexts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
-    """A decode batch: requests with contexts alike or not."""
+    """Draw a decode batch: requests with contexts alike or not."""
     rows = _log_uniform(draw, 1, limits.slots - 8)
     longest = min(LARGEST, limits.max_model_len // 2, int(0.6 * limits.pool_tokens) // rows)
     context = _log_uniform(draw, SMALLEST, max(SMALLEST, longest))

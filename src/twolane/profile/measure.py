@@ -21,7 +21,7 @@ WARM_SECONDS = 0.15
 ALONE_SECONDS = 0.1
 """Least seconds of a solo point, which also has at least `REPEATS` launches."""
 BOTH_SECONDS = 0.25
-"""The same with both lanes at work; and at least `REPEATS` in each lane."""
+"""Seconds of measuring with both lanes at work, with at least `REPEATS` launches in each lane."""
 REPEATS = 3
 """Number of launches that a point has at least."""
 MOST_SECONDS = 2.0
@@ -85,7 +85,7 @@ class _Feed:
         return [ticket for _, ticket in self.queued]
 
     def counted(self, start: float, end: float = float("inf")) -> list[tuple[int, Ticket]]:
-        """The launches between two times, with which of the works they were."""
+        """Return the launches between two times, with the index of each one's work."""
         return [
             (which, ticket)
             for which, ticket in self.done
@@ -95,7 +95,7 @@ class _Feed:
 
 
 def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
-    """The samples of one point: one a work alone, one a lane with both at work."""
+    """Measure a point; return a sample for each work alone, or for each lane with both at work."""
     prompts, rows = rig.prompts(point.prompts), rig.decode_rows(point.contexts)
     try:
         if point.kind == "hybrid":
@@ -132,8 +132,8 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
 def _slices(
     rig: Rig, point: Point, prompts: PromptBatch
 ) -> tuple[list[PrefillWork], dict[int, float]]:
-    """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone; and the
-    seconds of each of them, by that.
+    """Return a whole pass in slices of about `SLICE_SECONDS`, by one layer's seconds alone; and the
+    predicted seconds of each.
 
     The last slice, which samples, may be shorter. The layer is the second one: before the first
     one the device waits until the host has laid out the batch, and has what that needs compiled.
@@ -148,7 +148,7 @@ def _slices(
 
 
 def _cut(prompts: PromptBatch, cuts: Sequence[int], layers: int) -> list[PrefillWork]:
-    """The layers of a pass from each of these to the next."""
+    """Return the slices of a pass between these layers."""
     rows, chunks = prompts
     return [
         PrefillWork(0, rows, first, last, last == layers, () if first else chunks)
@@ -198,7 +198,8 @@ def _wait(rig: Rig, feeds: Sequence[_Feed], until: Callable[[], bool]) -> None:
 
 
 def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: float) -> list[Sample]:
-    """A sample for slices that finish the pass and one for those that do not, a decode step.
+    """Return a sample for slices that finish the pass and one for those that do not; for decode, a
+    step.
 
     Where the device waited for the host it did not show what it takes: those launches are left out,
     unless there are no others.
@@ -234,7 +235,7 @@ def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: flo
 
 
 def _roles(point: Point, feed: _Feed) -> tuple[Neighbour | None, Kind, list[Run]]:
-    """What the feed's launches were, and what ran beside them."""
+    """Return the kinds of the feed's launches, and the work beside them."""
     if point.kind == "hybrid":
         return None, "hybrid", [*point.contexts, *point.prompts]
     if feed.lane == "decode":

@@ -1,4 +1,4 @@
-"""What a GPU reaches on each share of its SMs by kernels that serve nothing (DuetServe §4.2).
+"""Rates of a GPU on each share of its SMs, by kernels that serve nothing (DuetServe §4.2).
 
 Two kernels run alone on the streams that serve: a product of two matrices in bfloat16, and a copy.
 The copy negates what it copies, so that it is a kernel: the driver may give a plain copy to a copy

@@ -46,7 +46,7 @@ class Rig:
 
     lanes: MachineLanes
     sizes: LaneSizes
-    """Those that the lanes were made with."""
+    """Sizes that the lanes were made with."""
     layers: int
     vocab_size: int
     batch_tokens: int
@@ -56,7 +56,7 @@ class Rig:
     """Whether the device's speed follows its load with some delay; in a simulation it does not."""
     own_tokens: bool = False
     """Whether each decode row has a random token before its first step, and samples at random, as a
-    model with experts needs: rows that decode the same token wake the same experts."""
+    model with experts needs: rows that decode the same token read the same experts."""
     _free: list[int] = field(init=False)
     _held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -68,7 +68,7 @@ class Rig:
 
     @property
     def limits(self) -> LaneCapacity:
-        """What fits."""
+        """Limits of the lanes."""
         return LaneCapacity(
             units=self.lanes.units,
             levels=self.lanes.levels,
@@ -99,7 +99,8 @@ class Rig:
             self.lanes.rest(POLL_SECONDS)
 
     def decode_rows(self, runs: Sequence[Run]) -> tuple[DecodeRow, ...]:
-        """A step for requests whose caches hold this many tokens before it."""
+        """Return the rows of a decode step of requests with this many tokens in the cache before
+        it."""
         rows: list[DecodeRow] = []
         for _, context, count in runs:
             for _ in range(count):
@@ -120,7 +121,7 @@ class Rig:
         self.wait(lambda: ticket.done, [ticket])
 
     def prompts(self, runs: Sequence[Run]) -> PromptBatch:
-        """Prompts of n random tokens behind r that are in the cache."""
+        """Return prompts of n random tokens behind r tokens that are in the cache."""
         draw, rows, chunks = random.Random(self.seed), [], []
         slots = iter(range(self.sizes.slots - 1, -1, -1))  # decode rows have the first ones
         for n, r, count in runs:
@@ -132,12 +133,12 @@ class Rig:
         return PromptBatch(tuple(rows), tuple(chunks))
 
     def give_back(self, rows: Sequence[DecodeRow | PromptRow]) -> None:
-        """The rows' launches have ended: their pages are free again."""
+        """Free the pages of rows whose launches have ended."""
         for row in rows:
             self._free += self._held.pop(row.slot)
 
     def _take(self, slot: int, tokens: int, prompt_tokens: int) -> None:
-        """Pages for this many tokens, told with the first launch that names the slot."""
+        """Take pages for this many tokens, sent with the first launch that names the slot."""
         pages = [self._free.pop() for _ in range(-(-tokens // self.sizes.page_size))]
         self._held[slot] = pages
         params = RANDOM if self.own_tokens else GREEDY

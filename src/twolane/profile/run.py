@@ -37,7 +37,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of `twolane profile` came to."""
+    """Result of a run of `twolane profile`."""
 
     path: Path
     profile: Profile
@@ -93,7 +93,7 @@ def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
 
 
 def probe(profile: Profile, machine: Machine, shares: Sequence[int], progress: Progress) -> None:
-    """Add what a product and a copy reach on those of a GPU's shares that the profile lacks.
+    """Add the rates of a product and a copy on those of a GPU's shares that the profile lacks.
 
     The profile of a CPU has no probes: DuetServe's are of SMs.
     """
@@ -122,7 +122,8 @@ def work_through(
     seconds: float,
     progress: Progress,
 ) -> int:
-    """Measure the points that are not in the profile yet; how many. Saves every few seconds."""
+    """Measure the points that are not in the profile yet; return their number. Saves every few
+    seconds."""
     done, begun, spent = profile.done(), time.monotonic(), profile.seconds
     left = [point for point in points if point.name not in done]
     profile.planned = len(points)
@@ -145,7 +146,7 @@ def work_through(
 
 
 def _gpu(machine: Machine) -> str | None:
-    """The UUID of the GPU that the machine is, if it is one."""
+    """Return the UUID of the machine's GPU; None for other machines."""
     if machine.kind != "cuda":
         return None
     import torch
@@ -154,7 +155,7 @@ def _gpu(machine: Machine) -> str | None:
 
 
 def resumed(path: Path, fresh: Profile) -> Profile:
-    """The profile at that path, to go on with, or the fresh one if there is none.
+    """Return the profile at this path, to continue it, or the fresh one if there is none.
 
     Raises:
         ProfileError: it is of something else.
@@ -171,7 +172,7 @@ def resumed(path: Path, fresh: Profile) -> Profile:
 
 @contextmanager
 def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator[Rig]:
-    """The lanes as they would serve."""
+    """Start the lanes as they would serve; yield a rig on them."""
     most = context_length(config, machine.spec)
     books = make_books(config, machine, most)
     sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, most)

@@ -1,4 +1,4 @@
-"""Ours: a linear base for each level, what it misses learnt from the samples, and a P99 bound.
+"""The calibrated estimator: a linear base for each level, a learnt residual, and a P99 bound.
 
     alone:  T = base(load, units) · exp m(load, units)
     beside: T = T_alone · exp m'(units, bytes/s, FLOP/s and, of several ranks, sums/s of both lanes)
@@ -45,7 +45,7 @@ FOLDS = 6
 MEAN_WEIGHT = 0.08
 """Weight of the newest launch in the online correction of the mean."""
 CORRECT_EVERY = 4
-"""One launch in this many corrects the mean and the bound."""
+"""The mean and the bound are corrected once in this many launches."""
 LEAST_SECONDS = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTION = 0.2
@@ -98,7 +98,7 @@ class _Question(NamedTuple):
 
 
 class _LinearBase:
-    """The base, and what the processes see of a launch."""
+    """The linear base, and the processes' view of a launch."""
 
     def __init__(self, profile: Profile) -> None:
         self._computed = Computed.on(profile)
@@ -125,7 +125,7 @@ class _LinearBase:
 
     def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
         """Give the experts the skew that the times of decode steps tell: how much longer a step of
-        more rows takes is a matter of how many experts these wake."""
+        more rows takes is a matter of how many experts these read."""
         moe = experts.moe
         seconds, off = np.array([sample.median for sample in samples]), dict[float, float]()
         for skew in SKEWS:
@@ -145,18 +145,19 @@ class _LinearBase:
         self._turns = off[True] < TURNS_GAIN * off[False]
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
-        """Another one, of which one kind's model is fitted on these."""
+        """Return a copy in which one kind's model is fitted on these samples."""
         other = copy(self)
         features = [self._features(_Question.of(sample))[0] for sample in samples]
         other._models = {**self._models, kind: LevelModel.fit(features, samples)}
         return other
 
     def seconds(self, asked: _Question) -> list[float]:
-        """At each of the units."""
+        """Return the predicted seconds at each of the units."""
         return self._models[asked.launch.kind].predict(self._features(asked), asked.units)
 
     def states(self, asked: _Question) -> list[list[float]]:
-        """What is asked for at each of the units; beside the other lane, what contends, too."""
+        """Return the processes' state at each of the units; beside the other lane, with both lanes'
+        rates."""
         launch, units, corunner, _ = asked
         kind = launch.kind
         sizes = self._sizes(launch, units)
@@ -168,8 +169,8 @@ class _LinearBase:
         return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
 
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, ...]]:
-        """Bytes/s and FLOP/s of the products and attention, and bytes/s that several ranks sum,
-        alone, at each of the units."""
+        """Return the bytes/s and FLOP/s of the products and attention, and the bytes/s that several
+        ranks sum, alone, at each of the units."""
         if kind == "prefill":
             rows = self._computed.tokens(load)
             features, layers = self._slices(load, 1, False, units), 1
@@ -186,7 +187,7 @@ class _LinearBase:
         return [tuple(amount / (each + LEAST_SECONDS) for amount in amounts) for each in every]
 
     def _features(self, asked: _Question) -> Rows:
-        """What the base is linear in, at each of the units."""
+        """Return the features in which the base is linear, at each of the units."""
         (kind, load, layers, finishes, _), units, _, experts_read = asked
         if kind == "decode":
             return self._steps(load, load.reused, units, experts_read)
@@ -198,8 +199,8 @@ class _LinearBase:
         return self._in_turns([*row, *self._active(load.new)], load.chunks, units)
 
     def _whole(self, load: Load) -> int:
-        """Tokens that decode rows see in a pass that has no graphs, whose attention is one kernel
-        for rows and prompts: for each row it computes a tile."""
+        """Return the tokens that decode rows see in a pass without graphs, whose attention is one
+        kernel for rows and prompts: for each row it computes a tile."""
         passes = self._computed.passes
         return load.decoding.reused if passes and load.new > passes[-1] else 0
 
@@ -213,7 +214,7 @@ class _LinearBase:
         return self._in_turns(row, load, units)
 
     def _in_turns(self, row: list[float], load: Load, units: Sequence[int]) -> Rows:
-        """The features at each of the units; the first two are the pairs of attention."""
+        """Return the features at each of the units; the first two are the pairs of attention."""
         if not self._turns:
             return [row] * len(units)
         turns = [self._computed.turns(load.n, each) for each in units]
@@ -222,18 +223,19 @@ class _LinearBase:
     def _steps(
         self, load: Load, context: int, units: Sequence[int], experts_read: float | None = None
     ) -> Rows:
-        """The terms of Equation 2 for `context` tokens, and what products of more rows take."""
+        """Return the terms of Equation 2 for `context` tokens, and what products of more rows
+        take."""
         rows = self._computed.rows(load)
         ways = _ways(rows, self._computed.steps)
         active = self._active(load.requests) if experts_read is None else (experts_read,)
         return [[context, *ways, *active]] * len(units)
 
     def _active(self, tokens: int) -> tuple[float, ...]:
-        """The experts that are expected to be read, for a model with some."""
+        """Return the number of experts expected to be read; empty for a dense model."""
         return () if self.experts is None else (self.experts.moe.active(tokens),)
 
     def _sizes(self, launch: LaunchShape, units: Sequence[int]) -> list[list[float]]:
-        """Tokens, and layers of a slice, as logarithms."""
+        """Return the tokens, and the layers of a slice, as logarithms."""
         kind, load, layers, _, _ = launch
         if kind == "decode":
             rows, context = self._computed.rows(load), _rounded(load.reused)
@@ -247,7 +249,7 @@ class _LinearBase:
 
 @cache
 def _ways(rows: int, steps: tuple[int, ...]) -> tuple[float, ...]:
-    """What the products of a decode step are linear in."""
+    """Return the features in which the products of a decode step are linear."""
     ways = [float(rows > most) for most in steps]
     return (rows, 1.0, *ways, *[max(0, rows - most) for most in SLOPES])
 
@@ -269,21 +271,21 @@ class _KindModel:
         self._means = Means(*parts) if parts else None
 
     def missed(self, asked: _Question) -> list[float]:
-        """By the base, as the processes have it: a logarithm at each of the units."""
+        """Return the processes' correction of the base, a logarithm at each of the units."""
         if self._means is None:
             return [0.0] * len(asked.units)
         means: list[float] = self._means.at(self.base.states(asked)).tolist()
         return means
 
     def predicted(self, sample: Sample) -> float:
-        """log(seconds)"""
+        """Return the logarithm of the predicted seconds."""
         asked = _Question.of(sample)
         return log(self.base.seconds(asked)[0] + LEAST_SECONDS) + self.missed(asked)[0]
 
     def taught(
         self, samples: Sequence[Sample], first: int, like: "_KindModel | None"
     ) -> "_KindModel":
-        """With one more process, over what is left of these."""
+        """Return a model with one more process, fitted on the residuals of these samples."""
         states = np.array([self.base.states(_Question.of(sample))[0][first:] for sample in samples])
         logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
         groups = [sample.configuration for sample in samples]
@@ -296,7 +298,7 @@ Fit = Callable[[Sequence[Sample], _KindModel | None], _KindModel]
 
 
 class _Promise:
-    """How far launches may be above a model's prediction, and its online corrections.
+    """The quantile of launches above a model's prediction, and its online corrections.
 
     Base and processes are fitted anew without each part of the configurations: so far are launches
     of configurations above that nobody has seen. What is served is seen again and again, the mean's
@@ -317,7 +319,7 @@ class _Promise:
         self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
-        """A launch took exp(log_missed) times what was predicted."""
+        """Learn from a launch that took exp(log_missed) times its prediction."""
         moved = self.correction + MEAN_WEIGHT * log_missed
         self.correction = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
         moved = self.quantile + BOUND_GAIN * ((log_missed > self.quantile) - (1 - BOUND_QUANTILE))
@@ -325,8 +327,8 @@ class _Promise:
 
 
 def _folds(samples: Sequence[Sample]) -> list[set[str]]:
-    """The configurations in parts; fewer than `FOLDS` if there are fewer. Nothing is predicted
-    beyond the anchors, so they stay where there is anything else."""
+    """Return the configurations in parts; fewer than `FOLDS` if there are fewer. Nothing is
+    predicted beyond the anchors, so they are no part where there is anything else."""
     drawn = {sample.configuration for sample in samples if not sample.anchors}
     names = sorted(drawn if len(drawn) > 1 else {sample.configuration for sample in samples})
     names = [names[i] for i in np.random.default_rng(0).permutation(len(names))]
@@ -335,7 +337,7 @@ def _folds(samples: Sequence[Sample]) -> list[set[str]]:
 
 
 def _quantile(missed: Sequence[Floats], configurations: int) -> float:
-    """How far the truth is above the prediction for one launch in a hundred.
+    """Return the logarithm by which one launch in a hundred exceeds its prediction.
 
     Each sample's launches count as one. Fewer than a hundred configurations have no such rank:
     there it is Student's, of the samples' medians.
@@ -367,7 +369,7 @@ class Calibrated(Estimator):
         self._slow = False
         """Whether the last launch that made tokens was."""
         self._known: dict[tuple[object, ...], Sequence[float]] = {}
-        """What the processes have answered."""
+        """Cached answers of the processes."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
             alone = profile.training(kind, beside=False)
@@ -381,7 +383,7 @@ class Calibrated(Estimator):
         self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
         """See `Estimator.observe`."""
-        if launch.kind != "prefill" or self._looks():
+        if launch.kind != "prefill" or self._is_learning_turn():
             predicted = self.predict(launch, units, corunner)
             self._learn(launch.kind, seconds, predicted, corunner)
 
@@ -405,8 +407,8 @@ class Calibrated(Estimator):
         model = self._models[case] = fit(samples, None)
         self._promises[case] = _Promise(model, fit, samples)
 
-    def _looks(self) -> bool:
-        """Whether this launch is one to learn from."""
+    def _is_learning_turn(self) -> bool:
+        """Return whether to learn from this launch."""
         self._seen = (self._seen + 1) % CORRECT_EVERY
         return self._seen == 0
 
@@ -426,8 +428,8 @@ class Calibrated(Estimator):
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
     def _remembered(self, asked: _Question) -> Sequence[float]:
-        """What is missed, kept by the leading bits of the context: decode steps are asked about
-        again and again, a token further each time."""
+        """Return the processes' answer, cached by the leading bits of the context: decode steps are
+        asked about again and again, a token further each time."""
         (kind, load, layers, _, _), units, corunner, _ = asked
         others: tuple[object, ...] = ()
         if corunner is not None:
@@ -441,7 +443,7 @@ class Calibrated(Estimator):
         return means
 
     def _missed(self, asked: _Question) -> Sequence[float]:
-        """What the processes say of log(truth / base), at each of the units."""
+        """Return the processes' prediction of log(truth / base), at each of the units."""
         return self._models[asked.launch.kind, asked.corunner is not None].missed(asked)
 
     def _learn(
@@ -459,13 +461,13 @@ class Calibrated(Estimator):
                 min(missed, MOST_SLOW_EXCESS) - LAUNCH_EXCESS if slow and self._slow else 0.0
             )
             self._slow = slow
-            if not self._looks():
+            if not self._is_learning_turn():
                 return
         promise.learn(missed)
 
 
 def _sums(load: Load, kind: Kind) -> tuple[object, ...]:
-    """What the processes know of a load."""
+    """Return the sums of a load that the processes depend on."""
     if kind == "decode":
         return load.requests, _rounded(load.reused)
     return tuple(load.n), tuple(load.r)

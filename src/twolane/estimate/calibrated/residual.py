@@ -80,14 +80,14 @@ class Means:
         self._mean = sum(part.mean for _, part in parts)
 
     def at(self, states: Sequence[Sequence[float]]) -> Floats:
-        """The sum at each state [L, features]; features that no process has are left out."""
+        """Return the sum at each state [L, features]; features that no process has are left out."""
         states = [state[: self._features] for state in states]
         lifted = np.array([[*state, *[x * x for x in state], 1.0] for state in states])
         return np.asarray(_matern(np.dot(lifted, self._lifted)).dot(self._weights) + self._mean)
 
 
 def _lifted(part: Residual, first: int, features: int) -> Floats:
-    """What takes z to three times the squared distances: [2 features + 1, S]."""
+    """Return the matrix that takes z to three times the squared distances: [2 features + 1, S]."""
     own = slice(first, first + len(part.scales))
     lifted = np.zeros((2 * features + 1, len(part.weights)))
     lifted[:features][own] = -2.0 * (part.scaled / part.scales).T

@@ -64,7 +64,7 @@ class AttentionRoofline(Estimator):
         return seconds
 
     def _allreduce(self, tokens: int, flop_rate: Floats) -> Floats:
-        """A ring over the GPUs, of one linear operator's output."""
+        """Return the seconds of a ring over the GPUs, for one linear operator's output."""
         n, link = self._shape.tensor_parallel, self._interconnect
         moved = self._shape.reduced_bytes(tokens)
         hops = 2 * (n - 1) * link.startup_seconds

@@ -36,7 +36,7 @@ Cell = tuple[int, int, int, int, int]
 
 @dataclass(slots=True)
 class _Known:
-    """What a cell knows."""
+    """Slowdowns of a cell."""
 
     slowdown: float
     """The largest, its own or borrowed."""
@@ -84,7 +84,7 @@ class ContentionGuard(Estimator):
     def _seen(
         self, load: Load, units: int, seconds: float, corunner: Corunner
     ) -> tuple[Cell, float]:
-        """The cell of a step, and its slowdown."""
+        """Return the cell of a step, and its slowdown."""
         solo = self._solo.predict(decode_step(load), units)
         assert solo is not None
         (cell,) = _cells(load, (units,), corunner)
@@ -100,7 +100,7 @@ class ContentionGuard(Estimator):
         return [each * cell.slowdown for each, cell in zip(solo, known, strict=True)]
 
     def _known(self, cells: Sequence[Cell]) -> list[_Known]:
-        """What is known of cells; those without samples borrow."""
+        """Return the slowdowns of cells; those without samples borrow."""
         empty = [cell for cell in cells if cell not in self._cells]
         for cell, slowdown in zip(empty, self._borrowed(empty), strict=True):
             self._cells[cell] = _Known(slowdown, borrowed=True)
@@ -114,7 +114,7 @@ class ContentionGuard(Estimator):
         return [max(1.0, exp(mean)) for mean in means.tolist()]
 
     def _left_out(self) -> float:
-        """How far above what they would borrow the measured cells are, at most: a logarithm."""
+        """Return the largest logarithm by which measured cells exceed what they would borrow."""
         if len(self._logs) < 2:
             return 0.0
         distances = _distances(self._places, self._places)
@@ -129,7 +129,7 @@ class ContentionGuard(Estimator):
 
 
 def _cells(load: Load, units: Sequence[int], corunner: Corunner) -> Iterator[Cell]:
-    """The cell at each of the units."""
+    """Yield the cell at each of the units."""
     prefill = corunner.load
     four = (
         _power_of_four(prefill.new),
@@ -145,7 +145,8 @@ def _power_of_four(tokens: int) -> int:
 
 
 def _place(cell: Cell) -> list[float]:
-    """Where a cell lies for the distance to others: new tokens and units make the most of it."""
+    """Return a cell's coordinates for distances to others: new tokens and units make the most of
+    it."""
     new, reused, batch, context, units = cell
     return [2 * new, reused / 2, batch, context / 2, 4 * log2(units)]
 

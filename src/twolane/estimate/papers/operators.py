@@ -16,7 +16,7 @@ class Operators:
     bytes: tuple[float, ...]
 
     def seconds(self, flop_rate: float, byte_rate: float) -> float:
-        """The roofline of each, summed, at this many FLOP/s and bytes/s."""
+        """Return the sum of each operator's roofline seconds, at this many FLOP/s and bytes/s."""
         total = 0.0
         for flops, moved in zip(self.flops, self.bytes, strict=True):
             compute, memory = flops / flop_rate, moved / byte_rate
@@ -61,7 +61,7 @@ class Shape:
         """Weights of each linear operator, and the elements it reads and writes for a token."""
         inner = 0.0
         self._experts: tuple[tuple[float, float], ...] = ()
-        """The same of the operators of one expert, for a token that goes to it."""
+        """Operators of one expert, for each token that goes to it."""
         if spec.moe is not None:
             inner = spec.expert_share * spec.moe.intermediate_size * share
             self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
@@ -103,7 +103,7 @@ class Shape:
         return self._routed(tokens)[1]
 
     def _moved(self, rows: float, wide: float, weights: float) -> float:
-        """Bytes of a product of this many rows."""
+        """Return bytes of a product of this many rows."""
         return rows * wide * self.itemsize + weights * self._weight_itemsize
 
     def elementwise(self, tokens: int) -> Operators:
@@ -114,19 +114,19 @@ class Shape:
         )
 
     def reduced_bytes(self, tokens: int) -> float:
-        """Bytes of one linear operator's output, which an all-reduce sums over the ranks."""
+        """Return bytes of one linear operator's output, which an all-reduce sums over the ranks."""
         return float(tokens * self.spec.hidden_size * self.itemsize)
 
     def classifier(self, rows: int) -> Operators:
-        """The final projection onto the vocabulary, of rows that are sampled."""
+        """Return the final projection onto the vocabulary, of rows that are sampled."""
         d, vocab = self.spec.hidden_size, self.spec.vocab_size / self.tensor_parallel
         moved = (rows * d + d * vocab + rows * vocab) * self.itemsize
         return Operators((2.0 * rows * d * vocab,), (moved,))
 
     def attention(self, load: Load, flop_rate: Floats, byte_rate: Floats) -> Floats:
-        """Seconds in one layer, the roofline of each request summed, at each pair of rates
-        (DuetServe §4.1), q new tokens over c cached ones:
-        F = 4·hq·q·(q+c)·dh + 2·hq·q·(q+c), B = 2·hq·q·dh·b + 2·hkv·(q+c)·dh·b."""
+        """Return the seconds in one layer, the roofline of each request summed, at each pair of
+        rates (DuetServe §4.1), q new tokens over c cached ones: F = 4·hq·q·(q+c)·dh + 2·hq·q·(q+c),
+        B = 2·hq·q·dh·b + 2·hkv·(q+c)·dh·b."""
         q, c = np.array(load.n, dtype=float), np.array(load.r, dtype=float)
         seen = q + c
         flops = self._pair_flops * q * seen
@@ -140,7 +140,7 @@ class Shape:
         return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
 
     def layer(self, rows: int, new: int, reused: int, pairs: int) -> tuple[float, float]:
-        """Bytes and FLOPs of one layer's products of `rows` rows and of the attention over
+        """Return bytes and FLOPs of one layer's products of `rows` rows and of the attention over
         `new` and `reused` tokens, with Σ n·(n + r) `pairs`."""
         tokens = new + reused
         moved = self._moved(rows, self._wide, self._weights) + self._context_bytes * tokens

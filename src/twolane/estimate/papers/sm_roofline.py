@@ -140,7 +140,7 @@ class SmRoofline(Estimator):
         ]
 
     def _network(self, tokens: int, units: int) -> float:
-        """Seconds of a layer's two all-reduces at W_p, each a ring over the ranks."""
+        """Return seconds of a layer's two all-reduces at W_p, each a ring over the ranks."""
         n, link = self._shape.tensor_parallel, self._link
         moved = 2 * (n - 1) / n * self._shape.reduced_bytes(tokens)
         return 2 * moved / (link.bytes_per_second * min(1.0, units / link.units))
@@ -229,5 +229,5 @@ def _sizes(load: Load) -> State:
 def _summed(
     layers: int, block: Operators, classifier: Operators, rates: Sequence[tuple[float, float]]
 ) -> Sequence[float]:
-    """Seconds of `layers` layers and the classifier at each pair of C and D."""
+    """Return seconds of `layers` layers and the classifier at each pair of C and D."""
     return [layers * block.seconds(*pair) + classifier.seconds(*pair) for pair in rates]

@@ -63,7 +63,7 @@ class LevelModel:
         return cls(levels, np.array(rows))
 
     def predict(self, features: Rows, units: Sequence[int]) -> list[float]:
-        """Seconds on each of the units, each with its features."""
+        """Return seconds on each of the units, each with its features."""
         if len(units) == 1 or any(row is not features[0] for row in features):
             return [self.seconds(row, each) for row, each in zip(features, units, strict=True)]
         key = tuple(units)
@@ -74,7 +74,7 @@ class LevelModel:
         return seconds
 
     def seconds(self, features: Sequence[float], units: int) -> float:
-        """Seconds on this many units."""
+        """Return seconds on this many units."""
         seconds: float = sum(map(mul, self._row(units), features))
         return seconds
 
@@ -116,7 +116,7 @@ class SoloRun(Estimator):
 
 
 def launch_features(computed: Computed, launch: LaunchShape) -> list[float]:
-    """What the seconds of a launch are linear in."""
+    """Return the features in which the seconds of a launch are linear."""
     if launch.kind == "prefill":
         return slice_features(computed, launch.load, launch.layers, launch.finishes)
     if launch.kind == "decode":
@@ -125,7 +125,7 @@ def launch_features(computed: Computed, launch: LaunchShape) -> list[float]:
 
 
 def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
-    """Equation 1 for this many layers, and what ends the pass."""
+    """Return the terms of Equation 1 for this many layers, and those of the pass's end."""
     squares, products = computed.pairs(load)
     end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
     attention = layers * squares, layers * products
@@ -133,12 +133,13 @@ def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) 
 
 
 def step_features(load: Load) -> list[float]:
-    """Equation 2."""
+    """Return the terms of Equation 2."""
     return [load.reused, load.requests, 1.0]
 
 
 def pass_features(computed: Computed, load: Load) -> list[float]:
-    """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
+    """Return the terms of Equation 1 over the chunks and of Equation 2 over the decode rows of a
+    hybrid batch."""
     steps, pairs = load.decoding, computed.pairs(load.chunks, rows=load.new)
     end = step_features(steps)
     return [*pairs, computed.tokens(load) - steps.requests, *end]

@@ -1,4 +1,4 @@
-"""What the device reaches on this many units: FLOP/s of prefill and bytes/s of decode, as measured.
+"""Measured rates of the device on a number of units: FLOP/s of prefill and bytes/s of decode.
 
 There are two sweeps. DuetServe's own (§4.2) has a matrix product and a copy: a copy on few SMs is
 slower than decode's kernels, so predictions for decode are conservative (Appendix A). The serving
@@ -25,7 +25,7 @@ class Curve:
 
     @classmethod
     def highest(cls, samples: Sequence[Sample], rates: Sequence[float]) -> "Curve":
-        """The highest rate on each number of units.
+        """Return the curve of the highest rate on each number of units.
 
         Raises:
             ProfileError: there are no samples.
@@ -39,7 +39,7 @@ class Curve:
         return cls(np.array([0, *units], dtype=float), np.array([0.0, *(best[u] for u in units)]))
 
     def at(self, units: Sequence[int] | float) -> Floats:
-        """The rate on this many units."""
+        """Return the rate on this many units."""
         return np.asarray(np.interp(units, self.units, self.rates))
 
 
@@ -52,7 +52,7 @@ class Sweep:
 
     @classmethod
     def probed(cls, profile: Profile) -> "Sweep":
-        """From copies and matrix products.
+        """Return the curves of copies and matrix products.
 
         Raises:
             ProfileError: the profile has none.
@@ -67,7 +67,7 @@ class Sweep:
 
     @classmethod
     def of(cls, profile: Profile, shape: Shape) -> "Sweep":
-        """From the runs alone that are not held out."""
+        """Return the curves of solo runs that are not held out."""
         slices = profile.training("prefill", beside=False)
         steps = profile.training("decode", beside=False)
         flops = [s.layers * sum(shape.linears(s.load.new).flops) / s.median for s in slices]
@@ -76,6 +76,6 @@ class Sweep:
 
 
 def step_bytes(shape: Shape, load: Load) -> float:
-    """What a decode step moves: weights, keys and values, and little else."""
+    """Return the bytes that a decode step moves: weights, keys and values, and little else."""
     one = shape.linears(load.requests) + shape.together(load)
     return shape.spec.layers * sum(one.bytes) + sum(shape.classifier(load.requests).bytes)
