@@ -155,14 +155,15 @@ class Decoder:
         return self._read(hidden, self.weights.norm)
 
     def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """What a block reads of the residual stream."""
+        """Return a block's input from the residual stream."""
         return self._normalised(stream, weight, self.spec.stream_eps)
 
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
     def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
-        """All heads' queries over their root mean square, and all heads' keys, of all ranks."""
+        """Return all heads' queries over their root mean square, and all heads' keys, of all
+        ranks."""
         parts = qk[:, : self.spec.heads], qk[:, self.spec.heads :]
         means = torch.stack(
             [

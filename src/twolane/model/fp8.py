@@ -24,7 +24,8 @@ def widen(values: Tensor) -> Tensor:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """The scale, float32, that maps this largest magnitude onto the largest number of e4m3."""
+    """Return the scale, float32, that maps this largest magnitude onto the largest number of
+    e4m3."""
     return largest.float().clamp(min=LEAST) / LARGEST
 
 
@@ -65,7 +66,8 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_heads(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `quantise_heads` made means, [..., k], exact in bfloat16 and everything wider."""
+    """Return the values that `quantise_heads` rounded, [..., k], exact in bfloat16 and everything
+    wider."""
     return torch.ldexp(widen(values), exponents[..., None].int()).to(dtype)
 
 

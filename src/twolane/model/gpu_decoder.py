@@ -77,7 +77,7 @@ class GpuKVCache:
         self.layers: list[Pool] = [layer() for _ in range(spec.layers)]
 
     def written(self, layer: int) -> WrittenPool:
-        """The pools into which a layer's keys and values are written."""
+        """Return the pools into which a layer's keys and values are written."""
         return self.layers[layer]
 
     @property
@@ -97,7 +97,7 @@ class GpuKVCache:
 
 
 class Writes(Protocol):
-    """The tokens of one forward pass: where their keys go."""
+    """The tokens of one forward pass, whose keys and values are written."""
 
     @property
     def positions(self) -> Tensor:
@@ -113,11 +113,11 @@ class Writes(Protocol):
 
 
 class Rows(Writes, Protocol):
-    """And what they see."""
+    """The tokens of one forward pass, with their attention."""
 
     @property
     def active(self) -> ActiveRows:
-        """Which of them are neither padding nor done."""
+        """Marks of the rows that are neither padding nor done."""
         ...
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
@@ -140,7 +140,7 @@ class _Blind:
 
 
 class Left(Protocol):
-    """What a block has computed, but not yet added to the residual stream."""
+    """A block's output that is not yet added to the residual stream."""
 
     def add_into(self, residual: Tensor) -> None:
         """Add it to `residual` [T, hidden] in place."""
@@ -244,7 +244,7 @@ class Workspace:
             self._mlp_sizes |= _expert_sizes(spec.hidden_size, spec.moe)
 
     def get(self, name: str, rows: int) -> Tensor:
-        """A buffer [rows, its width]; what it held is lost to the next who asks."""
+        """Return a buffer [rows, its width]; the next caller overwrites its content."""
         width = self._sizes.get(name) or self._mlp_sizes[name]
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows:
@@ -257,7 +257,7 @@ class Workspace:
         return buffer[:rows]
 
     def input(self, name: str, rows: int, scheme: str) -> Activations:
-        """A buffer for what a matrix of this scheme is multiplied with, [rows, its width]."""
+        """Return a buffer for the input of a matrix of this scheme, [rows, its width]."""
         return input_of(self.get(name, rows), self.get(f"{name}_scales", rows), scheme)
 
     def experts(self, rows: int, scheme: str) -> ExpertBuffers:
@@ -309,7 +309,8 @@ class Workspace:
         return self._logits[:count].view(parts, rows, width)
 
     def fixed(self) -> "Workspace":
-        """The buffers of now, to whatever these are grown: for graphs, which know addresses."""
+        """Return the present buffers, even if these grow later: for graphs, which know
+        addresses."""
         same = copy.copy(self)
         same._buffers = dict(self._buffers)
         return same
@@ -329,7 +330,7 @@ class Workspace:
 
 
 def _expert_sizes(hidden: int, moe: MoeSpec) -> dict[str, int]:
-    """The widths of a token's buffers for its experts."""
+    """Return the widths of a token's buffers for its experts."""
     inner = moe.per_token * moe.intermediate_size
     return {
         "router": moe.experts,
@@ -381,12 +382,12 @@ class GpuDecoder:
         return rows
 
     def _kinds_of_layers(self) -> dict[bool, int]:
-        """A layer that is rotated and one that is not, by whether it is not."""
+        """Return a layer that is rotated and one that is not, by whether it is not."""
         return {i in self.spec.unrotated_layers: i for i in range(self.spec.layers)}
 
     def turning(self, layer: int) -> tuple[Tensor | None, float, Tensor]:
-        """What turns queries and keys of a layer: norms of its heads, their epsilon, and cosines
-        and sines, float32 [positions, head_dim / 2, 2]."""
+        """Return the rotation of a layer's queries and keys: norms of its heads, their epsilon, and
+        cosines and sines, float32 [positions, head_dim / 2, 2]."""
         norm = None if self.spec.qk_norm_whole else self.weights.layers[layer].qk_norm
         return norm, self.spec.norm_eps, self._rotary[layer in self.spec.unrotated_layers]
 
@@ -421,7 +422,7 @@ class GpuDecoder:
             left.add_into(residual)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention reads, q and qkv, and what it writes: the same for every layer."""
+        """Return the inputs of attention, q and qkv, and its output: the same for every layer."""
         shape = (count, self.spec.heads, self.spec.head_dim)
         q, out = workspace.get("q", count), workspace.get("attended", count)
         return q.view(shape), workspace.get("qkv", count), out.view(shape)
@@ -436,7 +437,8 @@ class GpuDecoder:
         products: GpuProducts,
         left: "Left | None" = None,
     ) -> None:
-        """Layer i up to its attention: `attended` has what that reads, the pool what is kept.
+        """Queue layer i up to its attention: `attended` has the inputs of that, the pool the keys
+        and values.
 
         `left`: what the layer before has left to add.
         """
@@ -458,7 +460,7 @@ class GpuDecoder:
         workspace: Workspace,
         left: "Left | None",
     ) -> Activations:
-        """What a block reads of the residual stream, to which what is left is added first."""
+        """Return a block's input from the residual stream, to which `left` is added first."""
         norm, eps = workspace.input("norm", len(residual), scheme), self.spec.stream_eps
         if weight is None:
             if left is not None:
@@ -512,8 +514,8 @@ class GpuDecoder:
         return self._end_block(partial, w.mlp_out_norm, workspace)
 
     def _sums(self, workspace: Workspace) -> bool:
-        """Whether what blocks add to the residual stream is not complete when their products end:
-        it is summed over ranks, or normalised."""
+        """Return whether blocks' outputs are incomplete when their products end: summed over ranks
+        or normalised later."""
         return workspace.channel is not None or self.spec.post_norms
 
     def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> Left:
@@ -560,15 +562,15 @@ class GpuDecoder:
             products.tune_passes(self._adapted_uses())
 
     def _adapted_uses(self) -> Mapping[Case, Sequence[Matrix]]:
-        """The matrices that are multiplied in another way where rows have adapters, which add to
-        gate and up before these are multiplied."""
+        """Return the matrices that are multiplied in another way where rows have adapters, which
+        add to gate and up before these are multiplied."""
         mlps = [layer.mlp for layer in self.weights.layers]
         matrices = [mlp.gate_up for mlp in mlps if isinstance(mlp, DenseMlp)]
         case = Case.of("linear", matrices[0])
         return {} if case in self._uses() else {case: matrices}
 
     def _uses(self) -> Mapping[Case, Sequence[Matrix]]:
-        """The matrices of all layers for each case, in the order of a layer's products."""
+        """Return the matrices of all layers for each case, in the order of a layer's products."""
         uses: dict[Case, list[Matrix]] = {}
         for layer in self.weights.layers:
             for operation, matrix in self._operations(layer):
@@ -576,14 +578,15 @@ class GpuDecoder:
         return uses
 
     def _operations(self, layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
-        """The matrices of a layer and what multiplies with them, in their order."""
+        """Yield the matrices of a layer with their operations, in order."""
         for operation, matrix in layer_matrices(layer):
             sums = self.shard.size > 1 or self.spec.post_norms
             partial = sums and operation == "add_linear"
             yield ("linear" if partial else operation), matrix
 
     def _without_attention(self, products: GpuProducts, count: int) -> Callable[[], None]:
-        """What queues norms and products of the first layers, for this many random rows."""
+        """Return a function that queues norms and products of the first layers, for this many
+        random rows."""
         rank, ranks = self.shard.rank, self.shard.size
         alone = Silent(rank, ranks) if ranks > 1 else None  # each rank times its own
         workspace = Workspace(self.spec, self.dtype, self.device, alone)
@@ -631,7 +634,7 @@ class GpuDecoder:
 
 
 def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
-    """The matrices of a layer and what multiplies with them, in their order."""
+    """Yield the matrices of a layer with their operations, in order."""
     yield "linear", layer.qkv
     yield "add_linear", layer.o
     yield from layer.mlp.matrices()

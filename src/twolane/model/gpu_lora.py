@@ -31,7 +31,7 @@ SECTIONS = 3
 
 @dataclass(frozen=True)
 class _Product:
-    """One product of a layer, as adapters add to it."""
+    """A product of a layer that adapters add to."""
 
     name: LoraProduct
     inputs: int
@@ -65,7 +65,7 @@ class GpuAdapterPool:
         self.matrices: Mapping[Matrix, AdapterMatrices] = {
             matrix: self._layers[layer][product] for matrix, (layer, product) in places(weights)
         }
-        """What adds to the product of each of the base's matrices."""
+        """The adapters' matrices for each matrix of the base model."""
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._lock = Lock()
 
@@ -76,7 +76,7 @@ class GpuAdapterPool:
         return AdapterMatrices(a, b, ranks, product.ends)
 
     def tiles(self, rows: int) -> RowTiles:
-        """Room for the tiles of a pass of at most `rows` rows."""
+        """Allocate room for the tiles of a pass of at most `rows` rows."""
         return RowTiles.of(rows, self.slots, SECTIONS * self._rank, self.device)
 
     def put(self, slot: int, adapter: Adapter) -> None:
@@ -110,13 +110,13 @@ class GpuAdapterPool:
 
 
 def pool_bytes(shard: Shard, slots: int, most_rank: int, itemsize: int) -> int:
-    """Bytes that a pool takes, if its numbers have this many."""
+    """Return the bytes of a pool, if its numbers have this many."""
     each = sum(len(p.ends) * p.inputs + p.ends[-1] for p in _products(shard))
     return shard.spec.layers * slots * _room_of(most_rank) * each * itemsize
 
 
 def _room_of(most_rank: int) -> int:
-    """The room of a section for its rank."""
+    """Return the number of ranks that a section has room for."""
     return power_of_2(max(most_rank, LEAST_RANK))
 
 
@@ -170,7 +170,8 @@ class GpuAdaptedProducts(GpuProducts):
             expand_silu(matrices, self._tiles, gate_up, out)
 
     def _shrunk(self, x: Activations, weight: Stored) -> AdapterMatrices | None:
-        """What adds to the product with a matrix, if anything; the first of its two kernels."""
+        """Run the first of the adapters' two kernels; return the adapters' matrices for this
+        weight, if any."""
         assert isinstance(weight, Matrix)
         matrices = self._pool.matrices.get(weight)
         if matrices is not None:
@@ -179,7 +180,7 @@ class GpuAdaptedProducts(GpuProducts):
 
 
 def _products(shard: Shard) -> Sequence[_Product]:
-    """The products of each of a rank's layers."""
+    """Return the products of each of a rank's layers."""
     spec = shard.local
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     return (

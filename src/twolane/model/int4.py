@@ -27,7 +27,7 @@ def quantise(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def for_registers(packed: Tensor) -> Tensor:
-    """The numbers of `pack`'s result, uint8 [n, k / 2], in another order within 128 columns.
+    """Return the numbers of `pack`'s result, uint8 [n, k / 2], in another order within 128 columns.
 
     A thread of a GPU that multiplies 64 rows by 16 columns of them at a time (`wgmma`, with its
     left factor in registers) has the columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, for a t
@@ -39,7 +39,7 @@ def for_registers(packed: Tensor) -> Tensor:
 
 
 def from_registers(ordered: Tensor) -> Tensor:
-    """The inverse of `for_registers`."""
+    """Return the inverse of `for_registers`."""
     split = unpack(ordered).view(len(ordered), -1, 4, 4, 2, 2, 2)
     return pack(split.permute(0, 1, 3, 5, 6, 2, 4).reshape(len(ordered), -1))
 

@@ -28,7 +28,7 @@ MOST_RANK = 64
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """What an adapter adds to some columns of a product."""
+    """The part of an adapter that adds to some columns of a product."""
 
     columns: slice
     """The columns of the product, [T, columns], that it adds to."""
@@ -44,10 +44,10 @@ AdapterLayer = Mapping[LoraProduct, Sequence[Section]]
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One adapter, or a rank's part of it."""
+    """An adapter, or a rank's part of it."""
 
     layers: Sequence[AdapterLayer]
-    """One for each layer of the model."""
+    """Sections by product, for each layer of the model."""
     rank: int
     """The largest rank of a section."""
 
@@ -79,7 +79,7 @@ class AdapterPool:
         self._adapters[slot] = adapter
 
     def products(self, base: Products, slots: npt.NDArray[np.int64]) -> Products:
-        """The products of a pass whose rows have these slots, [T]; -1 is no adapter.
+        """Return the products of a pass whose rows have these slots, [T]; -1 is no adapter.
 
         Without any adapter, they are `base` itself.
         """
@@ -141,7 +141,7 @@ class AdaptedProducts(Products):
 
 
 def places(weights: Weights) -> Iterator[tuple[Matrix, tuple[int, LoraProduct]]]:
-    """The matrices whose products adapters may add to, each with its layer and product."""
+    """Yield the matrices whose products adapters may add to, each with its layer and product."""
     for i, layer in enumerate(weights.layers):
         yield layer.qkv, (i, "qkv")
         yield layer.o, (i, "o")

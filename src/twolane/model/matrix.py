@@ -14,7 +14,7 @@ Fp8Scheme = Literal["fp8_channel", "fp8_block128", "fp8_row128"]
 Int4Scheme = Literal["int4_g32", "int4_g64", "int4_g128"]
 Int4GpuScheme = Literal["int4_gpu32", "int4_gpu64", "int4_gpu128"]
 Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme
-"""How the values of a matrix [rows, columns] are stored.
+"""Storage scheme of a matrix [rows, columns].
 
 - Plain schemes: numbers without scales.
 - `fp8_channel`: e4m3 with a float32 scale for each row; scales are [rows].
@@ -46,7 +46,7 @@ class Matrix:
     values: Tensor
     """The stored values: [rows, columns], or [rows, columns / 2] in schemes of four bits."""
     scheme: Scheme
-    """How values, scales and zeros make the matrix."""
+    """Scheme by which values, scales and zeros make the matrix."""
     scales: Tensor | None = None
     """The scales that values are multiplied with, or None in plain schemes."""
     zeros: Tensor | None = None
@@ -54,7 +54,7 @@ class Matrix:
 
     @classmethod
     def plain(cls, values: Tensor) -> "Matrix":
-        """A matrix without scales, of the scheme that belongs to the type of its values.
+        """Return a matrix without scales, of the scheme that belongs to the type of its values.
 
         Raises:
             KeyError: no plain scheme has values of this type.
@@ -63,7 +63,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that is meant, however its values are packed."""
+        """Rows and columns of the matrix, however its values are packed."""
         rows, columns = self.values.shape
         return rows, columns * (2 if self.scheme.startswith("int4") else 1)
 
@@ -74,12 +74,13 @@ class Matrix:
         return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, device: torch.device) -> "Matrix":
-        """The same matrix on a device."""
+        """Return the matrix on a device."""
         moved = [None if t is None else t.to(device) for t in (self.scales, self.zeros)]
         return Matrix(self.values.to(device), self.scheme, *moved)
 
     def dequantised(self) -> Tensor:
-        """The matrix [rows, columns] that is meant: float32, or the values of a plain scheme."""
+        """Return the dequantised matrix [rows, columns]: float32, or the values of a plain
+        scheme."""
         if self.scales is None:
             return self.values
         if self.scheme.startswith("int4_gpu"):
@@ -91,7 +92,7 @@ class Matrix:
         return fp8.scaled_blocks(fp8.widen(self.values), _each_row(self))
 
     def part(self, first: int, last: int) -> "Matrix":
-        """Rows `first:last`, whose values share this matrix's memory."""
+        """Return rows `first:last`, whose values share this matrix's memory."""
         rows = slice(first, last)
         if self.scheme == "fp8_block128":
             if first % fp8.BLOCK or (last % fp8.BLOCK and last != len(self.values)):
@@ -104,7 +105,7 @@ class Matrix:
         return Matrix(self.values[rows], self.scheme, scales, zeros)
 
     def columns(self, first: int, last: int) -> "Matrix":
-        """Columns `first:last`, whose values share this matrix's memory.
+        """Return columns `first:last`, whose values share this matrix's memory.
 
         Raises:
             ValueError: they would cut columns that share a scale.
@@ -122,7 +123,7 @@ class Matrix:
         return Matrix(values, self.scheme, self.scales[:, groups], zeros)
 
     def fitting(self, columns: int) -> "Matrix":
-        """The same matrix with groups that divide a number of columns, if four bits have such.
+        """Return the matrix with groups that divide a number of columns, if four bits have such.
 
         Groups of fewer columns have the scales and zero points of the wider ones.
         """
@@ -135,13 +136,13 @@ class Matrix:
         return Matrix(self.values, GROUPS[size], *each)
 
     def contiguous(self) -> "Matrix":
-        """The same matrix in memory of its own, where it shares another one's."""
+        """Return the matrix in memory of its own, where it shares another one's."""
         parts = (self.scales, self.zeros)
         held = [None if part is None else part.contiguous() for part in parts]
         return Matrix(self.values.contiguous(), self.scheme, *held)
 
     def reordered(self, order: Tensor) -> "Matrix":
-        """The rows in another order, int64 [rows]."""
+        """Return the matrix with its rows in another order, int64 [rows]."""
         if self.scheme == "fp8_block128":
             blocks = order // fp8.BLOCK
             if bool((blocks == torch.arange(len(order), device=order.device) // fp8.BLOCK).all()):
@@ -152,15 +153,16 @@ class Matrix:
 
 
 def _shared_columns(scheme: Scheme) -> int:
-    """How many neighbouring columns of a row share a scale; 1 where all do or there is none."""
+    """Return the number of neighbouring columns of a row that share a scale; 1 where all do or
+    there is none."""
     if scheme in ("fp8_block128", "fp8_row128"):
         return fp8.BLOCK
     return next((size for size, name in GROUPS.items() if name == scheme), 1)
 
 
 def in_registers(matrix: Matrix) -> Matrix:
-    """A matrix of four bits, of whole runs of 128 columns, as a GPU's kernels read it; its scales
-    are rounded to bfloat16."""
+    """Return a matrix of four bits, of whole runs of 128 columns, as a GPU's kernels read it; its
+    scales are rounded to bfloat16."""
     assert matrix.scales is not None
     scheme = _ON_GPU[matrix.scheme]
     joined = int4.join_zeros(matrix.scales, matrix.zeros)
@@ -175,7 +177,7 @@ _ON_GPU: dict[Scheme, Scheme] = {
 
 
 def concatenated(matrices: Sequence[Matrix]) -> Matrix:
-    """The rows of several matrices of one scheme and equal columns, behind one another.
+    """Return the rows of several matrices of one scheme and equal columns, behind one another.
 
     Raises:
         ValueError: they have different schemes.
@@ -200,7 +202,8 @@ def concatenated(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def _with_zeros(matrix: Matrix) -> Matrix:
-    """A matrix of four bits with a zero point for each group, in the middle if it has none."""
+    """Return a matrix of four bits with a zero point for each group, in the middle if it has
+    none."""
     if matrix.zeros is not None:
         return matrix
     assert matrix.scales is not None
@@ -208,7 +211,7 @@ def _with_zeros(matrix: Matrix) -> Matrix:
 
 
 def quantised(values: Tensor, scheme: Scheme) -> Matrix:
-    """`values` [rows, columns], rounded to the nearest numbers of a scheme with scales.
+    """Return `values` [rows, columns] rounded to the nearest numbers of a scheme with scales.
 
     Raises:
         ValueError: the scheme has no scales, or its groups do not divide the columns.
@@ -227,7 +230,7 @@ def quantised(values: Tensor, scheme: Scheme) -> Matrix:
 
 
 def _each_row(matrix: Matrix) -> Tensor:
-    """The scales of a block scheme for each row, [rows, blocks of columns]."""
+    """Return the scales of a block scheme for each row, [rows, blocks of columns]."""
     assert matrix.scales is not None
     if matrix.scheme == "fp8_row128":
         return matrix.scales
@@ -235,5 +238,5 @@ def _each_row(matrix: Matrix) -> Tensor:
 
 
 def _by_rows(matrix: Matrix) -> Matrix:
-    """A matrix of a block scheme as `fp8_row128`."""
+    """Return a matrix of a block scheme as `fp8_row128`."""
     return Matrix(matrix.values, "fp8_row128", _each_row(matrix).contiguous())

@@ -1,4 +1,4 @@
-"""The part of a layer behind its attention. A layer does not know which kind of MLP it has."""
+"""MLPs, the part of a layer behind its attention. A layer does not know which kind it has."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ MLP_ROWS = 8192
 
 
 class MlpBuffers(Protocol):
-    """Where a GPU's lane has room for activations."""
+    """A GPU lane's buffers for activations."""
 
     def get(self, name: str, rows: int) -> Tensor:
-        """The buffer [rows, its width] of that name."""
+        """Return the buffer [rows, its width] of that name."""
         ...
 
     def input(self, name: str, rows: int, scheme: str) -> "Activations":
-        """The buffer, as a matrix of this scheme wants what it is multiplied with."""
+        """Return the buffer in the form of an input of a matrix of this scheme."""
         ...
 
     def experts(self, rows: int, scheme: str) -> "ExpertBuffers":
-        """Room for the experts of this many tokens, whose matrices have this scheme."""
+        """Return buffers for the experts of this many tokens, whose matrices have this scheme."""
         ...
 
 
@@ -47,7 +47,8 @@ class Mlp(Protocol):
         ...
 
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
-        """`residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a CPU.
+        """Return `residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a
+        CPU.
 
         Neither argument changes.
         """
@@ -82,7 +83,7 @@ class Mlp(Protocol):
         ...
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
-        """The matrices and the operations that multiply with them, in their order."""
+        """Return the matrices and the operations that multiply with them, in their order."""
         ...
 
 
@@ -237,7 +238,8 @@ class Experts:
     def _combined(
         self, x: Tensor, active: "ActiveRows", buffers: MlpBuffers, products: "GpuProducts"
     ) -> "Combination":
-        """The experts of the normalised rows `x` [T, hidden], which the buffers have room for."""
+        """Return the experts of the normalised rows `x` [T, hidden], which the buffers have room
+        for."""
         from twolane.kernels.activations import Quantised
         from twolane.kernels.experts.products import combined, norm_and_combined, routes_few
 
@@ -270,6 +272,6 @@ class Experts:
         return ("linear", self.router), ("experts", self.gate_up), ("experts", self.down)
 
     def _of_expert(self, matrix: Matrix, number: int) -> Matrix:
-        """The rows of one expert."""
+        """Return the rows of one expert."""
         rows = matrix.shape[0] // self.router.shape[0]
         return matrix.part(number * rows, (number + 1) * rows)

@@ -44,7 +44,7 @@ class Products:
         }
 
     def linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-        """The product, [T, rows]."""
+        """Return the product, [T, rows]."""
         return self._kernel(matrix).linear(x, matrix, bias)
 
     def add_linear(

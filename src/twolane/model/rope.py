@@ -10,7 +10,7 @@ from twolane.model.spec import ModelSpec, RopeSpec
 
 
 class Rotation(NamedTuple):
-    """What is done to the pairs of dimensions of queries and keys at each position."""
+    """The rotation of pairs of dimensions of queries and keys at each position."""
 
     frequencies: Tensor
     """Radians per position of each pair, float32 [head_dim / 2]; 0: it is not turned."""
@@ -18,12 +18,12 @@ class Rotation(NamedTuple):
     """The factor of each pair, float32 [head_dim / 2]."""
 
     def to(self, device: torch.device) -> "Rotation":
-        """The same rotation on a device."""
+        """Return the rotation on a device."""
         return Rotation(self.frequencies.to(device), self.scales.to(device))
 
 
 def rotation(spec: ModelSpec, layer: int) -> Rotation:
-    """The rotation of a layer.
+    """Return the rotation of a layer.
 
     The factors make scores of queries and keys those of the model's `attention_scale`, for
     attention itself multiplies scores with head_dim ** -0.5.
@@ -41,7 +41,7 @@ def rotation(spec: ModelSpec, layer: int) -> Rotation:
 
 
 def query_scales(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """The factor of the queries at each position, float32 [T, 1, 1], behind their rotation.
+    """Return the factor of the queries at each position, float32 [T, 1, 1], behind their rotation.
 
     It is 1 + beta * ln(1 + floor(position / original_positions)), as in Llama 4 and Ministral 3.
 
@@ -97,7 +97,7 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
 
 
 def _raised(rope: RopeSpec, rotated: int, positions: int) -> float:
-    """The base that `transformers` takes for a sequence of this many positions."""
+    """Return the base that `transformers` takes for a sequence of this many positions."""
     grown = max(positions / rope.original_positions, 1.0)
     raised = rope.factor * grown - (rope.factor - 1.0)
     return rope.theta * math.pow(raised, rotated / (rotated - 2))

@@ -1,11 +1,11 @@
-"""Which experts a token goes to."""
+"""Routing of tokens to experts."""
 
 import torch
 from torch import Tensor
 
 
 def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token and what their outputs count.
+    """Return the experts of each token and the weights of their outputs.
 
     Probabilities are a softmax in float32. Of equally likely experts the lower number goes first,
     so that a token's experts depend on its logits alone.

@@ -30,7 +30,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class Adjustment:
-    """What bias and penalties do to the logits of one sequence, whose tokens it remembers.
+    """Logit bias and penalties of one sequence, whose tokens it remembers.
 
     Args:
         params: of the request.
@@ -55,7 +55,7 @@ class Adjustment:
                 self.add(token)
 
     def add(self, token: int) -> None:
-        """The sequence has grown by an output token."""
+        """Append an output token to the sequence."""
         if self._params.penalises:
             place = self._note(token)
             self._counts[place] += 1
@@ -88,7 +88,7 @@ class Adjustment:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """How one row's token is chosen."""
+    """Sampling parameters and state of one row."""
 
     params: SamplingParams
     seed: int
@@ -108,7 +108,8 @@ def broken_rows(logits: torch.Tensor) -> list[int]:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """One token a row, int64 [R], from logits, float32 [R, vocab], which are left as they are.
+    """Sample one token a row, int64 [R], from logits, float32 [R, vocab], which are left as they
+    are.
 
     Greedy rows take the most likely token, the lowest id where several tie.
     """
@@ -176,7 +177,7 @@ def _changes(row: SampleRow) -> bool:
 
 
 def _choose(logits: torch.Tensor, row: SampleRow) -> int:
-    """One row's token, from logits [vocab]."""
+    """Sample one row's token from logits [vocab]."""
     if _changes(row):
         logits = logits.clone()
         if row.adjustment is not None:

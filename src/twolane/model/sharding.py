@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank has (Shoeybi et al. 2019, Megatron-LM, section 3).
+"""Parts of tensors by rank (Shoeybi et al. 2019, Megatron-LM, section 3).
 
 Queries, keys, values, gate and up are cut by rows, the projections back to the hidden size by
 columns, embedding and classifier by vocabulary. Experts are cut inside, as other MLPs are, so that
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model.
+    """A rank's part of a model.
 
     Raises:
         FieldError: this number of ranks cannot share the model.
@@ -68,7 +68,7 @@ class Shard:
         return range(self.rank * rows, (self.rank + 1) * rows)
 
     def cut(self, name: str) -> Cut | None:
-        """The part of the tensor of that Hugging Face name; None: all of it."""
+        """Return the part of the tensor of this Hugging Face name; None: all of it."""
         spec, local = self.spec, self.local
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return Cut(0, self.vocab.start, self.vocab.stop)
@@ -95,13 +95,14 @@ class Shard:
 
     @property
     def norm_shares(self) -> tuple[float, float]:
-        """What a sum over this rank's queries, and one over its keys, counts in the mean over all
+        """Weights of a sum over this rank's queries, and of one over its keys, in the mean over all
         ranks' (`qk_norm_whole`): KV heads that several ranks have count once."""
         copies = max(1, self.size // self.spec.kv_heads)
         return 1.0 / self.spec.q_size, 1.0 / (copies * self.spec.kv_size)
 
     def left_out(self, name: str) -> bool:
-        """Whether another rank adds this tensor: a bias is added to a sum once, by rank 0."""
+        """Return whether another rank adds this tensor: a bias is added to a sum once, by rank
+        0."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
 
 

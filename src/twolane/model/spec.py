@@ -1,4 +1,4 @@
-"""What a model is made of, without its weights."""
+"""The shape of a model, without its weights."""
 
 import math
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class UnsupportedModel(ValueError):
 
     @classmethod
     def because(cls, what: str, given: object, works: Iterable[str]) -> "UnsupportedModel":
-        """The refusal of one value of `what`, with the list of those that work."""
+        """Return the refusal of one value of `what`, with the list of those that work."""
         return cls(f"unsupported {what} {given!r}; these work: {', '.join(works)}")
 
 
@@ -65,7 +65,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     """Multiplies cosine and sine (yarn, longrope)."""
     divisors: tuple[float, ...] = ()
-    """One number for each frequency (factors, longrope)."""
+    """Divisors, one for each frequency (factors, longrope)."""
     short_divisors: tuple[float, ...] = ()
     """The numbers that hold instead for a model that serves no more than `original_positions`
     (longrope)."""
@@ -74,8 +74,8 @@ class RopeSpec:
     interleaved: bool = False
     """Whether checkpoints have the dimensions that turn together as neighbours (GLM)."""
     query_beta: float = 0.0
-    """How much queries grow with the logarithm of their position in units of `original_positions`
-    (Ministral 3); 0: they do not."""
+    """Growth of queries with the logarithm of their position in units of `original_positions`
+    (Ministral 3); 0: none."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class MoeSpec:
     """Exponent of Zipf's law by which a token likes some experts better; 0: all of them alike."""
 
     def active(self, tokens: float) -> float:
-        """Expected number of experts that some of these tokens go to.
+        """Return the expected number of experts that some of these tokens go to.
 
         The sum of 1 - (1 - q) ** n over all experts, for n tokens of which each goes to an expert
         with probability q (see `shares`), whatever the others do.
@@ -197,7 +197,7 @@ class ModelSpec:
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts."""
+        """Return whether the MLP of a layer is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
@@ -211,7 +211,7 @@ class ModelSpec:
         return self.expert_layers / self.layers
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer in tokens, or None where all tokens are seen."""
+        """Return the sliding window of a layer in tokens, or None where all tokens are seen."""
         return self.sliding_window if layer in self.sliding_layers else None
 
     @property
@@ -266,11 +266,12 @@ class ModelSpec:
         return dense + more * self.expert_layers
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
-        """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""
+        """Return the bytes of one token's keys and values in all layers, at `itemsize` bytes an
+        element."""
         return round(2 * self.layers * self.kv_size * itemsize)
 
     def kv_itemsize(self, cache: str, itemsize: int) -> float:
-        """Bytes of an element of the KV cache.
+        """Return bytes of an element of the KV cache.
 
         Args:
             cache: "fp8", which has a byte for each token and head beside, or "auto", which is as
@@ -281,7 +282,7 @@ class ModelSpec:
 
 
 def skewed(spec: ModelSpec, skew: float) -> ModelSpec:
-    """The spec of dummy weights whose routers like some experts better.
+    """Return the spec of dummy weights whose routers like some experts better.
 
     Raises:
         FieldError: there are no experts.
@@ -294,7 +295,7 @@ def skewed(spec: ModelSpec, skew: float) -> ModelSpec:
 
 
 def merge_eos(vocab_size: int, *ids: int | Iterable[int] | None) -> tuple[int, ...]:
-    """All end tokens named by any of the sources, each once, in order.
+    """Return all end tokens that any source names, each once, in order.
 
     Those outside the vocabulary (-1 for none, tokens that were never added) are left out: they
     cannot be chosen, and there is no logit to ban before `min_tokens`.

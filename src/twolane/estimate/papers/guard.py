@@ -129,7 +129,7 @@ class ContentionGuard(Estimator):
 
 
 def _cells(load: Load, units: Sequence[int], corunner: Corunner) -> Iterator[Cell]:
-    """Yield the cell at each of the units."""
+    """Return the cell at each of the units."""
     prefill = corunner.load
     four = (
         _power_of_four(prefill.new),

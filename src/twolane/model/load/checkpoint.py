@@ -37,7 +37,7 @@ class LinearModule:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family's checkpoints name the parts of a mixture of experts."""
+    """Names of the parts of a mixture of experts in a family's checkpoints."""
 
     router: str
     expert: str
@@ -52,24 +52,24 @@ _QWEN3_MOE = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "
 
 
 def expert_names(spec: ModelSpec) -> ExpertNames:
-    """How checkpoints of the spec's family name experts."""
+    """Return the names of experts in checkpoints of the spec's family."""
     return _MIXTRAL if spec.family == "mixtral" else _QWEN3_MOE
 
 
 def linears_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    """The linear modules of a layer, those of its experts and their router among them."""
+    """Return the linear modules of a layer, those of its experts and their router among them."""
     return _attention_linears(spec) | _mlp_linears(spec, layer) | _router(spec, layer)
 
 
 def _router(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    """The router of a layer, by its name, if it has experts; few checkpoints quantise it."""
+    """Return the router of a layer, by its name, if it has experts; few checkpoints quantise it."""
     if not spec.has_experts(layer) or spec.moe is None:
         return {}
     return {expert_names(spec).router: LinearModule(spec.moe.experts, spec.hidden_size, bias=False)}
 
 
 def is_router(module: str, spec: ModelSpec) -> bool:
-    """Whether a module is a router."""
+    """Return whether a module is a router."""
     return spec.moe is not None and module.endswith(f".{expert_names(spec).router}")
 
 
@@ -102,13 +102,13 @@ def _attention_linears(spec: ModelSpec) -> dict[str, LinearModule]:
 
 
 def expected_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a model that is not quantised."""
+    """Yield the name and shape of every tensor of a model that is not quantised."""
     for name, stored in expected_tensors(spec, None).items():
         yield name, stored.shapes[0]
 
 
 def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict[str, StoredTensor]:
-    """Every tensor of a model, as Hugging Face checkpoints store them.
+    """Return every tensor of a model, as Hugging Face checkpoints store them.
 
     Raises:
         ValueError: a module cannot be stored as the quantisation says.
@@ -143,7 +143,7 @@ def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict
 
 
 def norm_names(spec: ModelSpec) -> dict[str, str]:
-    """How checkpoints name the norms of a layer, by the fields of `LayerWeights`."""
+    """Return the names of a layer's norms in checkpoints, by the fields of `LayerWeights`."""
     if not spec.post_norms:
         return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if not spec.pre_norms:
@@ -160,7 +160,7 @@ def norm_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict[str, StoredTensor]:
-    """The tensors of a linear module.
+    """Return the tensors of a linear module.
 
     Raises:
         WeightsError: a module of this shape cannot be stored so.
@@ -181,7 +181,7 @@ def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict
 def stored_form(
     name: str, spec: ModelSpec, quantization: Quantization | None
 ) -> tuple[Format | None, Place | None]:
-    """How a linear module is stored, and where, if it is a part of a quantised one."""
+    """Return the format of a linear module, and its place if it is a part of a quantised one."""
     if quantization is None:
         return None, None
     place = place_of(name, spec) if spec.family in JOINED else None

@@ -109,7 +109,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class _Kind(msgspec.Struct):
-    """What of a `config.json` tells whether the rest can be read."""
+    """The fields of a `config.json` that decide whether the rest can be read."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -119,7 +119,7 @@ class _Kind(msgspec.Struct):
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """What says how matrices are stored, if anything does."""
+        """The quantisation config, if there is one."""
         return self.quantization_config or self.compression_config
 
 
@@ -135,13 +135,13 @@ GENERATION_FILE = "generation_config.json"
 
 
 class _Generation(msgspec.Struct):
-    """What is read of a `generation_config.json` to serve at all."""
+    """The field of a `generation_config.json` that serving needs."""
 
     eos_token_id: int | list[int] | None = None
 
 
 class _Sampling(msgspec.Struct):
-    """What is read of a `generation_config.json` where a request says nothing."""
+    """The fields of a `generation_config.json` that are defaults of requests."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -217,7 +217,7 @@ def _raw_generation(path: Path) -> dict[str, Any]:
 
 
 def check_architecture(config: Mapping[str, Any]) -> Family:
-    """The family of a raw `config.json`.
+    """Return the family of a raw `config.json`.
 
     Raises:
         UnsupportedModel: the architecture or the quantisation is not built.
@@ -247,7 +247,7 @@ def _named_by_type(model_type: str | None) -> str:
 
 
 def quantization_from_directory(path: Path) -> Quantization | None:
-    """How the matrices of a model directory are stored, or None where nothing is quantised.
+    """Return the quantisation of a model directory; None where nothing is quantised.
 
     Raises:
         UnsupportedModel: the quantisation is not built.
@@ -275,7 +275,7 @@ def check_counts(layers: int, heads: int) -> None:
 def spec_from_config(
     raw: Mapping[str, Any], generation_eos: int | list[int] | None = None
 ) -> ModelSpec:
-    """The spec of a raw `config.json`.
+    """Return the spec of a raw `config.json`.
 
     Args:
         raw: the file's content.
@@ -333,7 +333,7 @@ def spec_from_config(
 
 
 def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
-    """A raw config as one of a family; null says no where only yes and no can be, as in
+    """Return a raw config as one of a family; null says no where only yes and no can be, as in
     `transformers`.
 
     Raises:
@@ -347,7 +347,7 @@ def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
 
 
 def _positions(config: HFConfig, rope: RopeSpec) -> int:
-    """The most tokens of a sequence."""
+    """Return the most tokens of a sequence."""
     positions, chunks = config.max_position_embeddings, config.dual_chunk_attention_config
     if rope.type == "yarn":  # those of the config may be the ones before stretching
         positions = round(rope.original_positions * rope.factor)
@@ -357,7 +357,7 @@ def _positions(config: HFConfig, rope: RopeSpec) -> int:
 
 
 def _factors(config: HFConfig) -> dict[str, float]:
-    """The factors that Granite has, by their names in `ModelSpec`.
+    """Return the factors that Granite has, by their names in `ModelSpec`.
 
     Raises:
         ValueError: one of those that are divided by is 0.
@@ -376,7 +376,7 @@ def _factors(config: HFConfig) -> dict[str, float]:
 
 
 def _unrotated(config: HFConfig) -> tuple[int, ...]:
-    """The layers whose queries and keys are not rotated.
+    """Return the layers whose queries and keys are not rotated.
 
     Raises:
         ValueError: the config does not say it for each layer.
@@ -397,7 +397,7 @@ def _unrotated(config: HFConfig) -> tuple[int, ...]:
 
 
 def _experts(config: HFConfig) -> MoeSpec | None:
-    """The experts, if the family has any.
+    """Return the experts, if the family has any.
 
     Raises:
         ValueError: the config does not say which layers have them.
@@ -421,7 +421,8 @@ def _experts(config: HFConfig) -> MoeSpec | None:
 
 
 def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and its layers: those of `layer_types`, which some families do not read.
+    """Return the sliding window and its layers: those of `layer_types`, which some families do not
+    read.
 
     Without it, all layers of Mistral, Mixtral, Phi-3 and Qwen3-MoE have one, of Qwen those from
     `max_window_layers` on, of SmolLM3 those that are not rotated. A window of 0 is none, as in vLLM

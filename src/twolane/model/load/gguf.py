@@ -131,19 +131,20 @@ class GGUFModel:
         return parts
 
     def names(self) -> list[str]:
-        """The tensors, by their Hugging Face names."""
+        """Return the Hugging Face names of the tensors."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, [out, in]."""
+        """Return the shape of a tensor, [out, in]."""
         return tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
 
     def type(self, name: str) -> str:
-        """The type of what `get` gives, as safetensors names it."""
+        """Return the type of `get`'s result, as safetensors names it."""
         return "F32"
 
     def get(self, name: str, cut: Cut | None = None) -> npt.NDArray[np.float32]:
-        """A tensor or a part of it, dequantised to float32, in the Hugging Face order of rows.
+        """Return a tensor or a part of it, dequantised to float32, in the Hugging Face order of
+        rows.
 
         Raises:
             UnsupportedModel: the `gguf` package cannot dequantise the tensor's type.
@@ -211,7 +212,7 @@ class GGUFModel:
         )
 
     def _own_facts(self, layers: int) -> dict[str, Any]:
-        """What the architecture has that others lack, by the names of `ModelSpec`.
+        """Return the architecture's own fields, by the names of `ModelSpec`.
 
         Raises:
             ValueError: a factor that is divided by is 0.
@@ -314,7 +315,7 @@ class GGUFModel:
         )
 
     def _key(self, name: str, default: Any = None) -> Any:
-        """A value of the model's architecture.
+        """Return a value of the model's architecture.
 
         Raises:
             ValueError: it is not there and has no default.

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from gguf import GGUFReader, GGUFValueType
 
 _LENGTH = struct.Struct("<Q")
-"""How the length of a text is written."""
+"""Format of the length of a text."""
 _LONG = 1024
 """A list with more entries than this is one of a tokenizer, not one of layers."""
 

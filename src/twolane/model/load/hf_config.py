@@ -15,7 +15,7 @@ class DualChunkConfig(msgspec.Struct):
 
 
 class HFConfig(msgspec.Struct, kw_only=True):
-    """What is read of a `config.json`.
+    """The fields that are read of a `config.json`.
 
     Fields that are not there have the defaults of the family's class in `transformers`. That is not
     asked: its import takes longer than all else that starts an engine, PyTorch's included.
@@ -49,7 +49,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
     dual_chunk_attention_config: DualChunkConfig | None = None
 
     def head_size(self) -> int:
-        """Numbers of one attention head.
+        """Return the numbers of one attention head.
 
         Raises:
             ValueError: the config does not say it, and the hidden state has no equal parts.
@@ -199,4 +199,4 @@ CONFIGS: dict[Family, type[HFConfig]] = {
     "glm": GlmConfig,
     "glm4": GlmConfig,
 }
-"""What is read of the `config.json` of each family."""
+"""Classes of the fields that are read of each family's `config.json`."""

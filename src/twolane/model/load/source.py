@@ -1,4 +1,4 @@
-"""Where tensors come from while weights are loaded."""
+"""Sources of tensors for loading weights."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
 
     def names(self) -> list[str]:
-        """All tensors."""
+        """Return the names of all tensors."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -21,5 +21,5 @@ class TensorSource(Protocol):
         ...
 
     def get(self, name: str, cut: Cut | None = None) -> Any:
-        """The tensor or a part of it: torch or numpy, of any dtype."""
+        """Return the tensor or a part of it: torch or numpy, of any dtype."""
         ...

@@ -20,7 +20,7 @@ _STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 class _Place(NamedTuple):
-    """Where a module of an expert is."""
+    """The place of an expert's module."""
 
     stack: str
     """The tensor that holds it."""
@@ -85,12 +85,12 @@ class Stacked:
 
 
 def has_stacks(source: TensorSource) -> bool:
-    """Whether a source has experts in one tensor."""
+    """Return whether a source has experts in one tensor."""
     return any(map(_in_stack, source.names()))
 
 
 def _in_stack(name: str) -> bool:
-    """Whether a tensor is one of those of all experts."""
+    """Return whether a tensor holds all experts."""
     return any(f".{_MLP}.{stack}" in name for stack in _STACKS)
 
 
@@ -125,7 +125,7 @@ def _misshapen(source: TensorSource, spec: ModelSpec, stacks: set[str]) -> Itera
 
 
 def _routers(spec: ModelSpec, stacks: set[str]) -> dict[str, str]:
-    """The routers beside stacks: their names, and those under which they are stored."""
+    """Return the routers beside stacks by name, with the names under which they are stored."""
     prefixes = {stack.split(f".{_MLP}.")[0] for stack in stacks}
     own, stored = expert_names(spec).router, f"{_MLP}.gate"
     return {f"{p}.{own}.weight": f"{p}.{stored}.weight" for p in prefixes if own != stored}

@@ -67,7 +67,7 @@ def with_stored_formats(
 
 
 def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
-    """The linear modules as the checkpoint has them: some families join several in one."""
+    """Yield the linear modules as the checkpoint has them: some families join several in one."""
     if not spec.tie_embeddings:
         yield HEAD.removesuffix(".weight"), LinearModule(spec.vocab_size, spec.hidden_size, False)
     for i in range(spec.layers):
@@ -85,7 +85,7 @@ def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
 def _fits(
     form: Format | None, module: str, linear: LinearModule, tensors: TensorSource, ends: set[str]
 ) -> bool:
-    """Whether a module has the tensors of a format, and no others."""
+    """Return whether a module has the tensors of a format, and no others."""
     try:
         wanted = module_tensors(module, replace(linear, bias=False), form)
     except WeightsError:  # its shape has no whole groups

@@ -53,7 +53,7 @@ QUANTIZATIONS: dict[str, Scheme] = {
     "fp8_block128": "fp8_block128",
     "int4": "int4_g128",
 }
-"""What `quantization` may ask for, and the scheme that matrices get."""
+"""Names of `quantization`, and the scheme that matrices get."""
 LEAST_ITEMSIZE = 0.5
 """Bytes that a weight takes at least in any of the quantised schemes."""
 
@@ -121,7 +121,7 @@ def load_weights(
 
 
 def _floats(dtype: str, device: torch.device) -> torch.dtype:
-    """The type of weights that are not quantised.
+    """Return the type of weights that are not quantised.
 
     Raises:
         ValueError: it is not served.
@@ -134,14 +134,15 @@ def _floats(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def quantization_of(source: ModelSource) -> Quantization | None:
-    """How the matrices of a model are stored, or None where its files are not quantised so."""
+    """Return the quantisation of a model's files, or None where they are not quantised so."""
     if source.kind != "dir" or source.path is None:
         return None
     return quantization_from_directory(source.path)
 
 
 def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> Scheme | None:
-    """The scheme that matrices are rounded to while they are loaded; None: they stay as they are.
+    """Return the scheme that matrices are rounded to while they are loaded; None: they stay as they
+    are.
 
     Dummy weights get the scheme of the config where nothing else is asked for.
 
@@ -172,7 +173,8 @@ def _open(
     stack: ExitStack,
     stored: Quantization | None,
 ) -> tuple[ModelSpec, TensorSource, Quantization | None]:
-    """The spec of a model, its tensors, and how they store linear modules; None: in floats."""
+    """Open a model; return its spec, its tensors, and the formats of its linear modules (None:
+    floats)."""
     if dummy:
         spec = skewed(source.spec(), router_skew)
         return spec, _dummy(spec, seed, device), None
@@ -198,7 +200,8 @@ def _open(
 def _open_directory(
     source: ModelSource, path: Path, stack: ExitStack
 ) -> tuple[ModelSpec, TensorSource]:
-    """The tensors of a directory, and its spec with `tie_embeddings` as they have it.
+    """Open a directory; return its spec, with `tie_embeddings` as the tensors have it, and the
+    tensors.
 
     Raises:
         WeightsError: the files lack a classifier that their index names.
@@ -298,14 +301,14 @@ class _Loader:
     shard: Shard
     tensors: TensorSource
     quantization: Quantization | None
-    """How the source stores linear modules; None: in floats."""
+    """Formats of the source's linear modules; None: floats."""
     scheme: Scheme | None
-    """What matrices of layers that are stored in floats are rounded to; None: `dtype`."""
+    """Scheme to which matrices of layers that are stored in floats are rounded; None: `dtype`."""
     dtype: torch.dtype
     device: torch.device
     converted: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How many matrices got another scheme, by both: because the device is a GPU, or since nothing
-    multiplies with columns in act-order."""
+    """Number of matrices that got another scheme, by both: because the device is a GPU, or since
+    nothing multiplies with columns in act-order."""
 
     @cached_property
     def there(self) -> frozenset[str]:
@@ -318,7 +321,7 @@ class _Loader:
         return self.shard.local
 
     def weights(self, progress: Progress) -> Weights:
-        """The rank's part of all weights, layer by layer."""
+        """Load the rank's part of all weights, layer by layer."""
         embedding = self._get(EMBEDDING)
         layers = []
         for i in range(self.spec.layers):
@@ -332,7 +335,7 @@ class _Loader:
         return weights
 
     def _alone(self, name: str, *, plain: bool) -> Matrix:
-        """The classifier or a router, without scales if that is how products take it."""
+        """Load the classifier or a router, without scales if that is how products take it."""
         matrix = self._module(name, None)
         if matrix.scales is None or not plain:
             return matrix
@@ -346,11 +349,11 @@ class _Loader:
         return torch.zeros_like(tensor) if self.shard.left_out(name) else tensor
 
     def _bias(self, present: bool, *modules: str) -> Tensor | None:
-        """The biases of modules that are one matrix."""
+        """Load the biases of modules that are one matrix."""
         return torch.cat([self._get(f"{name}.bias") for name in modules]) if present else None
 
     def _module(self, name: str, scheme: Scheme | None) -> Matrix:
-        """A linear module, rounded to a scheme if it is stored in floats and there is one.
+        """Load a linear module, rounded to a scheme if it is stored in floats and there is one.
 
         Raises:
             WeightsError: its numbers cannot be.
@@ -382,7 +385,7 @@ class _Loader:
         return self._part(name, whole)
 
     def _part(self, name: str, matrix: Matrix) -> Matrix:
-        """The rank's part of a whole module.
+        """Return the rank's part of a whole module.
 
         Where blocks of FP8 have more columns than fit a rank's part, all ranks round the module
         anew, with a scale for each row.
@@ -408,7 +411,7 @@ class _Loader:
             raise WeightsError(f"{name}: {ranks}: {error}") from error
 
     def _rounded(self, name: str, scheme: Scheme) -> Matrix:
-        """The rank's part of a tensor, rounded as the whole is: rows of which a rank has some
+        """Load the rank's part of a tensor, rounded as the whole is: rows of which a rank has some
         columns have the scales of all of them."""
         cut = self.shard.cut(name)
         whole = cut is not None and cut.dim == 1
@@ -427,7 +430,7 @@ class _Loader:
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
-        """Modules that are one matrix.
+        """Load modules that are one matrix.
 
         Raises:
             WeightsError: they are not stored alike.
@@ -449,11 +452,11 @@ class _Loader:
         return served
 
     def _pairs(self, rows: int) -> Tensor:
-        """The order of `pair_rows`."""
+        """Return the order of `pair_rows`."""
         return self._paired(torch.arange(rows, device=self.device))
 
     def _paired(self, rows: Tensor) -> Tensor:
-        """`pair_rows` of this model's heads."""
+        """Return the rows in the order of `pair_rows` of this model's heads."""
         return pair_rows(rows, self.spec.head_dim, self.spec.rope)
 
     def _layer(self, i: int) -> LayerWeights:
