@@ -133,7 +133,7 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pages of one token come, are used again and go; each is called like its token."""
-    monkeypatch.setattr(kv_module, "SPARE_OFFERS", 5)
+    monkeypatch.setattr(kv_module, "SPARE_IDLE", 5)
     tree, rng, order = PrefixTree(1), random.Random(0), list[int]()
     for step in range(2000):
         turn = rng.choice(["new", "again", "evict"]) if len(order) > 20 else "new"
@@ -155,9 +155,9 @@ def test_sifting_takes_a_few_looks_for_each_page(monkeypatch: pytest.MonkeyPatch
         looks += 1
         return stands(used, node)
 
-    stands = kv_module._stands
-    monkeypatch.setattr(kv_module, "_stands", counted)
-    monkeypatch.setattr(kv_module, "SPARE_OFFERS", 5)
+    stands = kv_module._still_idle
+    monkeypatch.setattr(kv_module, "_still_idle", counted)
+    monkeypatch.setattr(kv_module, "SPARE_IDLE", 5)
     tree = PrefixTree(1)
     for page in range(2000):
         tree.unpin([tree.add([], page_key([page], 0, 1, b""), page)])

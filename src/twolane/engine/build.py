@@ -180,7 +180,7 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
         pages = config.kv_tokens // page_size
         if pages < 1:
             raise FieldError("kv_tokens", f"{config.kv_tokens} does not hold a page of {page_size}")
-        if machine.kind == "cpu":  # a GPU says so itself, and a simulated one has no memory
+        if machine.kind == "cpu":  # GPUs check it themselves, and simulated ones have no memory
             check_room(config.kv_tokens, machine.page_token_bytes * DeviceSettings.of(config).ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)

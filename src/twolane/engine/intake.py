@@ -95,7 +95,7 @@ class Intake:
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
 
     def take_compiled(self) -> bool:
-        """Let requests go on whose grammars are compiled; whether there were any."""
+        """Release requests whose grammars are compiled; return whether there were any."""
         compiled = [id for id, found in self._compiling.items() if found.done()]
         for id in compiled:
             found, state = self._compiling.pop(id), self._state
@@ -163,7 +163,7 @@ class Intake:
     def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        params = replace(message.params, grammar=None)  # lanes are told masks
+        params = replace(message.params, grammar=None)  # lanes get masks instead
         return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:

@@ -1,8 +1,8 @@
-"""The KV cache's books: pages, the radix tree that shares them, and who holds what.
+"""The KV cache's books: pages, the radix tree that shares them, and their allocations.
 
 Every page is in exactly one place: on the free list, in the tree, or private to one allocation
 (`KVBooks.check` asserts it). A page in the tree is read-only and full. An allocation pins the
-path of tree nodes that its tokens begin with; a node that nobody pins is reclaimable.
+path of tree nodes that its tokens begin with; an unpinned node is reclaimable.
 """
 
 import heapq
@@ -14,8 +14,8 @@ from typing import Protocol
 from twolane.common.page_hash import ROOT_HASH, page_hash, page_key
 from twolane.lanes.base import Ticket
 
-SPARE_OFFERS = 1000
-"""Offers that may be made, beside one for each idle leaf, until stale ones are dropped."""
+SPARE_IDLE = 1000
+"""Stale entries of the heap of idle leaves, beside one for each leaf, before they are dropped."""
 
 
 class Node:
@@ -40,7 +40,7 @@ class Node:
 
 
 class PageWatcher(Protocol):
-    """Hears which pages later requests can find in the prefix tree."""
+    """Observer of the pages that later requests can find in the prefix tree."""
 
     def stored(self, node: Node) -> None:
         """Note that a page entered the tree, below its parent."""
@@ -59,15 +59,15 @@ class PrefixTree:
         self._page_size = page_size
         self._root = Node(None, b"", -1)
         self._former_roots: list[Node] = []
-        """Roots of what was forgotten while it was pinned: it is found no more."""
+        """Roots of trees that were forgotten while pinned; no request finds their pages."""
         self._idle_leaves: list[tuple[int, Node]] = []
-        """A heap of what was offered, stale or not."""
-        self._most_offers = SPARE_OFFERS
+        """A heap of idle leaves, some of them stale."""
+        self._most_idle = SPARE_IDLE
         self._tick = 0
         self.version = 0
         """Changes whenever a match or its cost may."""
         self.unpinned = 0
-        """Nodes that nobody pins, all of them reclaimable."""
+        """Number of unpinned nodes, all of them reclaimable."""
         self.watchers: list[PageWatcher] = []
 
     def match(
@@ -112,7 +112,7 @@ class PrefixTree:
         node.pins += 1
 
     def unpin(self, path: Sequence[Node]) -> None:
-        """Let go of a whole path; what was forgotten is reclaimed first."""
+        """Unpin a whole path; forgotten pages are reclaimed first."""
         self._tick += 1
         used = self._tick if path and path[0].parent is self._root else 0
         for node in reversed(path):
@@ -120,16 +120,16 @@ class PrefixTree:
             self.unpinned += node.pins == 0
             self.version += node.pins == 0
             node.last_used = used
-            self._offer(node)
+            self._push_idle(node)
 
     def evict(self) -> int:
-        """Take the page of the least recently used leaf that nobody pins.
+        """Take the page of the least recently used unpinned leaf.
 
         Raises:
             IndexError: there is none.
         """
         used, node = heapq.heappop(self._idle_leaves)
-        while not _stands(used, node):
+        while not _still_idle(used, node):
             used, node = heapq.heappop(self._idle_leaves)
         parent = node.parent
         assert parent is not None
@@ -139,14 +139,14 @@ class PrefixTree:
             watcher.removed(node)
         self.unpinned -= 1
         self.version += 1
-        self._offer(parent)
+        self._push_idle(parent)
         return node.page
 
     def forget(self) -> list[int]:
-        """Let no later request find anything that is in the tree now.
+        """Hide all pages in the tree from later requests.
 
         Returns:
-            the pages that nobody pins; the others become reclaimable when they are let go.
+            The unpinned pages; the others become reclaimable when they are unpinned.
         """
         pages = [self.evict() for _ in range(self.unpinned)]
         self._former_roots = [root for root in (*self._former_roots, self._root) if root.children]
@@ -166,18 +166,18 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _offer(self, node: Node) -> None:
+    def _push_idle(self, node: Node) -> None:
         if node.pins or node.children:
             return
         heapq.heappush(self._idle_leaves, (node.last_used, node))
-        if len(self._idle_leaves) > self._most_offers:
-            self._idle_leaves = [each for each in self._idle_leaves if _stands(*each)]
+        if len(self._idle_leaves) > self._most_idle:
+            self._idle_leaves = [each for each in self._idle_leaves if _still_idle(*each)]
             heapq.heapify(self._idle_leaves)
-            self._most_offers = 2 * len(self._idle_leaves) + SPARE_OFFERS
+            self._most_idle = 2 * len(self._idle_leaves) + SPARE_IDLE
 
 
-def _stands(used: int, node: Node) -> bool:
-    """Return whether a leaf was not pinned, extended, used or evicted since it was offered."""
+def _still_idle(used: int, node: Node) -> bool:
+    """Return whether a leaf was not pinned, extended, used or evicted since it was pushed."""
     idle = not node.pins and not node.children
     return idle and used == node.last_used and node.parent is not None
 

@@ -267,7 +267,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     launches: list[Launched] = []
     """Launches that ended while a `Watch` was in force."""
     waits: list[LaneWait] | None = None
-    """The answer to a `Ping`: one entry for each lane that has work; None where nobody asked."""
+    """The answer to a `Ping`: one entry for each lane that has work; None without a `Ping`."""
     silences: list[float] = []
     """Seconds since ranks 1 and up last gave a sign of life; with `waits`."""
     landmarks: dict[int, int] = {}

@@ -136,7 +136,7 @@ def machine_key(machine: Machine, units: int) -> Key:
 
 
 def _driver_version() -> str:
-    """Return the GPU's driver version; empty where `nvidia-smi` does not tell."""
+    """Return the GPU's driver version; empty where `nvidia-smi` has none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

@@ -34,12 +34,12 @@ from twolane.engine.messages import (
 )
 
 SEND_TIMEOUT_MS = 5000
-"""Milliseconds after which an API process that does not read is taken to be gone or stuck; its pipe
-tells which."""
+"""Milliseconds after which an API process that does not read counts as gone or stuck; its pipe
+shows which."""
 
 
 class ApiProcessGone(Exception):
-    """Nobody waits for this engine any more."""
+    """The API process has ended."""
 
 
 class Waker:
@@ -140,14 +140,14 @@ class ZmqPort:
         self.tell(Progress(stage, fraction))
 
     def close(self) -> None:
-        """Let what was sent go out, within bounds."""
+        """Send out queued messages, within bounds."""
         self._inbox.close(linger=0)
         self._outbox.close(linger=1000)
         zmq.Context.instance().term()
 
 
 def main() -> int:
-    """Serve until told to stop; the exit code."""
+    """Serve until the API process ends the pipe; return the exit code."""
     parent = os.getppid()
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
     log_to(sys.stderr.fileno(), start.log_level, "engine: %(message)s")

@@ -2,8 +2,8 @@
 
 Lanes are threads: one complete event ("X") for every launch, on the thread of its lane, named
 by its work, with units, requests, tokens, prediction and the plan's reason as arguments. Every
-request is an asynchronous slice; queue and KV use are counters. A metadata event "twolane" says
-what ran; the viewers pass over it. Times are microseconds since the trace began.
+request is an asynchronous slice; queue and KV use are counters. A metadata event "twolane" has
+the settings of the run; viewers ignore it. Times are microseconds since the trace began.
 """
 
 import contextlib

@@ -56,8 +56,8 @@ class Estimator(ABC):
             units: one number, answered with a float, or an array (all levels at once), answered
                 with an array of the same length.
             corunner: what the other lane runs meanwhile; None: nothing.
-            bound: ask for what the estimator promises will not be exceeded. Estimators that
-                promise nothing answer as they do without it; each says what it promises.
+            bound: return the seconds that the estimator promises not to be exceeded. Estimators
+                that promise nothing answer as they do without it; each says what it promises.
         """
         several = isinstance(units, np.ndarray)
         # For a number or a handful of them, lists are faster than arrays.

@@ -25,7 +25,7 @@ class _Size:
 
 
 class ExpertCounts:
-    """The experts of a model, with the skew that counts tell.
+    """The experts of a model, with the skew by their counts.
 
     A histogram: for each power of two of rows, means of the rows of steps and of the experts that
     they have read in a layer. The skew is the exponent of Zipf's law that comes closest to it.

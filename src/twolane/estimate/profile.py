@@ -115,7 +115,7 @@ class Sample(
     watts: float | None = None
     """Mean power of the board meanwhile."""
     held_out: bool = False
-    """Not to be fitted on: kept to tell the error of what was."""
+    """Whether it is kept for measuring errors instead of fitting."""
     experts_read: float | None = msgspec.field(default=None, name="woken")
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
@@ -191,7 +191,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     notes: list[str] = []
     """Points that were left out, and why."""
     machine: MachineKind = "cpu"
-    """Kind of the device, which says what kernels it computes with."""
+    """Kind of the device, which determines its kernels."""
     pass_sizes: tuple[int, ...] = ()
     """Token counts that passes were padded to, ascending; empty if they were not padded."""
     probes: list[Probe] = []
@@ -304,6 +304,6 @@ def shipped_profile(key: Key) -> Path | None:
 
 
 class _Keyed(msgspec.Struct):
-    """The part of a profile that says what it is of."""
+    """The part of a profile that identifies it."""
 
     key: Key

@@ -23,7 +23,7 @@ from twolane.parallel.group import RankLost, meeting_place
 LENGTH_BYTES = 4
 """Bytes, little-endian, of the length before each record of the log."""
 EXPLAIN_SECONDS = 0.5
-"""Seconds that whoever missed a rank waits for news of one that has died."""
+"""Seconds to wait, after a collective failed, for the news that a rank has died."""
 POLL_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
 MOST_POLL_SECONDS = 1.0
@@ -356,12 +356,12 @@ def _is_stopped(process: int) -> bool:
 
 
 def _write(process: "subprocess.Popen[bytes]", queue: "SimpleQueue[bytes | None]") -> None:
-    """Write to one follower what is queued for it; whoever queues never waits for it."""
+    """Write the queued messages to a follower, so that the sender never waits for it."""
     assert process.stdin is not None
     try:
         while (message := queue.get()) is not None:
             process.stdin.write(message)
             process.stdin.flush()
         process.stdin.close()
-    except OSError:  # it has died, which `Followers.check` tells
+    except OSError:  # it has died, which `Followers.check` reports
         return

@@ -46,7 +46,7 @@ class AdapterReports:
         self._store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
 
     def load(self, record: AdapterRecord, reader: ReadsAdapters) -> None:
-        """Read an adapter; an error is rank 0's to tell, and the slot is given to nobody then."""
+        """Read an adapter and report the result; rank 0 raises an error and frees the slot."""
         problem = ""
         try:
             reader.load_adapter(record.slot, record.path, record.digest)
@@ -60,7 +60,7 @@ def reporting_failure(start: FollowerStart) -> Iterator[None]:
     """Report to rank 0 why this rank cannot start, and end the process.
 
     Raises:
-        Exception: nobody foresaw it.
+        Exception: an unforeseen error.
     """
     try:
         with memory_errors(start.settings):

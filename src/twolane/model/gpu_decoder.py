@@ -519,8 +519,8 @@ class GpuDecoder:
         return workspace.channel is not None or self.spec.post_norms
 
     def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> Left:
-        """Complete what a block adds to the residual stream, in place, or leave that to what adds
-        it."""
+        """Complete a block's output in place, or leave that to the kernel that adds it to the
+        residual stream."""
         channel = workspace.channel
         if weight is None and isinstance(channel, TwoShot) and (mapped := channel.mapped(partial)):
             return UnsummedPart(partial, channel, mapped)
@@ -536,13 +536,13 @@ class GpuDecoder:
 
         Then all of them compute the same, which a router's choice of experts depends on.
         """
-        told = torch.zeros(1, dtype=torch.int32, device=self.device)
+        ready = torch.zeros(1, dtype=torch.int32, device=self.device)
         if channel is not None and self.follows:
-            channel.broadcast(told)
-            told.item()  # waits
+            channel.broadcast(ready)
+            ready.item()  # waits
         yield
         if channel is not None and not self.follows:
-            channel.broadcast(told)
+            channel.broadcast(ready)
 
     def tune(self, products: GpuProducts, rows: int, *, adapted: bool = False) -> None:
         """Choose how steps of up to this many rows multiply, on torch's current stream.

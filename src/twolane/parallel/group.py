@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class RankLost(ConnectionError):
-    """A rank has died or stands still; the message says which, or who waited for it."""
+    """A rank has died or stands still; the message names it, or the rank that waited for it."""
 
 
 class Group(Protocol):
@@ -153,7 +153,7 @@ class CpuGroup:
 
 
 def meeting_place() -> dist.TCPStore:
-    """A store for the ranks of this host, which no other host can reach.
+    """Return a store for the ranks of this host, which no other host can reach.
 
     PyTorch's own socket listens on every address of the host, and whoever connects may change what
     the ranks tell each other.

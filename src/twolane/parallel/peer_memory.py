@@ -28,9 +28,9 @@ class PeerGroup:
     """Processes, each with a GPU of its own, that map each other's memory.
 
     All ranks call the same methods in the same order: each waits for the others. Multicast over
-    NVLink is not used. A process makes one group in its life: PyTorch numbers what ranks tell each
-    other by how much each process has told before, so a second group, with a process that is newer,
-    would wait for ever.
+    NVLink is not used. A process makes one group in its life: PyTorch numbers messages
+    between ranks by those that each process has sent before, so a second group, with a newer
+    process, would wait forever.
 
     Args:
         name: of the group, by which PyTorch knows it in this process.

@@ -66,6 +66,6 @@ class Clocks:
             try:
                 sm, memory, watts = (float(field) for field in line.split(","))
             except ValueError:
-                continue  # "[N/A]" where the driver does not tell
+                continue  # "[N/A]" where the driver has no reading
             reading = ClockMeans(sm * 1e6, memory * 1e6, watts)
             self._readings.append((time.monotonic(), reading))

@@ -2,10 +2,10 @@
 
 Every round has some of everything (solo prefill and decode on every level, both lanes at every
 level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. Each
-of its points is a draw of its own: a batch measured on one level tells nearly all it would tell
-on the others, and another batch tells more. The anchors are the corners that nothing should have to
-be extrapolated beyond; alone they are measured on every level, together each level and the hybrid
-passes have pairs of them. They are never held out.
+of its points is a draw of its own: a batch measured on one level shows nearly all that it would
+show on the others, and another batch shows more. The anchors are the corners that nothing should
+have to be extrapolated beyond; alone they are measured on every level, together each level and the
+hybrid passes have pairs of them. They are never held out.
 """
 
 import random

@@ -43,7 +43,7 @@ def probed(
         partitions: the levels and their streams.
         device: the GPU that they share.
         shares: numbers of SMs that a lane may have.
-        progress: told ("probes", fraction).
+        progress: called with ("probes", fraction).
     """
     seconds = min(MOST_SECONDS, SECONDS / (2 * len(shares)))
     a, b = (_random((PRODUCT_SIZE, PRODUCT_SIZE), device, torch.bfloat16) for _ in range(2))
@@ -51,7 +51,7 @@ def probed(
     product, copy = torch.empty_like(a), torch.empty_like(source)
     multiply = partial(torch.mm, a, b, out=product)
     negate = partial(torch.neg, source, out=copy)
-    torch.cuda.synchronize()  # the numbers are there, and the lanes are through with their start
+    torch.cuda.synchronize()  # the numbers are there, and the lanes have started
     probes = []
     for number, units in enumerate(shares):
         progress("probes", number / len(shares))

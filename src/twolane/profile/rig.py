@@ -30,7 +30,7 @@ RANDOM = SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
 """Seconds between two looks at tickets."""
 HANGS_SECONDS = 120.0
-"""A launch that takes longer than this is taken for one that never ends."""
+"""A launch that takes longer than this counts as one that never ends."""
 
 
 class PromptBatch(NamedTuple):
@@ -42,7 +42,7 @@ class PromptBatch(NamedTuple):
 
 @dataclass
 class Rig:
-    """Lanes, with pages and slots for whoever measures."""
+    """Lanes, with pages and slots to measure with."""
 
     lanes: MachineLanes
     sizes: LaneSizes

@@ -62,7 +62,7 @@ def take_profile(
         out: the file; None: where servers look for it.
         seconds: of measuring, beside the start and the probes.
         rounds: of the plan.
-        progress: told the stage and the share of it that is done.
+        progress: called with the stage and the share of it that is done.
 
     Raises:
         ValueError: a setting is wrong, or the file is the profile of something else.

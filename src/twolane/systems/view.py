@@ -162,7 +162,7 @@ class LaneView(msgspec.Struct, frozen=True):
 
     def due_at(self, lead: float) -> float | None:
         """Return the time in seconds at which a lane with one launch will be due; None if only the
-        end of a launch will tell."""
+        end of a launch will show it."""
         if self.queued != 1 or self.until is None:
             return None
         return self.until - lead - self.launch_cost

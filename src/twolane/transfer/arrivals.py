@@ -74,7 +74,7 @@ class Arrivals:
             ValueError: it is another one.
         """
         if (arrival := self._arrived.get()) is None:
-            self._arrived.put(None)  # for whoever waits next
+            self._arrived.put(None)  # for the next call
             raise RankLost("rank 0 of 2 waited in vain for the pages of rank 1")
         if (arrival.batch, arrival.last) != (batch, last):
             raise ValueError(

@@ -1,7 +1,7 @@
 """The LoRA adapters that are loaded: by name, and by slot in the lanes.
 
 A slot is given to another adapter when no request and no launch names it any more. The prefix tree
-tells the pages of adapters apart by the digest of their files, as other servers and routers do.
+identifies the pages of adapters by the digest of their files, as other servers and routers do.
 """
 
 from collections.abc import Callable, Collection

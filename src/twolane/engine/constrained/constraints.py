@@ -76,8 +76,8 @@ class MaskPace:
 class Constraint:
     """The grammar's state in one request.
 
-    The loop tells it the tokens that are delivered; whoever computes the mask, one at a time, in
-    any thread, has the matcher take them first.
+    The loop adds delivered tokens. The thread that computes the mask, one at a time, has the
+    matcher take them first.
 
     Args:
         matcher: at its start.
@@ -112,7 +112,7 @@ class Constraint:
         """Whether matching was given up because tokens took too long."""
 
     def take(self, token: int) -> None:
-        """Go on behind an output token that was delivered."""
+        """Add a delivered output token."""
         self._delivered.append(token)
 
     def advance(self) -> None:

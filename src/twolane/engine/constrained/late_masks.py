@@ -19,7 +19,7 @@ class LateMasks:
     """Has the masks of delivered tokens computed, and sends the lanes those that launches wait for.
 
     A matcher is asked for one mask at a time: a request gets no token before the mask of the one
-    before it was told. No launch waits for the mask of a slow grammar (see `Request.sits_out`).
+    before it was sent. No launch waits for the mask of a slow grammar (see `Request.sits_out`).
 
     Args:
         state: the engine's.
@@ -51,7 +51,7 @@ class LateMasks:
         self._send()
 
     def take(self) -> bool:
-        """Take the masks that are there; whether there were any."""
+        """Take the masks that are computed; return whether there were any."""
         ready = [started for started in self._started if started.masks.done()]
         for started in ready:
             self._started.remove(started)

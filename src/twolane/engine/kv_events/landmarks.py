@@ -1,4 +1,4 @@
-"""Follows the prefix tree and tells the API process which landmarks came and went."""
+"""Collects the prefix tree's changes of landmarks for the API process."""
 
 from twolane.common.prefix_digest import is_landmark
 from twolane.engine.kv import Node

@@ -1,9 +1,9 @@
 """Publishes the prefix tree's events over ZeroMQ, as vLLM does.
 
 A message has three frames: the topic, the batch's number (8 bytes, big-endian, from 0) and the
-batch. Who finds a gap in the numbers sends the first number that it lacks to the replay address and
-gets the batches from there on, as (number, batch), then (-1, empty). In place of batches that are
-kept no longer it gets one that tells of the tree as they left it.
+batch. A subscriber that finds a gap in the numbers sends the first number that it lacks to the
+replay address and gets the batches from there on, as (number, batch), then (-1, empty). Batches
+that are no longer kept are replaced by one with the state of the tree behind them.
 """
 
 import threading
@@ -151,7 +151,7 @@ class KVEventPublisher:
 
 
 def _replay(socket: "zmq.Socket[bytes]", buffer: ReplayBuffer) -> None:
-    """Answer who asks for batches, until the socket's context ends."""
+    """Answer requests for batches until the socket's context ends."""
     try:
         while True:
             if not socket.poll(round(1e3 * FOLD_SECONDS)):
@@ -159,7 +159,7 @@ def _replay(socket: "zmq.Socket[bytes]", buffer: ReplayBuffer) -> None:
                 continue
             frames = socket.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
-                continue  # not a request; whoever sent it gets nothing
+                continue  # not a request: it gets no answer
             client, delimiter, wanted = frames
             for number, batch in buffer.since(int.from_bytes(wanted, "big")):
                 numbered = number.to_bytes(NUMBER_BYTES, "big")

@@ -1,4 +1,4 @@
-"""The prefix tree as a subscriber knows it, kept so that a late one can be told of it."""
+"""The prefix tree by its events so far, for subscribers that join late."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from twolane.engine.kv_events.events import (
 
 
 class TreeSnapshot:
-    """The pages that batches of events have told of, parents before their children."""
+    """The pages that batches of events have stored, parents before their children."""
 
     def __init__(self) -> None:
         self._pages: dict[int, BlockStored] = {}

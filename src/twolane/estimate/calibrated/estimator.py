@@ -14,7 +14,7 @@ and compute in a second if it were alone, by the base, for that is what lanes co
 bandwidth, the power that clocks are lowered for, and the link that several ranks sum over. q is
 the 99th percentile of how far launches of configurations that were left out are above the
 prediction. Online, each kind of launch has a slow correction of its own; and a device that is slow
-for a moment, which the last two launches tell, has longer bounds.
+for a moment, by the last two launches, has longer bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,11 +71,11 @@ MOST_CACHED = 4096
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Exponents of Zipf's law that the times of decode steps are compared with."""
 LEAST_SLICES = 24
-"""Samples of slices that tell whether attention runs in whole turns of tiles."""
+"""Least samples of slices by which attention is tested for whole turns of tiles."""
 TURNS_GAIN = 0.5
 """Fraction of the squared errors that may remain for turns of tiles to be believed in."""
 LEAST_STEPS = 24
-"""Samples of decode steps that tell how skewed the choice of experts is."""
+"""Least samples of decode steps by which the skew of experts is fitted."""
 CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """The kind of work in the other lane, for each kind that has one."""
 OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
@@ -108,7 +108,7 @@ class _LinearBase:
         self._layers, moe = profile.shape.layers, profile.shape.moe
         self._models: dict[Kind, LevelModel] = {}
         self._turns = False
-        """Whether attention runs in whole turns of tiles, as slices that were measured tell."""
+        """Whether attention runs in whole turns of tiles, by the measured slices."""
         self.experts = None if moe is None else ExpertCounts(moe)
         """Shared by all that are fitted from here."""
         if self.experts is not None and not self.experts.moe.skew:
@@ -124,8 +124,8 @@ class _LinearBase:
             self._fit_turns(slices)
 
     def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
-        """Give the experts the skew that the times of decode steps tell: how much longer a step of
-        more rows takes is a matter of how many experts these read."""
+        """Fit the experts' skew to the times of decode steps: a step of more rows takes longer as
+        its rows read more experts."""
         moe = experts.moe
         seconds, off = np.array([sample.median for sample in samples]), dict[float, float]()
         for skew in SKEWS:

@@ -68,8 +68,8 @@ def norm_and_route(
             has one group, whose fourth number is a mask of its rows of `x`.
         normalised: whether the chosen experts' probabilities are divided by their sum.
     """
-    told = options(router, routing.per_token, x, norm=norm is not None, normalised=normalised)
-    kernel = nvrtc.load(source(), told, "few_rows", 0, rows_in.device.index)
+    flags = options(router, routing.per_token, x, norm=norm is not None, normalised=normalised)
+    kernel = nvrtc.load(source(), flags, "few_rows", 0, rows_in.device.index)
     packed = arguments(rows_in, norm, router, active, logits, x, routing)
     kernel.launch(blocks(*logits.shape), 32 * _WARPS, 0, packed, early=True)
 

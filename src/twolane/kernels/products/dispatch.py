@@ -3,11 +3,11 @@
 Libraries choose a GEMM for the whole device. On a share of it their choice is off by up to a factor
 of two, and by another for every shape: one with a block for each of 132 SMs takes two turns on 116.
 So products are timed, on the lane's own stream with the model's own weights, before its graphs are
-captured. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and, for the few rows of
-decode, skinny_gemm.cu on Hopper. For e4m3 both libraries are `torch._scaled_mm`, told or not; for
-four bits they multiply what `widening` makes of the weights. Those of decode are timed alone, and
-the fastest again in whole layers, where what starts before the kernel in front of it has ended is
-worth more. What was found is kept on disk.
+captured. The ways: cuBLAS; cuBLASLt with the number of SMs that are not for it; and, for the few
+rows of decode, skinny_gemm.cu on Hopper. For e4m3 both libraries are `torch._scaled_mm`, with that
+number or without; for four bits they multiply what `widening` makes of the weights. Those of decode
+are timed alone, and the fastest again in whole layers, where what starts before the kernel in front
+of it has ended is worth more. What was found is kept on disk.
 """
 
 import json
@@ -547,7 +547,7 @@ _AS_IT_IS = nullcontext()
 
 @contextmanager
 def sm_carveout(units: int) -> Iterator[None]:
-    """torch's libraries believe all SMs but `units` to be somebody else's.
+    """Have torch's libraries leave all SMs but `units` unused.
 
     This is the process's and is put back at once: only one thread may launch.
     """

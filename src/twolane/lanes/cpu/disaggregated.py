@@ -43,7 +43,7 @@ class DecodeRunner(Runner):
         kv: this process's pool.
         slots: the most requests at a time.
         adapters: those that are loaded.
-        arrivals: what rank 1 says.
+        arrivals: messages of rank 1.
     """
 
     def __init__(

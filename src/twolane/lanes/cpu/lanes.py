@@ -129,7 +129,7 @@ class CpuLanes:
     def close(self, timeout: float = 1.0) -> None:
         """End the threads behind what is queued; wait for each for `timeout` seconds at most."""
         for ticket in self._open.waiting():
-            ticket.masks.cancel()  # nobody will tell them any more
+            ticket.masks.cancel()  # they will not be set any more
         for worker in self._workers.values():
             worker.jobs.put(None)
         for worker in self._workers.values():

@@ -25,7 +25,7 @@ from twolane.transfer.mirror import MirroredCache
 
 
 class PromptRunner(Runner):
-    """Runs slices of prompts, and tells the other process when their pages have been pushed.
+    """Runs slices of prompts, and reports to the other process when their pages have been pushed.
 
     Args:
         decoder: the model.

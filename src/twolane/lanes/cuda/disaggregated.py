@@ -112,7 +112,7 @@ class DecodeLanes(CudaLanes):
         machine: this GPU.
         launcher: of the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has news.
-        arrivals: what rank 1 says.
+        arrivals: messages of rank 1.
     """
 
     runner: CudaDecodeRunner
@@ -151,7 +151,7 @@ class DecodeLanes(CudaLanes):
         super().close(timeout)
 
     def _await(self) -> None:
-        """Have each slice end when rank 1 says so; on a thread of its own."""
+        """End each slice when rank 1 reports its end; on a thread of its own."""
         while (due := self._due.get()) is not None:
             ticket, work = due
             try:
@@ -256,7 +256,7 @@ class CudaPairMachine(MirroredMachine):
         self._arrivals = Arrivals(read)
         super().__init__(settings, 0, followers.store, followers.check, progress)
 
-    def start(  # type: ignore[override]  # lanes that are told to another process
+    def start(  # type: ignore[override]  # its launches are sent to another process
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],

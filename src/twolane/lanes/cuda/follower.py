@@ -55,7 +55,7 @@ class FollowerLanes:
         runner: queues the work.
         partitions: the levels and their streams.
         log: what to do.
-        reports: tells rank 0 what came of adapters.
+        reports: sends rank 0 the results of reading adapters.
     """
 
     def __init__(

@@ -48,13 +48,13 @@ class CudaPromptRunner(CudaRunner):
 
 
 class PromptLanes(FollowerLanes):
-    """The prefill lane, which tells rank 0 when a slice has ended.
+    """The prefill lane, which reports the end of each slice to rank 0.
 
     Args:
         runner: queues the work.
         machine: this GPU.
         log: what to do.
-        reports: tells rank 0 what came of adapters.
+        reports: sends rank 0 the results of reading adapters.
         arrivals: the pipe to rank 0.
     """
 

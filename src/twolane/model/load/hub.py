@@ -183,7 +183,7 @@ def resolve(
 
 def _directory(name: str, path: Path) -> ModelSource:
     for file in path.iterdir():
-        if not is_plain(file):  # whoever reads it may never come to its end
+        if not is_plain(file):  # reading it may never end
             raise ModelNotFound(f"{file} is a pipe, a socket or a device, not a file")
     if (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
         raise ModelNotFound(
@@ -246,7 +246,7 @@ def pull(
 
     Args:
         alias: one of `ALIASES`, or a Hugging Face id, whose folder is returned.
-        progress: told ("download", fraction); None shows a bar on standard error.
+        progress: called with ("download", fraction); None shows a bar on standard error.
         given_up: asked while it fetches.
 
     Raises:

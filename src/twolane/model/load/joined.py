@@ -58,7 +58,7 @@ class Joined:
     Args:
         source: of the tensors.
         spec: of the model, which says where to cut.
-        whole: tells of which modules the bias alone is seen so, for they are quantised.
+        whole: returns whether a module is quantised, so that only its bias is seen so.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The formats of modules that a checkpoint's tensors tell, whatever the lists of its config say.
+"""Formats of modules by a checkpoint's tensors, where they differ from the lists of its config.
 
 Writers and readers match names and patterns in different ways: `modules_to_not_convert` as parts of
 names, as their begins or as expressions, with the prefix of another model or with a point at the
@@ -60,9 +60,9 @@ def with_stored_formats(
     # Of several formats that are named, any will do; and no list need name a router in floats.
     routers = {m for m, form in found.items() if form is None and is_router(m, spec)}
     others = [m for m in stored if found[m] not in (quantization.named(m) or (None,))]
-    if told := [module for module in others if module not in routers]:
+    if differing := [module for module in others if module not in routers]:
         text = "%s: %d modules have another format than quantization_config says, such as %s"
-        log.warning(text, name, len(told), told[0])
+        log.warning(text, name, len(differing), differing[0])
     return replace(quantization, stored=stored)
 
 

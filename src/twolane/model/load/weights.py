@@ -86,7 +86,7 @@ def load_weights(
         seed: of dummy weights.
         router_skew: `MoeSpec.skew` of dummy weights.
         device: where the weights go, layer by layer.
-        progress: told ("weights", fraction) as layers are loaded.
+        progress: called with ("weights", fraction) as layers are loaded.
         rank: whose part is read.
         ranks: number of ranks that share the model.
 

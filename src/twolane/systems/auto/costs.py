@@ -10,7 +10,7 @@ REFERENCE_TOKENS = 1024
 """A prompt costs what it adds to a batch of this many new tokens."""
 QUEUED_PREFILL_FACTOR = 1.15
 """The predicted prefill time of a queued prompt is multiplied by this. A prompt takes many
-launches, and the bound on a single one says little about their sum."""
+launches, and the bound on a single one is loose for their sum."""
 
 
 @dataclass(frozen=True, slots=True)

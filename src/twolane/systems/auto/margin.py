@@ -24,7 +24,7 @@ LEAST_MARGIN = 0.6
 """The margin does not fall below this while the estimator promises no bound."""
 LEAST_PROMISED_MARGIN = 0.8
 """The margin does not fall below this if the estimator promises its bounds: gaps that are late
-whatever is planned, because host or device stalled, shall not take prefill's units away."""
+whatever is planned, because host or device stalled, must not take prefill's units away."""
 UNPROMISED_FRACTION = 0.9
 """At margin 1, this fraction of the TBT SLO is planned for if the estimator promises no bound."""
 UNHURRIED_FRACTION = 0.95

@@ -37,8 +37,8 @@ BATCH_SECONDS = 0.2
 """A prefill batch takes at most this many seconds on the whole device, or `LEAST_BATCH_TOKENS`."""
 UNBOUND_BATCH_SECONDS = 1.0
 """A prefill batch takes at most this many seconds while no waiting request has a TTFT bound or
-another priority: nobody misses a bound behind it then, and larger batches compute faster: they read
-weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
+another priority: no request misses a bound behind it then, and larger batches compute faster: they
+read weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
 UNBOUND_BATCH_FACTOR = 4
 """Factor by which the largest number of new tokens is greater in such a batch."""
 LEAST_BATCH_TOKENS = 256

@@ -49,8 +49,8 @@ def target_tbt(
 def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:
     """Return the tightest bound among the rows that decode alone can keep, in seconds.
 
-    A bound that even one of them alone on the whole device could not keep binds nobody. One that
-    they could keep if they were fewer does, so that nobody joins them.
+    A bound that even one of them alone on the whole device could not keep is ignored. One that
+    fewer of them could keep is not, so that no request joins them.
     """
     bounds = [bound for bound in {_slo(r) for r in rows} if bound is not None]
     kept = [bound for bound in bounds if not step or bound >= step]

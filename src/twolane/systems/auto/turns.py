@@ -222,8 +222,8 @@ class LaunchPlanner:
     def _step_beside(self, choice: Candidate, meanwhile: float) -> Launch | None:
         """Return a decode step if its lane is due once the host has launched the rest.
 
-        The step waits for prompts that end before it could begin, and in any case if nobody else
-        decodes.
+        The step waits for prompts that end before it could begin, and in any case if no other
+        request decodes.
 
         Args:
             choice: has the units.

@@ -33,7 +33,7 @@ Preempted = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class PrefillTurn:
-    """The batch that prefill goes on with, and how it comes to be the open one."""
+    """The next prefill batch, and the changes that make it the open one."""
 
     prompts: PrefillJob | None
     admit: tuple[Chunk, ...] = ()
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestFit:
-    """The policy with what tells the two systems apart."""
+    """The policy, with the settings in which the two systems differ."""
 
     levels: Sequence[Level]
     """Partitions to choose from, fewest units for decode first."""

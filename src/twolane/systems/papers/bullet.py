@@ -48,9 +48,9 @@ def reorder(
 ) -> list[int]:
     """Return the places of the waiting requests in the order of service (Algorithm 1, line 5).
 
-    By ascending latency, as far as no TTFT SLO suffers (§3.3.2). Who would be late in the given
-    order keeps its place, and nobody behind passes it, so nobody starves. Those between two such
-    requests are sorted unless that made one of them late.
+    By ascending latency, as far as no TTFT SLO suffers (§3.3.2). A request that would be late in
+    the given order keeps its place, and none behind passes it, so none starves. Those between two
+    such requests are sorted unless that made one of them late.
 
     Args:
         groups: requests of one group stand together; only they change places.
@@ -238,7 +238,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             shares = [1.0] * len(requests)
             return BulletWork(PrefillJob.of(view.batch), (), start, requests, shares, 100.0), memory
         if not next_chunks(view, 1, split=False):
-            return None, memory  # nobody waits, or the first one for memory: nobody passes it
+            return None, memory  # none waits, or the first one for memory: none passes it
         latencies = self._latencies(view, memory)
         memory = replace(memory, latencies=latencies)
         waiting = self._ordered(view, latencies, start)
