@@ -275,7 +275,6 @@ class KVBooks:
         self,
         tokens: Sequence[int],
         *,
-        reuse: bool = True,
         before: Lookup | None = None,
         salt: bytes = b"",
     ) -> list[Node]:
@@ -285,8 +284,6 @@ class KVBooks:
         written, so the page that holds it is left out. `before` is an earlier answer for the same
         tokens, which saves most of the work.
         """
-        if not reuse:
-            return []
         known = () if before is None else before.path
         return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known, salt)
 
@@ -299,7 +296,7 @@ class KVBooks:
         salt: bytes = b"",
     ) -> Lookup:
         """Return what `allocate` would find and take; `before` as for `match`."""
-        path = self.match(tokens, reuse=reuse, before=before, salt=salt)
+        path = self.match(tokens, before=before, salt=salt) if reuse else []
         # A pinned node's ancestors are pinned: the pinned ones come first.
         pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
         return Lookup(

@@ -64,9 +64,8 @@ class KVCache:
         pages: of each layer.
         page_size: tokens in a page.
         dtype: in which attention computes.
-        device: where.
         rounded: keep numbers in e4m3.
-        allocate: makes the pool's tensors; None: PyTorch does, on the device.
+        allocate: makes the pool's tensors.
     """
 
     def __init__(
@@ -75,23 +74,18 @@ class KVCache:
         pages: int,
         page_size: int,
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
         *,
         rounded: bool = False,
-        allocate: Allocate | None = None,
+        allocate: Allocate = lambda shape, dtype: torch.empty(shape, dtype=dtype),
     ) -> None:
         self.page_size = page_size
         shape = (pages * page_size, 2 * spec.kv_heads, spec.head_dim)
 
-        def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
         def layer() -> Pool:
-            make = allocate or empty
-            values = make(shape, fp8.E4M3 if rounded else dtype)
+            values = allocate(shape, fp8.E4M3 if rounded else dtype)
             if not rounded:
                 return values
-            return CpuRoundedPool(values, make(shape[:2], torch.int8), dtype)
+            return CpuRoundedPool(values, allocate(shape[:2], torch.int8), dtype)
 
         self.layers = [layer() for _ in range(spec.layers)]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
