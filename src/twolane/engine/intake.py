@@ -54,7 +54,7 @@ class Intake:
         self._seeds = random.Random(seed)
         self._notify = notify
         self._grammars: Grammars | None = None
-        """None until the API process has sent the vocabulary."""
+        """Compiler of grammars; None until the API process has sent the vocabulary."""
         self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0

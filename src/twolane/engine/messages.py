@@ -32,7 +32,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     """Lower values are served earlier, as in vLLM."""
     slo: Slo = Slo()
-    """None is the server's default."""
+    """Latency bounds; None in a field is the server's default."""
     leader: str | None = None
     """The first of several requests with this prompt (`n` > 1): this one is held back until the
     leader's prompt is in the prefix cache, or the leader has ended."""
@@ -84,8 +84,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Give an adapter to no new request, and forget it when the last one has ended; answered by one
-    `AdapterNews`, then."""
+    """Unload a LoRA adapter when its last request has ended; answered then by one `AdapterNews`."""
 
     name: str
 

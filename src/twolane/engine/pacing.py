@@ -93,13 +93,14 @@ class Pacer:
         return True
 
     def release(self, request: Request) -> Sampled | None:
-        """Give up the request's held token, if there is one."""
+        """Remove and return the request's held token, if there is one."""
         return self._held.pop(request, None)
 
     def release_ready(
         self, now: float, in_flight: Sequence[InFlightLaunch]
     ) -> Iterator[tuple[Request, Sampled]]:
-        """Give up the held tokens that need not wait any longer, given what is in flight."""
+        """Remove and yield the held tokens that need not wait any longer, given the launches in
+        flight."""
         for request, sampled in list(self._held.items()):
             if request.phase is Phase.DECODE and self._too_early(request, now, in_flight):
                 continue
@@ -124,7 +125,7 @@ class Pacer:
         return latest if wanted is None else max(at, min(wanted, latest))
 
     def _too_early(self, request: Request, now: float, in_flight: Sequence[InFlightLaunch]) -> bool:
-        """Tell whether the second token would be late by prediction if the first were sent now.
+        """Return whether the second token would be late by prediction if the first were sent now.
 
         It would be if other decode launches run first for long enough. The first token goes out
         nevertheless if it would miss its deadline meanwhile.

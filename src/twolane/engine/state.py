@@ -202,7 +202,7 @@ class State:
         return launched | {request.adapter for request in self.requests.values()}
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait for prefill, in its place by rank."""
+        """Add a request to those that wait for prefill, by rank."""
         request.phase = Phase.WAITING
         line = self.started if request.started else self.queue
         bisect.insort(line, request, key=lambda r: r.rank)
@@ -229,7 +229,7 @@ class State:
             (self.started if request.started else self.queue).remove(request)
 
     def hold(self, request: Request, leader: str) -> None:
-        """Let a request wait, unseen by systems, for the request `leader`."""
+        """Hide a request from systems until `release_held` is called with `leader`."""
         request.leader = leader
         self.held.setdefault(leader, []).append(request)
 
@@ -245,7 +245,7 @@ class State:
         bisect.insort(self.decoding, request, key=lambda r: r.rank)
 
     def release(self, request: Request) -> None:
-        """Give up a request's slot and pages, which are freed when the last launch that names them
+        """Release a request's slot and pages, which are freed when the last launch that names them
         ends."""
         if request.phase is Phase.DECODE:
             self.decoding.remove(request)

@@ -54,7 +54,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     here."""
 
     device: str
-    """As the driver names it; of a CPU its name."""
+    """Name of the GPU by its driver, or of the CPU."""
     driver: str
     version: str
     """Version of Twolane."""
@@ -86,7 +86,7 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def corunner(self) -> Corunner:
-        """As estimators take it."""
+        """The work as a corunner, for estimators."""
         return Corunner(load_of(self.runs), self.units)
 
 
@@ -108,7 +108,7 @@ class Sample(
     seconds: list[float]
     """Seconds of each launch (each step, for decode), in the order measured."""
     beside: Neighbour | None = None
-    """None: nothing ran in the other lane."""
+    """Work in the other lane; None: there was none."""
     sm_hz: float | None = None
     """Mean clock of the SMs meanwhile; None: unknown."""
     memory_hz: float | None = None
@@ -131,7 +131,7 @@ class Sample(
 
     @cached_property
     def load(self) -> Load:
-        """As estimators take it."""
+        """The load of the runs, for estimators."""
         return load_of(self.runs)
 
     @property
@@ -185,7 +185,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """Seed of the order of measurement and of what is held out."""
     samples: list[Sample] = []
     seconds: float = 0.0
-    """Spent on measuring, over all runs."""
+    """Seconds spent on measuring, over all runs."""
     planned: int = 0
     """Points of the plan that the last run worked on; fewer were measured if it was cut off."""
     notes: list[str] = []

@@ -199,7 +199,7 @@ class Followers:
         self._send(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 
     def load_adapter(self, slot: int, path: str, digest: bytes | None) -> None:
-        """Have all of them read an adapter, as `Lanes.load_adapter` does; wait until they have.
+        """Have all ranks read an adapter, as `Lanes.load_adapter` does; wait until they have.
 
         Raises:
             ValueError: one of them cannot; the message says which, and why.

@@ -62,7 +62,7 @@ class PendingSlotUpdates:
         self._updates: dict[int, SlotUpdate] = {}
 
     def add(self, update: SlotUpdate) -> None:
-        """Have the next launch that names the slot carry this update."""
+        """Attach this update to the next launch that names its slot."""
         self._updates[update.slot] = update
 
     def attach(self, work: Work) -> Work:

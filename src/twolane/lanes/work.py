@@ -148,8 +148,7 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
 
 
 class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
-    """One forward pass of decode rows and prompt rows. Sampled tokens number the decode rows
-    first."""
+    """One forward pass. Sampled tokens number the decode rows first, then the prompt rows."""
 
     decode: tuple[DecodeRow, ...]
     prompts: tuple[PromptRow, ...]

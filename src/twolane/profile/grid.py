@@ -87,7 +87,7 @@ class Point:
     name: str
     """Unique in the plan."""
     kind: Kind | None
-    """None: both lanes at once."""
+    """Kind of the work; None: both lanes at once."""
     prompts: tuple[Run, ...]
     contexts: tuple[Run, ...]
     """Decode rows, (1, context, count)."""

@@ -81,7 +81,7 @@ class _Feed:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Not reaped yet."""
+        """Tickets that are not reaped yet."""
         return [ticket for _, ticket in self.queued]
 
     def counted(self, start: float, end: float = float("inf")) -> list[tuple[int, Ticket]]:

@@ -84,7 +84,7 @@ class Rig:
         return self.lanes.launch(lane, units, self._pending.attach(work), ())
 
     def wait(self, until: Callable[[], bool], tickets: Sequence[Ticket]) -> None:
-        """Let the lanes work until something holds.
+        """Let the lanes work until a condition holds.
 
         Raises:
             BaseException: what a lane ran into.

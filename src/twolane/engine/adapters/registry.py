@@ -105,7 +105,7 @@ class AdapterRegistry:
         done.add_done_callback(lambda _: self._notify())
 
     def unload(self, name: str) -> None:
-        """Give an adapter to no new request; `settle` reports when the last one has ended."""
+        """Hide an adapter from new requests; `settle` reports when the last one has ended."""
         adapter = self._loaded.pop(name, None)
         if adapter is None:
             problem = f"no adapter {name!r} is loaded"
@@ -133,12 +133,12 @@ class AdapterRegistry:
         return bool(self.news)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Cancel the loads that have not begun."""
         if self._reader is not None:
             self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, slot: int, path: str) -> bytes:
-        """Cancel the loads that have not begun.
+        """Load an adapter and return the digest of its files.
 
         Raises:
             ValueError: it cannot be served; or its files change, so that other ranks may have read

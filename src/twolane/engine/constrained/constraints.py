@@ -35,8 +35,8 @@ that are bounded take a third longer at their 99th percentile."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
 SUSPECT_SECONDS = 0.01
-"""If a call takes this many seconds for its masks, the next mask of each of its grammars is
-computed by itself, and its processor time is measured."""
+"""Seconds of a call after which the next mask of each of its grammars is computed by itself, and
+its processor time measured."""
 SLOW_MASK_SECONDS = 0.005
 """A grammar of which one mask took this many seconds of processor time is slow from then on."""
 SLOW_COMPILE_SECONDS = 0.03
@@ -163,7 +163,7 @@ class Masks:
         self._count = threads or mask_threads()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._board = np.zeros(0, np.int32)
-        """Only the thread touches it."""
+        """Memory for masks, which only the thread uses."""
         self._apart = ThreadPoolExecutor(
             self._count, "slow masks", initializer=yield_processor, initargs=(COMPILER_NICENESS,)
         )

@@ -16,7 +16,7 @@ class _Started(NamedTuple):
 
 
 class LateMasks:
-    """Has the masks of delivered tokens computed, and sends the lanes those that launches wait for.
+    """Starts the computation of masks, and sends the lanes those that launches wait for.
 
     A matcher is asked for one mask at a time: a request gets no token before the mask of the one
     before it was sent. No launch waits for the mask of a slow grammar (see `Request.sits_out`).

@@ -449,8 +449,8 @@ class Calibrated(Estimator):
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, corunner: Corunner | None
     ) -> None:
-        """From two launches in a row that make tokens, whether the device is slow; from one in
-        `CORRECT_EVERY`, how far predictions are off."""
+        """Learn from two launches in a row that make tokens whether the device is slow, and from
+        one in `CORRECT_EVERY` how far predictions are off."""
         promise = self._promises.get((kind, corunner is not None))
         if predicted is None or promise is None:
             return
@@ -474,6 +474,6 @@ def _sums(load: Load, kind: Kind) -> tuple[object, ...]:
 
 
 def _rounded(tokens: int) -> int:
-    """To `CONTEXT_BITS` binary ones."""
+    """Return a number of tokens rounded to `CONTEXT_BITS` binary digits."""
     dropped = max(0, tokens.bit_length() - CONTEXT_BITS)
     return (tokens + (1 << dropped >> 1)) >> dropped << dropped

@@ -21,7 +21,8 @@ class PrefillWorkspace:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """At least `elements` elements, the same memory at each call; contents are left over."""
+        """Return at least `elements` elements, the same memory at each call; old contents
+        remain."""
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < elements:
             held = torch.empty(elements, dtype=dtype, device=self.device)

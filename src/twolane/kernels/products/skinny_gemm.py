@@ -73,7 +73,8 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Different for tiles of the same rows: s or p, swapped or plain, g if gated, `block_n`."""
+        """Unique name among tiles of the same rows: s or p, swapped or plain, g if gated,
+        `block_n`."""
         return f"{'s' if self.swap else 'p'}{'g' if self.gated else ''}{self.block_n}"
 
     @property

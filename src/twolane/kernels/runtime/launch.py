@@ -23,7 +23,7 @@ def power_of_2(n: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """As `kernel[grid](*arguments, **options)` on torch's current stream and device.
+    """Launch `kernel[grid](*arguments, **options)` on torch's current stream and device.
 
     Args:
         kernel: of `triton.jit`, without `do_not_specialize` or types that Triton follows (it does

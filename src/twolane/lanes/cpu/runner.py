@@ -56,7 +56,7 @@ class _PassRows:
 
     batch: Batch
     products: Products
-    """With what adapters add to them."""
+    """Products of the pass, with those of its adapters."""
 
 
 class Runner:

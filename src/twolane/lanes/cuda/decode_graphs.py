@@ -66,15 +66,15 @@ class LevelGraphs:
     """The graphs of one share of the SMs, and what they cost."""
 
     forward: dict[tuple[int, bool], torch.cuda.CUDAGraph]
-    """By bucket, and whether rows may have adapters."""
+    """Graphs of forward passes by bucket, and whether rows may have adapters."""
     finish: dict[int, torch.cuda.CUDAGraph]
-    """By bucket."""
+    """Graphs of the ends of steps by bucket."""
     bytes: int
     """By how much the device's free memory fell meanwhile: other processes' doing, too, so that it
     may be negative."""
     seconds: float
     tuning_seconds: float
-    """Device memory that choosing its matrix products took before."""
+    """Seconds spent before on choosing its matrix products."""
 
 
 def captured(

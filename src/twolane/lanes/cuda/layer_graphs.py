@@ -56,7 +56,7 @@ class _Layer:
     before: torch.cuda.CUDAGraph
     after: torch.cuda.CUDAGraph
     before_hybrid: torch.cuda.CUDAGraph | None = None
-    """With attention of the decode rows; on the whole device alone."""
+    """Graph with attention of the decode rows; on the whole device alone."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class PassGraphs:
     """The graphs of one share of the SMs, and what they cost."""
 
     layers: dict[tuple[int, bool], list[_Layer]]
-    """By size, and whether rows may have adapters."""
+    """Graphs of all layers by size, and whether rows may have adapters."""
     bytes: int
     """See `LevelGraphs.bytes`."""
     seconds: float
     tuning_seconds: float
-    """Device memory that choosing its matrix products took before."""
+    """Seconds spent before on choosing its matrix products."""
 
 
 class LayerGraphs:

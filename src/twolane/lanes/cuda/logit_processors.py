@@ -50,7 +50,7 @@ class TokenHistory:
             self._bias = sent[: len(ids)].long(), sent[len(ids) :].view(torch.float32)
 
     def apply(self, logits: Tensor) -> None:
-        """Change logits, float32 [vocab], in point; they stay finite."""
+        """Change logits, float32 [vocab], in place; they stay finite."""
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
         if self._seen is None:

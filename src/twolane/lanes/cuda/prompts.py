@@ -87,7 +87,7 @@ class PromptLanes(FollowerLanes):
         return self._runner.run(record.work, record.lane, record.units)
 
     def _report_ends(self) -> None:
-        """Wait for the end of each slice, in order, and send_arrival rank 0."""
+        """Wait for the end of each slice, in order, and report it to rank 0."""
         try:
             torch.cuda.set_device(self._partitions.device)
             while True:

@@ -87,7 +87,7 @@ class _Pass:
     owners: Tensor | None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
     plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
-    """By window, for the lane and the SMs of the last slice."""
+    """Attention plans by window, for the lane and the SMs of the last slice."""
 
 
 class _LaneMemory:
@@ -100,7 +100,7 @@ class _LaneMemory:
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
         self.passes: LayerGraphs | None = None
         self.whole: HybridGraphs | None = None
-        """None: hybrid passes are launched layer by layer."""
+        """Graphs of whole hybrid passes; None: these are launched layer by layer."""
         self._shape = 0 if decoder.follows else max_rows, decoder.spec.vocab_size
 
     @cached_property

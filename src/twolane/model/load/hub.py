@@ -64,7 +64,7 @@ class ModelSource:
 
     kind: Literal["dir", "gguf", "shape"]
     name: str
-    """As the user named it; what `/v1/models` shows."""
+    """Name by which the user asked for it; `/v1/models` shows it."""
     path: Path | None
     """The directory or file; None for a shape."""
     tokenizer: Path | None

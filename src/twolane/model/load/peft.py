@@ -300,7 +300,7 @@ def _names(spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> Iterator[st
 
 
 def _check_targets(config: _AdapterConfig, found: Mapping[str, int], there: Sequence[str]) -> None:
-    """See that tensors and `target_modules` agree, as far as that is a list of names.
+    """Check that tensors and `target_modules` agree, if that is a list of names.
 
     As in PEFT, a name that no module of the base model has means none.
     """

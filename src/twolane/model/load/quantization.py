@@ -123,7 +123,7 @@ class Quantization:
     """The quantised linear modules and their formats."""
 
     groups: tuple[ModuleGroup, ...]
-    """None where a KV cache alone is quantised, or nothing."""
+    """Groups of quantised modules; empty where a KV cache alone is quantised, or nothing."""
     ignored: tuple[str, ...]
     """Modules that are left in 16 bits, by name or pattern."""
     head: bool

@@ -114,7 +114,7 @@ class _Gptq(msgspec.Struct):
     group_size: int = 128
     desc_act: bool = False
     sym: bool = False
-    """False, too, where a config does not say it: then zero points are as they are stored."""
+    """Whether numbers are symmetric; without a value in the config, zero points are as stored."""
     lm_head: bool = False
     checkpoint_format: str | None = None
     format: str | None = None

@@ -61,7 +61,7 @@ class Safetensors:
         return list(self._files)
 
     def rename(self, name: str, new: str) -> None:
-        """Give a tensor another name."""
+        """Rename a tensor."""
         self._files[new] = self._files.pop(name)
 
     def shape(self, name: str) -> tuple[int, ...]:

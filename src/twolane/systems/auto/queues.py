@@ -22,7 +22,7 @@ def queue(view: View, lane: LaneName) -> LaneView:
 
 
 def due(view: View, lane: LaneName, lead: float) -> bool:
-    """Tell whether the lane and the device are idle, or will be within `lead` seconds."""
+    """Return whether the lane and the device are idle, or will be within `lead` seconds."""
     return queue(view, lane).due(view.now, lead)
 
 

@@ -208,12 +208,12 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _unbound(waiting: Sequence[RequestView]) -> bool:
-    """Tell whether no request has a TTFT bound, or another priority than the rest."""
+    """Return whether no request has a TTFT bound, or another priority than the rest."""
     return all(r.deadline is None and r.priority == waiting[0].priority for r in waiting)
 
 
 def _backlogged(view: View, prompts: Prompts) -> bool:
-    """Tell whether all prompts are unbound and as many tokens wait as the batch has."""
+    """Return whether all prompts are unbound and as many tokens wait as the batch has."""
     behind = sum(r.new for r in view.waiting) - sum(chunk.n for chunk in prompts.chunks)
     begun = [chunk.request for chunk in view.batch.chunks] if view.batch else []
     return behind >= prompts.load.new and _unbound([*view.waiting, *begun])
@@ -232,7 +232,8 @@ def _outdated(current: CurrentChoice, made_for: tuple[object, ...], now: float) 
 
 
 def _no_room(view: View, decode: Load, prompts: Prompts, target: TbtTarget) -> bool:
-    """Tell whether decode, with those who would join it, could not even alone keep the bound."""
+    """Return whether decode, with the requests that would join it, could not keep the bound even
+    alone."""
     joined = Load.decode([*decode.r, *prompts.joiners])
     then = view.estimator.predict(decode_step(joined), view.units, bound=True)
     return then is not None and then > target.bound

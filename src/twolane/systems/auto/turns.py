@@ -237,7 +237,7 @@ class LaunchPlanner:
         return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
 
     def _drain(self, choice: Candidate) -> Plan:
-        """Let decode go on beside the last slices, unless it can wait for what comes after."""
+        """Continue decode beside the last slices, unless it can wait for their end."""
         view, lane = self.view, self.view.lanes["prefill"]
         if not lane.queued or not view.decoding or not self._due("decode"):
             return Plan()
@@ -248,7 +248,7 @@ class LaunchPlanner:
         return Plan(launches=(Launch("decode", rest[1], DecodeSteps()),), reason="last slices")
 
     def _slices_end_late(self, choice: Candidate) -> bool:
-        """Tell whether slices beside decode last too long for decode to wait for them."""
+        """Return whether slices beside decode last too long for decode to wait for them."""
         lane = self.view.lanes["prefill"]
         if lane.until is None or not self.view.decoding:
             return False

@@ -194,10 +194,11 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a batch ends earlier where a further request raises its predicted rate by less than
     1 %: arithmetic intensity has its limit there under the execution state (§3.3.2)."""
     partition: bool = True
-    """False: both lanes on all units (Figure 23: with the scheduler only)."""
+    """Whether units are partitioned; false: both lanes on all units (Figure 23: with the scheduler
+    only)."""
     schedule: bool = True
-    """False: no reordering, and decode never stands still (Figure 23: with partitions only; if
-    `partition` is false, too: naive)."""
+    """Whether prompts are reordered and decode may pause; false: neither (Figure 23: with
+    partitions only; if `partition` is false, too: naive)."""
     prefill_units: int = 0
     """Above 0: prefill always on about this many units, decode on all (Figure 22)."""
     lead_seconds: float = 0.005
@@ -210,11 +211,11 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at_least(self, step_layers=1, max_batch_tokens=1, prefill_units=0, lead_seconds=0)
 
     def start(self) -> BulletMemory:
-        """Nothing provisioned."""
+        """Return the memory of a system that has provisioned nothing."""
         return BulletMemory()
 
     def plan(self, view: View, memory: BulletMemory) -> tuple[Plan, BulletMemory]:
-        """Return the memory of a system that has provisioned nothing."""
+        """Feed both lanes; decode is launched first, for its launch is short."""
         step: Launch | None = None
         chunks: tuple[Chunk, ...] = ()
         if view.lanes["prefill"].due(view.now, self.lead_seconds):
