@@ -12,7 +12,7 @@ from twolane.engine.messages import LaneWait, Ping
 from twolane.engine.state import State
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.base import PATIENCE_FACTOR, OpenTickets, Sampled, Step, Ticket
+from twolane.lanes.base import TIMEOUT_FACTOR, OpenTickets, Sampled, Step, Ticket
 from twolane.lanes.work import Work
 from twolane.systems.plan import Plan
 
@@ -132,4 +132,4 @@ def test_lanes_are_told_how_long_a_launch_may_take_by_its_prediction() -> None:
     engine = make_engine(lanes, Known())
     engine.take([submit("a", 16, 8)])
     turn(engine)
-    assert lanes.tickets[0].patience == 100.0 * PATIENCE_FACTOR
+    assert lanes.tickets[0].timeout == 100.0 * TIMEOUT_FACTOR

@@ -10,7 +10,7 @@ from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.messages import LaneWait
-from twolane.engine.overlap import Mixed, corunner_now, corunner_then, lane_waits
+from twolane.engine.overlap import PartialOverlap, corunner_during, corunner_now, lane_waits
 from twolane.engine.state import State
 from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, LaunchShape, Load, decode_step
@@ -42,7 +42,7 @@ def beside(*others: Any, lane: LaneName = "prefill") -> Corunner | None:
     finished = {"decode": deque(each for each in others if each.ticket.end is not None)}
     in_flight = [each for each in others if each.ticket.end is None]
     state: Any = SimpleNamespace(finished=finished, in_flight=in_flight)
-    return corunner_then(state, flight(lane, 2.0, 4.0, units=84))
+    return corunner_during(state, flight(lane, 2.0, 4.0, units=84))
 
 
 @pytest.mark.parametrize(("start", "end"), [(1.8, 4.2), (2.0, 3.92), (2.04, None)])
@@ -62,7 +62,7 @@ def test_what_hardly_ran_meanwhile_did_not(start: float | None, end: float | Non
     [(2.0, 3.8), (2.2, 5.0), (3.0, None), (1.0, 3.0), (2.4, 3.6), (1.0, 2.06)],
 )
 def test_what_ran_for_a_part_is_neither(start: float, end: float | None) -> None:
-    with pytest.raises(Mixed):
+    with pytest.raises(PartialOverlap):
         beside(flight("decode", start, end))
 
 

@@ -21,7 +21,7 @@ class Known(Estimator):
 
     def observe(self, launch, units, seconds, corunner=None):
         self.taught.append(seconds)
-        self.lately = 0.5
+        self.slowdown = 0.5
 
     def _seconds(self, launch, units, corunner, bound):
         return [1.0] * len(units)
@@ -52,7 +52,7 @@ def test_the_other_estimator_is_taught_what_launches_take_without_adapters() -> 
     assert base.taught[-1] == pytest.approx(1.0, rel=0.01)
     estimator.observe(adapted(STEP, 0), UNITS, 1.1)
     assert base.taught[-1] == 1.1
-    assert estimator.lately == 0.5  # what it says of the device holds with adapters, too
+    assert estimator.slowdown == 0.5  # what it says of the device holds with adapters, too
 
 
 def test_what_systems_ask_about_has_the_adapters_that_run() -> None:

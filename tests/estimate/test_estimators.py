@@ -16,9 +16,9 @@ from twolane.estimate.calibrated.estimator import (
     MOST_CORRECTION,
     MOST_SLOW_EXCESS,
     Calibrated,
-    _Promise,
+    _BoundModel,
     _quantile,
-    _Question,
+    _Query,
     _rounded,
 )
 from twolane.estimate.catalog import ESTIMATORS
@@ -167,10 +167,10 @@ def test_calibrated_answers_for_similar_steps_from_memory(profile):
         step = Load.decode([context, *[0] * 39])
         for beside in (Corunner(Load([300], [0]), 84), Corunner(PROMPTS, 84)):
             seconds = asked.predict(decode_step(step), 48, beside)
-            anew = _Question(decode_step(step), [48], beside)
+            anew = _Query(decode_step(step), [48], beside)
             base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
             assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
-    assert len(asked._known) < 9
+    assert len(asked._answers) < 9
     assert seconds == Calibrated(profile).predict(decode_step(step), 48, beside)
 
 
@@ -362,13 +362,13 @@ def test_bullets_network_has_a_knee() -> None:
 def test_lanes_of_several_ranks_contend_for_the_link() -> None:
     """By the bytes that each would sum in a second, alone; one rank sums nothing."""
     made, step = synthetic.profile(rounds=2), decode_step(Load.decode([2048] * 8))
-    beside = _Question(step, (66,), Corunner(Load([1000], [0]), 66))
+    beside = _Query(step, (66,), Corunner(Load([1000], [0]), 66))
     states, bases = [], []
     for ranks in (1, 2):
         made.key = msgspec.structs.replace(made.key, tensor_parallel=ranks)
         bases.append(Calibrated(made)._models["decode", True].base)
         states.append(bases[-1].states(beside)[0])
-    seconds = bases[1].seconds(_Question(step, (66,)))[0]
+    seconds = bases[1].seconds(_Query(step, (66,)))[0]
     shape = synthetic.SHAPE
     assert len(states[1]) == len(states[0]) + 2
     summed = 2 * shape.layers * 8 * shape.hidden_size * 2
@@ -416,7 +416,7 @@ def test_a_bound_is_of_configurations_that_were_left_out(drawn: bool) -> None:
             return float(np.log(sample.median))
 
     model: Any = Fitted(())
-    promise = _Promise(model, lambda seen, _: cast("Any", Fitted(seen)), samples)
+    promise = _BoundModel(model, lambda seen, _: cast("Any", Fitted(seen)), samples)
     assert promise.quantile == pytest.approx(0.0)
     left = [sample.configuration for sample in samples if not (drawn and sample.anchors)]
     assert 1 < len(left) <= len(samples)
@@ -437,7 +437,7 @@ def test_a_correction_follows_what_is_missed_up_to_a_bound() -> None:
     """Of one configuration, none can be left out to be judged."""
     one = synthetic.profile(rounds=1).training("decode", beside=False)[:1]
     for sign in (1.0, -1.0):
-        promise = _Promise(cast("Any", None), cast("Any", None), one)
+        promise = _BoundModel(cast("Any", None), cast("Any", None), one)
         for _ in range(2):
             promise.learn(sign * 0.5)
         assert promise.correction == pytest.approx(sign * 2 * MEAN_WEIGHT * 0.5)

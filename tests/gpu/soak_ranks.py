@@ -64,7 +64,7 @@ def started(args: argparse.Namespace, path: Path) -> Any:
     install(0)
     ranks_module.FOLLOWER = "tests.gpu.delayed_follower"
     if not args.emulated:
-        base.UNPREDICTED_SECONDS = base.PATIENCE_SECONDS
+        base.UNPREDICTED_SECONDS = base.LAUNCH_TIMEOUT_SECONDS
     settings = DeviceSettings(
         model=str(path),
         dtype="float32",

@@ -342,7 +342,7 @@ def test_lanes_that_share_a_channel_are_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     first, _second = groups(2)
     channel = first._channels["decode"]
-    assert channel.options._timeout == timedelta(seconds=group_module.PATIENCE_SECONDS)
+    assert channel.options._timeout == timedelta(seconds=group_module.COLLECTIVE_TIMEOUT_SECONDS)
     channel._set_default_timeout(timedelta(seconds=1.0))
     first.bind("decode")
     with pytest.raises(

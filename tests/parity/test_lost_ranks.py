@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_in_a_launch_ends_the_engine(
     monkeypatch.setattr(followers, "_is_stopped", lambda _: False)
     ranks = on_cpu(checkpoint, 2, 256, 16, 8)
     ranks.serve(make_system("static-split"), [Submit("first", [5, 6, 7], SHORT)])
-    monkeypatch.setattr(base, "PATIENCE_SECONDS", HANGS)
+    monkeypatch.setattr(base, "LAUNCH_TIMEOUT_SECONDS", HANGS)
     monkeypatch.setattr(base, "UNPREDICTED_SECONDS", HANGS)
     took, said = lose(ranks, 1, signal.SIGSTOP, 0.5)
     assert took < ENDS_WITHIN

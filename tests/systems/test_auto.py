@@ -218,7 +218,7 @@ def test_a_device_that_gets_slow_makes_for_another_choice_at_once():
     asked = {"decoding": rows(16, 1000, 0.02), "batch": begun}
     _, before = plan(estimator, **asked)
     assert plan(estimator, before, **asked)[1].current.choice is before.current.choice
-    estimator.lately = 0.2
+    estimator.slowdown = 0.2
     _, after = plan(estimator, before, **asked)
     assert after.current.choice != before.current.choice
     assert after.current.choice.gap <= 0.02
@@ -592,7 +592,7 @@ def test_an_overloaded_server_says_so_at_once_and_with_the_reason():
 def test_a_wide_bound_on_a_launch_gives_up_nobody_in_line():
     """A profile of a slow host has one: a launch may take that long, but not all of a line."""
     wide = deepcopy(KNOWN)
-    wide._promises["prefill", False].quantile = math.log(3.0)
+    wide._bounds["prefill", False].quantile = math.log(3.0)
     seconds = wide.predict(prefill_slice(Load([8000], [0]), LAYERS), UNITS)
     long, short = due("long", 8000, 1.5 * seconds), due("short", 500, 2.0 * seconds)
     made, _ = plan(wide, waiting=[long, short])

@@ -35,7 +35,7 @@ from twolane.systems.plan import Plan
 from twolane.systems.registry import System
 from twolane.systems.view import View
 
-NOBODY: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
+NO_JOINS: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """The joining requests of each lane while no batch is launched to the last layer."""
 
 
@@ -213,7 +213,7 @@ class Engine:
             launched_batches=tuple(state.launched),
             parked=state.parked,
             decoding=[request for request in state.decoding if decodes(request)],
-            joining={lane: joining(state, lane) for lane in LANES} if state.launched else NOBODY,
+            joining={lane: joining(state, lane) for lane in LANES} if state.launched else NO_JOINS,
             lanes=state.lane_views(now),
             free_pages=state.kv.free_pages,
             reclaimable_pages=state.kv.reclaimable_pages,

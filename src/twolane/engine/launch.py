@@ -19,7 +19,7 @@ from twolane.engine.request import (
 )
 from twolane.engine.state import State
 from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
-from twolane.lanes.base import Ticket, patience
+from twolane.lanes.base import Ticket, launch_timeout
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -282,7 +282,7 @@ def _submit(state: State, work: Work, flight: InFlightLaunch) -> None:
     flight.launched_at = state.now()
     after = tuple([ticket.number for ticket in flight.after])
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
-    flight.ticket.patience = patience(flight.predicted)
+    flight.ticket.timeout = launch_timeout(flight.predicted)
     state.kv.launched(allocations, flight.ticket)
     state.in_flight.append(flight)
     if flight.late:

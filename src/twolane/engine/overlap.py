@@ -15,7 +15,7 @@ UNCOVERED = 0.02
 """Share up to which it counts as having been idle."""
 
 
-class Mixed(Exception):
+class PartialOverlap(Exception):
     """The other lane worked for a part of the time only: neither alone nor beside it."""
 
 
@@ -28,11 +28,11 @@ def corunner_now(state: State, lane: LaneName) -> Corunner | None:
     return None
 
 
-def corunner_then(state: State, flight: InFlightLaunch) -> Corunner | None:
+def corunner_during(state: State, flight: InFlightLaunch) -> Corunner | None:
     """Return the work that ran beside a launch that has ended: of several, the longest.
 
     Raises:
-        Mixed: something did, but not all the while.
+        PartialOverlap: something did, but not all the while.
     """
     ticket, lane = flight.ticket, flight.launch.lane
     other = OTHER.get(lane)
@@ -49,7 +49,7 @@ def corunner_then(state: State, flight: InFlightLaunch) -> Corunner | None:
     if covered <= UNCOVERED:
         return None
     if covered < COVERED:
-        raise Mixed
+        raise PartialOverlap
     longest = candidates[max(range(len(shares)), key=shares.__getitem__)]
     return Corunner(longest.shape.load, longest.launch.units)
 

@@ -5,7 +5,7 @@ from math import isfinite
 from twolane.common.prompt_work import PromptWork
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
-from twolane.engine.overlap import OTHER, Mixed, corunner_then
+from twolane.engine.overlap import OTHER, PartialOverlap, corunner_during
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
@@ -193,8 +193,8 @@ def _observe(state: State, flight: InFlightLaunch) -> None:
     if flight.ticket.waited and state.estimator.promises:
         return
     try:
-        corunner = corunner_then(state, flight)
-    except Mixed:
+        corunner = corunner_during(state, flight)
+    except PartialOverlap:
         return
     if shape.kind == "decode":
         steps = flight.ticket.steps

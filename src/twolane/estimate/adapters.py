@@ -43,7 +43,7 @@ class AdapterEstimator(Estimator):
                 self._logs[key] = before + WEIGHT * (error - before)
             seconds /= self._factor(launch)
         self.base.observe(launch, units, seconds, corunner)
-        self.lately = self.base.lately
+        self.slowdown = self.base.slowdown
 
     def observe_experts(self, rows: int, experts_read: float) -> None:
         """See `Estimator.observe_experts`."""

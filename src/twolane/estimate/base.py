@@ -16,7 +16,7 @@ class Estimator(ABC):
 
     promises: bool = False
     """Whether its bounds are more than estimates, for every kind of launch."""
-    lately: float = 0.0
+    slowdown: float = 0.0
     """The logarithm by which its bounds are longer now than they usually are."""
 
     @overload

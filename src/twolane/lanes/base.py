@@ -47,20 +47,20 @@ class Step(NamedTuple):
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
 
-PATIENCE_SECONDS = 9.0
+LAUNCH_TIMEOUT_SECONDS = 9.0
 """Shortest time in seconds after which an unfinished launch means a lost rank; the server reports
 it within ten."""
 UNPREDICTED_SECONDS = 60.0
 """Seconds after which an unfinished launch without a prediction means a lost rank."""
-PATIENCE_FACTOR = 5.0
+TIMEOUT_FACTOR = 5.0
 """Multiple of its prediction that a launch may take, if that is longer."""
 
 
-def patience(predicted: float | None) -> float:
+def launch_timeout(predicted: float | None) -> float:
     """Return the seconds that a launch may take before a rank counts as lost."""
     if predicted is None:
         return UNPREDICTED_SECONDS
-    return max(PATIENCE_SECONDS, PATIENCE_FACTOR * predicted)
+    return max(LAUNCH_TIMEOUT_SECONDS, TIMEOUT_FACTOR * predicted)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class Ticket:
     """Seconds on the lanes' clock at which the host had queued all of it."""
     number: int = 0
     """Sequence number of the launch, over all lanes of the device."""
-    patience: float = UNPREDICTED_SECONDS
+    timeout: float = UNPREDICTED_SECONDS
     """Seconds without the end of any step, over all lanes, after which a rank counts as lost; the
     engine sets it when the launch has returned, which may take seconds the first time."""
 

@@ -184,7 +184,7 @@ class Followers:
         self._send(msgspec.json.encode(sizes) + b"\n")
 
     def watch(self, launches: OpenLaunches, progress: Callable[[], int] = lambda: 0) -> None:
-        """Count a rank as lost, from now on, when launches do not go on within their patience or
+        """Count a rank as lost, from now on, when launches do not go on within their timeout or
         when it does not answer while there are none.
 
         Args:
@@ -304,7 +304,7 @@ class Followers:
                 progressed_at = now
                 if before:
                     heartbeat.heard(now)
-            elif now - progressed_at > max(ticket.patience for ticket in before):
+            elif now - progressed_at > max(ticket.timeout for ticket in before):
                 self._lose(self._overdue(next(iter(before)), now - progressed_at))
             before = steps
             self.silences = heartbeat.silences(now)

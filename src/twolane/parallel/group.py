@@ -18,7 +18,7 @@ from twolane.common.vocabulary import LaneName
 
 LOOPBACK = "127.0.0.1"
 """Address at which ranks of one host connect to each other."""
-PATIENCE_SECONDS = 600.0
+COLLECTIVE_TIMEOUT_SECONDS = 600.0
 """A collective fails when another rank has not come to it after this many seconds. Rank 0 holds a
 rank for lost long before: it knows how long a launch should take."""
 MEETING_SECONDS = 0.02
@@ -92,7 +92,8 @@ class CpuGroup:
         check: called while others have not come; raises if they will not.
 
     Raises:
-        RankLost: a collective: a rank has died, or has not come within `PATIENCE_SECONDS`.
+        RankLost: a collective: a rank has died, or has not come within
+            `COLLECTIVE_TIMEOUT_SECONDS`.
     """
 
     def __init__(
@@ -263,5 +264,5 @@ def gloo(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:
     """Connect to the other ranks of this host."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._timeout = timedelta(seconds=PATIENCE_SECONDS)
+    options._timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     return dist.ProcessGroupGloo(store, rank, size, options)

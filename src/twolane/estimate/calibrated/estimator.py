@@ -83,7 +83,7 @@ OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
 and units of a slice, the units of a step."""
 
 
-class _Question(NamedTuple):
+class _Query(NamedTuple):
     """A launch whose seconds are asked for on each of these units."""
 
     launch: LaunchShape
@@ -93,7 +93,7 @@ class _Question(NamedTuple):
     """Experts of a layer that a step is known to have read; None: what is expected."""
 
     @classmethod
-    def of(cls, sample: Sample) -> "_Question":
+    def of(cls, sample: Sample) -> "_Query":
         return cls(sample.launch, (sample.units,), sample.corunner, sample.experts_read)
 
 
@@ -131,7 +131,7 @@ class _LinearBase:
         for skew in SKEWS:
             experts.moe = replace(moe, skew=skew)
             base = self.fitted("decode", samples)
-            predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
+            predicted = [base.seconds(_Query.of(sample))[0] for sample in samples]
             off[skew] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
         experts.moe = replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
 
@@ -140,25 +140,25 @@ class _LinearBase:
         seconds, off = np.array([sample.median for sample in samples]), dict[bool, float]()
         for self._turns in (False, True):
             base = self.fitted("prefill", samples)
-            predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
+            predicted = [base.seconds(_Query.of(sample))[0] for sample in samples]
             off[self._turns] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
         self._turns = off[True] < TURNS_GAIN * off[False]
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Return a copy in which one kind's model is fitted on these samples."""
         other = copy(self)
-        features = [self._features(_Question.of(sample))[0] for sample in samples]
+        features = [self._features(_Query.of(sample))[0] for sample in samples]
         other._models = {**self._models, kind: LevelModel.fit(features, samples)}
         return other
 
-    def seconds(self, asked: _Question) -> list[float]:
+    def seconds(self, query: _Query) -> list[float]:
         """Return the predicted seconds at each of the units."""
-        return self._models[asked.launch.kind].predict(self._features(asked), asked.units)
+        return self._models[query.launch.kind].predict(self._features(query), query.units)
 
-    def states(self, asked: _Question) -> list[list[float]]:
+    def states(self, query: _Query) -> list[list[float]]:
         """Return the processes' state at each of the units; beside the other lane, with both lanes'
         rates."""
-        launch, units, corunner, _ = asked
+        launch, units, corunner, _ = query
         kind = launch.kind
         sizes = self._sizes(launch, units)
         own = [[*size, log2(each)] for size, each in zip(sizes, units, strict=True)]
@@ -186,9 +186,9 @@ class _LinearBase:
         every = self._models[kind].predict(features, units)
         return [tuple(amount / (each + LEAST_SECONDS) for amount in amounts) for each in every]
 
-    def _features(self, asked: _Question) -> Rows:
+    def _features(self, query: _Query) -> Rows:
         """Return the features in which the base is linear, at each of the units."""
-        (kind, load, layers, finishes, _), units, _, experts_read = asked
+        (kind, load, layers, finishes, _), units, _, experts_read = query
         if kind == "decode":
             return self._steps(load, load.reused, units, experts_read)
         if kind == "prefill":
@@ -270,23 +270,23 @@ class _KindModel:
         self.base, self.parts = base, parts
         self._means = Means(*parts) if parts else None
 
-    def missed(self, asked: _Question) -> list[float]:
+    def missed(self, query: _Query) -> list[float]:
         """Return the processes' correction of the base, a logarithm at each of the units."""
         if self._means is None:
-            return [0.0] * len(asked.units)
-        means: list[float] = self._means.at(self.base.states(asked)).tolist()
+            return [0.0] * len(query.units)
+        means: list[float] = self._means.at(self.base.states(query)).tolist()
         return means
 
     def predicted(self, sample: Sample) -> float:
         """Return the logarithm of the predicted seconds."""
-        asked = _Question.of(sample)
-        return log(self.base.seconds(asked)[0] + LEAST_SECONDS) + self.missed(asked)[0]
+        query = _Query.of(sample)
+        return log(self.base.seconds(query)[0] + LEAST_SECONDS) + self.missed(query)[0]
 
     def taught(
         self, samples: Sequence[Sample], first: int, like: "_KindModel | None"
     ) -> "_KindModel":
         """Return a model with one more process, fitted on the residuals of these samples."""
-        states = np.array([self.base.states(_Question.of(sample))[0][first:] for sample in samples])
+        states = np.array([self.base.states(_Query.of(sample))[0][first:] for sample in samples])
         logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
         groups = [sample.configuration for sample in samples]
         residual = Residual(states, logs, groups, like.parts[-1][1] if like is not None else None)
@@ -297,7 +297,7 @@ Fit = Callable[[Sequence[Sample], _KindModel | None], _KindModel]
 """Fits a model to samples, with the parameters of one that was fitted before, if there is one."""
 
 
-class _Promise:
+class _BoundModel:
     """The quantile of launches above a model's prediction, and its online corrections.
 
     Base and processes are fitted anew without each part of the configurations: so far are launches
@@ -363,12 +363,12 @@ class Calibrated(Estimator):
         self._base = _LinearBase(profile)
         self._models: dict[tuple[Kind, bool], _KindModel] = {}
         """Models of launches alone and beside the other lane, by kind."""
-        self._promises: dict[tuple[Kind, bool], _Promise] = {}
+        self._bounds: dict[tuple[Kind, bool], _BoundModel] = {}
         self._seen = 0
         """Launches since one was looked at."""
         self._slow = False
         """Whether the last launch that made tokens was."""
-        self._known: dict[tuple[object, ...], Sequence[float]] = {}
+        self._answers: dict[tuple[object, ...], Sequence[float]] = {}
         """Cached answers of the processes."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
@@ -391,7 +391,7 @@ class Calibrated(Estimator):
         """See `Estimator.observe_experts`: predictions follow the skew that is seen."""
         experts = self._base.experts
         if experts is not None and experts.note(rows, experts_read):
-            self._known.clear()
+            self._answers.clear()
 
     def _fit_alone(self, kind: Kind) -> Fit:
         return lambda samples, like: _KindModel(self._base.fitted(kind, samples)).taught(
@@ -405,7 +405,7 @@ class Calibrated(Estimator):
 
     def _fit(self, case: tuple[Kind, bool], samples: Sequence[Sample], fit: Fit) -> None:
         model = self._models[case] = fit(samples, None)
-        self._promises[case] = _Promise(model, fit, samples)
+        self._bounds[case] = _BoundModel(model, fit, samples)
 
     def _is_learning_turn(self) -> bool:
         """Return whether to learn from this launch."""
@@ -418,52 +418,52 @@ class Calibrated(Estimator):
         kind, log = launch.kind, 0.0
         if corunner is not None and (kind, True) not in self._models:
             corunner = None
-        asked = _Question(launch, units, corunner)
-        promise = self._promises[kind, corunner is not None]
+        query = _Query(launch, units, corunner)
+        bounds = self._bounds[kind, corunner is not None]
         if corunner is not None:
-            log = self._promises[kind, False].correction
-        log += promise.correction + (promise.quantile + self.lately if bound else 0.0)
-        means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
-        bases = self._base.seconds(asked)
+            log = self._bounds[kind, False].correction
+        log += bounds.correction + (bounds.quantile + self.slowdown if bound else 0.0)
+        means = self._missed(query) if kind == "hybrid" else self._cached(query)
+        bases = self._base.seconds(query)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
-    def _remembered(self, asked: _Question) -> Sequence[float]:
+    def _cached(self, query: _Query) -> Sequence[float]:
         """Return the processes' answer, cached by the leading bits of the context: decode steps are
         asked about again and again, a token further each time."""
-        (kind, load, layers, _, _), units, corunner, _ = asked
+        (kind, load, layers, _, _), units, corunner, _ = query
         others: tuple[object, ...] = ()
         if corunner is not None:
             others = (*corunner.each(len(units)), *_sums(corunner.load, CORUNNER[kind]))
         key = (kind, layers, *units, *_sums(load, kind), others)
-        means = self._known.get(key)
+        means = self._answers.get(key)
         if means is None:
-            if len(self._known) == MOST_CACHED:
-                self._known.clear()
-            means = self._known[key] = self._missed(asked)
+            if len(self._answers) == MOST_CACHED:
+                self._answers.clear()
+            means = self._answers[key] = self._missed(query)
         return means
 
-    def _missed(self, asked: _Question) -> Sequence[float]:
+    def _missed(self, query: _Query) -> Sequence[float]:
         """Return the processes' prediction of log(truth / base), at each of the units."""
-        return self._models[asked.launch.kind, asked.corunner is not None].missed(asked)
+        return self._models[query.launch.kind, query.corunner is not None].missed(query)
 
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, corunner: Corunner | None
     ) -> None:
         """Learn from two launches in a row that make tokens whether the device is slow, and from
         one in `CORRECT_EVERY` how far predictions are off."""
-        promise = self._promises.get((kind, corunner is not None))
-        if predicted is None or promise is None:
+        bounds = self._bounds.get((kind, corunner is not None))
+        if predicted is None or bounds is None:
             return
         missed = log(seconds / predicted)
         if kind != "prefill":
-            slow = missed > max(SLOW_EXCESS, promise.quantile) and seconds <= SLOW_SECONDS
-            self.lately = (
+            slow = missed > max(SLOW_EXCESS, bounds.quantile) and seconds <= SLOW_SECONDS
+            self.slowdown = (
                 min(missed, MOST_SLOW_EXCESS) - LAUNCH_EXCESS if slow and self._slow else 0.0
             )
             self._slow = slow
             if not self._is_learning_turn():
                 return
-        promise.learn(missed)
+        bounds.learn(missed)
 
 
 def _sums(load: Load, kind: Kind) -> tuple[object, ...]:

@@ -223,8 +223,9 @@ def _made_for(
     view: View, rows: Sequence[RequestView], prompts: Prompts, target: TbtTarget
 ) -> tuple[object, ...]:
     """Return what a choice depends on, roughly."""
-    slow, slack = round(view.estimator.lately, 1), round(SLACK_PARTS * target.latest / target.bound)
-    return len(rows), tuple(prompts.load.n), tuple(prompts.load.r), slow, slack
+    slowdown = round(view.estimator.slowdown, 1)
+    slack = round(SLACK_PARTS * target.latest / target.bound)
+    return len(rows), tuple(prompts.load.n), tuple(prompts.load.r), slowdown, slack
 
 
 def _outdated(current: CurrentChoice, made_for: tuple[object, ...], now: float) -> bool:
