@@ -311,7 +311,7 @@ class LLM:
         return self._last(self._run(self._texts.chat(read, **how)), fields)
 
     def _last(self, tokens: list[int], fields: TextFields) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
+        """Return the last tokens of a prompt that `truncate_prompt_tokens` keeps."""
         if fields.truncate_prompt_tokens is None:
             return tokens
         context = self._engine.ready.max_model_len
@@ -407,7 +407,7 @@ class LLM:
     def _pieces(
         self, tokens: list[int], params: SamplingParams, options: GenerationOptions
     ) -> Iterator[CompletionOutput]:
-        """Fetch the deltas of one prompt from the loop's thread, one by one."""
+        """Yield the deltas of one prompt from the loop's thread."""
 
         async def begin() -> Generation:
             return self._generation(tokens, params, options)
@@ -445,7 +445,7 @@ class LLM:
         return Generation(self._engine, self._texts.codec, [tokens], [params], options)
 
     async def _end(self) -> None:
-        """End the engine, and let all fail that waited for it, before the loop stops."""
+        """Stop the engine and fail all waiting calls, before the loop stops."""
         await self._texts.close()
         await self._engine.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -484,7 +484,7 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def end_dropped(engine: EngineClient, texts: Texts, loop: asyncio.AbstractEventLoop) -> None:
-    """End the engine of an LLM that nobody holds any more, or whose program ends.
+    """Stop the engine of an LLM that is garbage or whose program ends.
 
     Nobody waits for it: whoever drops the last reference may be the loop's own thread.
     """
@@ -500,7 +500,7 @@ def end_dropped(engine: EngineClient, texts: Texts, loop: asyncio.AbstractEventL
 def is_conversation(
     given: Prompt | Conversation | Sequence[Conversation],
 ) -> "TypeIs[Conversation]":
-    """Whether this is one conversation: a list of messages."""
+    """Return whether this is one conversation: a list of messages."""
     return bool(given) and not isinstance(given, str) and isinstance(given[0], Mapping)
 
 
@@ -542,7 +542,7 @@ def unpacked(logprobs: PackedLogprobs | None) -> list[TokenLogprobs] | None:
 
 
 def chosen(form: type[B], options: Mapping[str, Any]) -> B:
-    """Return those of the options that a form has.
+    """Return the options that are fields of a model.
 
     Raises:
         ValueError: one of them cannot be.
@@ -551,7 +551,7 @@ def chosen(form: type[B], options: Mapping[str, Any]) -> B:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse sampling parameters of a wrong type, and those whose effect nobody would see.
+    """Refuse sampling parameters of a wrong type, and those whose effect would be invisible.
 
     Raises:
         ValueError: one of them is such.
@@ -562,7 +562,7 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_type(given: object, form: type, name: str) -> None:
-    """Look at the types inside of what is sent to the engine, as constructors do not.
+    """Check nested types, which constructors do not, before they are sent to the engine.
 
     The engine would end at what it cannot read, and with it all that runs.
 

@@ -21,7 +21,7 @@ from twolane.results.record import Record
 _DRAIN_SECONDS = 1.0
 """Seconds for which the end of an answer is awaited so that its connection can be used again."""
 _PROBE_SECONDS = 0.01
-"""Seconds between two looks at how late the event loop is."""
+"""Seconds between two measurements of the event loop's lag."""
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -35,7 +35,7 @@ class _Usage(msgspec.Struct, gc=False):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that the server found in its prefix cache."""
+        """Return the number of prompt tokens from the server's prefix cache; None: not stated."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
@@ -64,7 +64,7 @@ _NO_DELTA = _Delta()
 
 
 class StreamError(Exception):
-    """What the server sent is no answer; `outcome` says which kind of failure that is."""
+    """An invalid answer of the server; `outcome` is the kind of failure."""
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class StreamError(Exception):
 
 
 class StreamedAnswer:
-    """One streamed answer, as it comes in.
+    """A streamed answer in progress.
 
     Which chunks carry a token? Those with text (or reasoning, or a tool call). A chunk that
     announces the role or only ends the stream does not. A chunk without text in between is a token
@@ -88,14 +88,14 @@ class StreamedAnswer:
         self.usage = _Usage()
         self.finished = False
         self.done_at: float | None = None
-        """When `[DONE]` came."""
+        """Time at which `[DONE]` came."""
         self._on_first = on_first
         self._last = 0.0
         self._times: list[float] = []
         self._silent: list[float] = []
 
     def add(self, event: Event, now: float) -> None:
-        """Take in one event that arrived at `now`.
+        """Add an event that arrived at `now`.
 
         Raises:
             StreamError: it is an error, or not a chunk of the API.
@@ -119,11 +119,11 @@ class StreamedAnswer:
             self._choice(choice, now)
 
     def token_times(self) -> tuple[float, ...]:
-        """When each chunk that carries a token came."""
+        """Return arrival times of the chunks with tokens."""
         return tuple(self._times or self._silent)
 
     def end(self) -> float:
-        """Check that the answer is whole; the time of its last event.
+        """Check that the answer is complete; return the time of its last event.
 
         Raises:
             StreamError: it broke off, or there was no token in it.
@@ -161,7 +161,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class RunCounts:
-    """Counts of a run in progress, for whoever shows it."""
+    """Counts of a run in progress."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -171,7 +171,7 @@ class RunCounts:
 
     @property
     def running(self) -> int:
-        """Sent and not yet ended."""
+        """Number of requests that were sent and have not ended."""
         return self.sent - self.ok - self.failed
 
 
@@ -211,7 +211,7 @@ class Client:
         waited: float,
         on_first: Callable[[int, float], None] = lambda index, ttft: None,
     ) -> Record:
-        """Send one request now and see it through to its one outcome.
+        """Send one request now and record its outcome.
 
         `start` is the clock at the start of the run; the record counts from there. A cancelled
         send returns a record too, with the outcome `interrupted`. `on_first`: see `LoadRun`.
@@ -265,7 +265,7 @@ class Client:
 
 
 class _Reply:
-    """Takes in what the server sends for one request: a `Receiver`."""
+    """Receives the server's answer to one request: a `Receiver`."""
 
     def __init__(self, answer: StreamedAnswer) -> None:
         self.deadline: asyncio.Timeout
@@ -300,14 +300,14 @@ class _Reply:
             self._answer.add(event, now)
 
     def check(self) -> None:
-        """Raise what the server said, if that is an error."""
+        """Raise the server's error, if it sent one."""
         if self.refused:
             text = self._said.decode("utf-8", "replace")[:500]
             raise StreamError(outcomes.status_outcome(self._status), text)
 
     def _drain(self) -> None:
-        """Read on to the end, so that the connection can be used again, but do not wait for a
-        server that leaves it open."""
+        """Read to the end so that the connection can be reused, but do not wait for a server that
+        leaves it open."""
         if not self._draining:
             self._draining = True
             drained = asyncio.get_running_loop().time() + _DRAIN_SECONDS
@@ -315,7 +315,7 @@ class _Reply:
 
 
 def _raise_open_files() -> None:
-    """Every running request holds a socket: use as many files as the system lets us."""
+    """Raise the limit on open files, since every running request has a socket."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -323,7 +323,7 @@ def _raise_open_files() -> None:
 
 
 class LoopLag:
-    """How late the client's own event loop runs: the error of every timestamp it takes."""
+    """Measures the lag of the client's event loop, which is the error of its timestamps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -332,7 +332,7 @@ class LoopLag:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Measure while the block runs."""
+        """Measure within the block."""
         self._schedule()
         try:
             yield
@@ -380,7 +380,7 @@ class LoadRun:
         self._tally = RunCounts(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
         self.records: list[Record] = []
-        """One record for each request sent, in the order in which they ended."""
+        """Records of the requests sent, in order of their ends."""
         self.duration = 0.0
         self.loop_lag = LoopLag()
 

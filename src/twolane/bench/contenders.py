@@ -1,4 +1,4 @@
-"""Carries out a search for goodput on servers or in simulation, and shows it in the terminal."""
+"""Runs a search for goodput on servers or in simulation, and shows it in the terminal."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def find(
     guesses: Sequence[float] = (),
     traces: bool = False,
 ) -> None:
-    """Search, tell every run as it ends, and print what was found.
+    """Search, print every run as it ends, and then the results.
 
     Args:
         search: for what.
@@ -78,7 +78,7 @@ def find(
 
 
 def reads_slos(system: str) -> bool:
-    """Whether a system serves differently under other SLOs; a running server is told none."""
+    """Return whether a system uses its SLOs; a running server is told none."""
     from twolane.systems.registry import SYSTEMS
 
     kind = SYSTEMS.get(parse_system(system)[0])
@@ -86,14 +86,14 @@ def reads_slos(system: str) -> bool:
 
 
 def server(search: Search, load: BenchConfig) -> Run:
-    """Runs against the server that listens at the target's address."""
+    """Return a `Run` against the server at the target's address."""
     url, model = search.target["base_url"], search.target["model"]
     load = msgspec.structs.replace(load, base_url=url, model=model)
     return lambda system, workload, points: measure(search, load, workload, points)
 
 
 class OwnServers:
-    """Runs against servers that are started for it, one system after the other.
+    """Runs against servers that are started for the search, one system after the other.
 
     A system's server is started when the first run that is missing needs it, warmed up once, and
     stopped when the next system's turn comes, or that of other SLOs that the system reads, or the
@@ -119,7 +119,7 @@ class OwnServers:
         self._running.close()
 
     def default_system(self) -> str:
-        """Return the system that `twolane serve` takes by itself: start a server, and see.
+        """Start a server to find the default system of `twolane serve`.
 
         Raises:
             BenchError: the server does not start.
@@ -131,7 +131,7 @@ class OwnServers:
     def __call__(
         self, system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
     ) -> tuple[Result, bool]:
-        """One run; see `goodput.Run`.
+        """See `goodput.Run`.
 
         Raises:
             BenchError: the server does not start, or ended in the middle.
@@ -153,7 +153,7 @@ class OwnServers:
         return msgspec.structs.replace(result, server=self._server.announcement), hopeless
 
     def _start(self, system: str | None, flags: list[str]) -> None:
-        """Start a server of this system, or of the one that it takes by itself."""
+        """Start a server of this system, or of the default one."""
         self._running.close()
         self._serves, self._warm = None, False
         name = "default" if system is None else goodput.file_name(system)
@@ -168,7 +168,7 @@ class OwnServers:
     def _open(
         self, system: str | None, flags: list[str], log: Path
     ) -> contextlib.AbstractContextManager[Server]:
-        """Return the context in which the server runs."""
+        """Return a context manager that runs the server."""
         arguments = [*shlex.split(str(self._search.target["serve"])), *flags]
         arguments += [] if system is None else system_flags(system)
         if self._traces:
@@ -189,14 +189,14 @@ class CommandServers(OwnServers):
 
 
 def system_flags(system: str) -> list[str]:
-    """`name:key=value,…` as flags of `twolane serve`."""
+    """Return `name:key=value,…` as flags of `twolane serve`."""
     name, settings = parse_system(system)
     options = [("--option", f"{key}={value}") for key, value in settings.items()]
     return ["--system", name, *(word for option in options for word in option)]
 
 
 def slo_flags(slos: dict[str, float]) -> list[str]:
-    """Bounds as flags of `twolane serve`, which has none for a whole request; TBT comes last."""
+    """Return bounds as flags of `twolane serve`, which has none for E2E; TBT comes last."""
     names = sorted(slos.keys() - {"e2el"}, key=lambda name: name == "tbt")
     return [f"--slo-{name.replace('_', '-')}-ms={slos[name] * 1e3:g}" for name in names]
 
@@ -204,7 +204,7 @@ def slo_flags(slos: dict[str, float]) -> list[str]:
 def measure(
     search: Search, load: BenchConfig, workload: WorkloadSpec, points: Sequence[dict[str, float]]
 ) -> tuple[Result, bool]:
-    """One run over HTTP, ended when it is hopeless for all sets of SLOs.
+    """Do one run over HTTP, which ends when it is hopeless for all sets of SLOs.
 
     Each rate has prompts of its own, the same for all systems: a server that has seen those of
     the last run would find them in its prefix cache.
@@ -244,7 +244,7 @@ def measure(
 
 
 def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  # noqa: B008
-    """Runs on simulated GPUs, with prompts of these tokens; the systems know the SLOs."""
+    """Return a `Run` on simulated GPUs, whose systems know the SLOs."""
     from twolane.engine.config import EngineConfig
     from twolane.sim.config import SimulateConfig
     from twolane.sim.run import simulate
@@ -287,7 +287,7 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
 
 
 def slo_of(slos: dict[str, float]) -> Slo:
-    """What the systems are told."""
+    """Return bounds as the systems' SLOs."""
     per_token = slos.get(TTFT_PER_1K, 0.0) / 1024
     bounds = {name: slos.get(name) for name in ("ttft", "tbt", "tpot")}
     return Slo(**bounds, ttft_per_token=per_token)
@@ -305,16 +305,16 @@ class _Simulated(msgspec.Struct):
     """Whether prefill and decode have GPUs of their own."""
     estimator: EstimatorName | None = None
     profile: str | None = None
-    """Path of the profile of an emulated card."""
+    """Path of the profile of an emulated GPU."""
     uneven: Unevenness | None = None
-    """How far the emulated card is off its profile; None simulates a smooth GPU."""
+    """Deviation of the emulated GPU from its profile; None simulates a smooth GPU."""
     quantization: Quantization | None = None
-    """How weights are rounded while they are loaded; None: they are not."""
+    """Quantisation of the weights while loading; None: none."""
     kv_cache_dtype: KVCacheDType = "auto"
 
 
 def parse_system(text: str) -> tuple[str, dict[str, str]]:
-    """`name:key=value,key=value` as a name and its settings.
+    """Return `name:key=value,key=value` as a name and settings.
 
     Raises:
         FieldError: a setting has no value, or two.

@@ -1,4 +1,4 @@
-"""Gaps between tokens as a server's engine counts them, beside those that the client sees.
+"""Gaps between tokens as the server's engine counts them.
 
 A client over HTTP also waits for what stands between engine and client: detokenising, JSON, the
 server's event loop. What that adds must not be called scheduling. Servers with Prometheus metrics
@@ -22,7 +22,7 @@ HISTOGRAMS = (
     "vllm:time_per_output_token_seconds",
     "sglang:inter_token_latency_seconds",
 )
-"""Names under which servers count gaps between tokens, ours first; the first that is there holds.
+"""Names of servers' histograms of gaps between tokens; the first that exists is used.
 
 vLLM has the second from 0.11 on and the third, of the same gaps, before.
 """
@@ -33,7 +33,7 @@ TAIL = 0.99
 
 
 class GapHistogram(msgspec.Struct, frozen=True):
-    """A histogram of gaps as it stood at one time."""
+    """A histogram of gaps at one time."""
 
     name: str
     counts: dict[float, float]
@@ -43,7 +43,7 @@ class GapHistogram(msgspec.Struct, frozen=True):
 
 
 async def look(base_url: str, headers: Mapping[str, str]) -> GapHistogram | None:
-    """Read a server's histogram of gaps; None if it has none, or no metrics."""
+    """Read a server's histogram of gaps; None: it has none, or no metrics."""
     try:
         status, page = await http.get(base_url.rstrip("/") + "/metrics", headers, TIMEOUT)
         return parse(page.decode()) if status == 200 else None
@@ -52,7 +52,8 @@ async def look(base_url: str, headers: Mapping[str, str]) -> GapHistogram | None
 
 
 def parse(page: str) -> GapHistogram | None:
-    """The histogram of gaps in a page of metrics, summed over its labels; None if there is none."""
+    """Return the histogram of gaps in a page of metrics, summed over its labels; None: there is
+    none."""
     families = {family.name: family for family in text_string_to_metric_families(page)}
     name = next((name for name in HISTOGRAMS if name in families), None)
     if name is None:
@@ -69,7 +70,7 @@ def parse(page: str) -> GapHistogram | None:
 
 
 def between(before: GapHistogram | None, after: GapHistogram | None) -> EngineGaps | None:
-    """The gaps that were counted between two looks; None without both, or without a gap."""
+    """Return the gaps counted between two readings; None without both, or without a gap."""
     if before is None or after is None or before.name != after.name:
         return None
     counts = {edge: count - before.counts.get(edge, 0.0) for edge, count in after.counts.items()}

@@ -34,23 +34,24 @@ from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 REPRODUCED_KEYS = ("generated_texts", "workload", "queue_times")
-"""Keys of a result that are left out of a run's file: the seed gives them again."""
+"""Keys of a result that are not saved with a run, since its seed reproduces them."""
 SAMPLE_KEYS = ("itls", "ttfts", "latencies", "start_times")
-"""Left out too if they were simulated, for the same reason."""
+"""Keys that are not saved with a simulated run, for the same reason."""
 LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
-"""Requests a second between which is searched."""
+"""Bounds of the search in requests per second."""
 SHORT_RUN_FACTOR = 4.0
-"""A run is called short if it lasts less than this multiple of the mean TTFT bound: it may serve a
+"""A run counts as short if it lasts less than this multiple of the mean TTFT bound: it may serve a
 quarter of its requests after the arrivals have ended."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
-    """What is searched; saved beside the runs, so that they are only continued under the same."""
+    """Definition of a search, saved with its runs, which can only be continued under the same
+    one."""
 
     target: dict[str, object]
-    """Who serves: everything that the answer depends on."""
+    """The server or simulation: everything that results depend on."""
     workload: WorkloadSpec
-    """Without rate and seed, which each run has of its own."""
+    """Workload without rate and seed, which each run sets."""
     slos: dict[str, float]
     """Bounds in seconds by name (`metrics.SLO_NAMES`, `TTFT_PER_1K`)."""
     tbts: tuple[float, ...] = ()
@@ -75,21 +76,21 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def octave(self) -> int:
-        """Rates of the grid from one to its double."""
+        """Grid steps per doubling of the rate."""
         return math.ceil(1 / math.log2(1 + self.tolerance) - 1e-9)
 
     @property
     def stride(self) -> int:
-        """Rates of the grid from the first to the second."""
+        """Grid steps from the first rate to the second."""
         return max(1, round(self.octave * math.log2(self.first_step)))
 
     @property
     def percentiles(self) -> tuple[float, ...]:
-        """Percentiles that runs report: the usual ones, and the one that is searched for."""
+        """Percentiles that runs report: the default ones and the searched one."""
         return tuple(sorted({*DEFAULT_PERCENTILES, 100 * self.attainment}))
 
     def check(self) -> None:
-        """Refuse what is out of range.
+        """Check the ranges of the settings.
 
         Raises:
             FieldError: naming the first wrong field.
@@ -114,7 +115,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         self.workload.check()
 
     def points(self, folder: Path) -> list["BoundSearch"]:
-        """Each bound on TBT as a search of its own, loosest first; or this one."""
+        """Return a search for each TBT bound, loosest first; without bounds, this one."""
         if not self.tbts:
             return [BoundSearch(self, folder)]
         one = {tbt: {**self.slos, "tbt": tbt} for tbt in sorted(set(self.tbts), reverse=True)}
@@ -127,7 +128,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def at(self, rate: float, seed: int) -> WorkloadSpec:
-        """The workload of one run."""
+        """Return the workload of one run."""
         return msgspec.structs.replace(self.workload, request_rate=rate, seed=seed)
 
 
@@ -146,15 +147,15 @@ class Trial(msgspec.Struct, frozen=True):
     rate: float
     holds: bool
     hopeless: bool
-    """Whether it was ended early: too many had missed an SLO for it to hold."""
+    """Whether it ended early because too many requests had missed an SLO."""
     shares: dict[str, float | None]
-    """By SLO, of what was measured until the end."""
+    """Attainment by SLO until its end."""
     alone: bool = False
-    """Whether no two requests were served at once: then a lower rate changes nothing."""
+    """Whether no two requests were served concurrently, so that lower rates change nothing."""
 
 
 class Hopeless:
-    """Tells when a run can no longer hold, whatever comes, under any of several sets of SLOs.
+    """Detects that a run cannot attain any of several sets of SLOs any more.
 
     Args:
         workload: all that is sent.
@@ -181,12 +182,12 @@ class Hopeless:
             }
             for slos in points
         ]
-        """Misses that each SLO can still bear."""
+        """Number of misses left for each SLO."""
 
     def tokens(self, index: int, times: Sequence[float], new: int) -> bool:
-        """Whether it is hopeless now that this many new tokens of a request came; `times` has those
-        of all its tokens. Gaps are counted at once, and a first token that is late even if all of
-        its prompt was new; everything else when the request has ended."""
+        """Count new tokens of a request; return whether the run is hopeless. `times` has those of
+        all its tokens. Gaps are counted at once, and so is a first token that is late even if all
+        of its prompt was new; everything else when the request has ended."""
         if len(times) == new:
             self.begun(index, times[0] - (self._workload[index].arrival or 0.0))
         late = [b - a for a, b in pairwise(times[-new - 1 :]) if b - a > self._least]
@@ -197,7 +198,7 @@ class Hopeless:
         return self._now
 
     def begun(self, index: int, ttft: float) -> bool:
-        """Whether it is hopeless now that a request had its first token after this many seconds."""
+        """Count a first token after these seconds; return whether the run is hopeless."""
         slos, asked = self._points[0], self._workload[index]
         if "ttft" in slos and ttft > bound_for(asked.prompt_tokens, "ttft", slos):
             self._late.add(index)
@@ -206,7 +207,7 @@ class Hopeless:
         return self._now
 
     def __call__(self, record: Record) -> bool:
-        """Whether it is hopeless now that this request has ended."""
+        """Count a request that has ended; return whether the run is hopeless."""
         gaps = record.gaps[self._gaps.pop(record.index, 0) :]
         for slos, spare in zip(self._points, self._spare, strict=True):
             for name in spare:
@@ -227,7 +228,8 @@ class Hopeless:
 
 
 def short_runs(search: Search, found: Mapping[str, Sequence[float]]) -> str | None:
-    """A remark if the runs that hold most were short against the bounds on TTFT, else None.
+    """Return a warning if the runs at the highest rates were short compared with the TTFT bounds,
+    else None.
 
     Args:
         search: for what.
@@ -252,8 +254,8 @@ def _spare(owed: int, attainment: float) -> int:
 
 
 def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
-    """The share that kept each SLO: of requests sent, for TBT of the gaps owed, if there are any;
-    None where none was sent."""
+    """Return the attainment of each SLO: of requests sent, for TBT of the gaps owed; None: none was
+    sent."""
     attained = metrics.attainment
     by_gap = {} if attained.gaps is None else {"tbt": attained.gaps}
     return {name: by_gap.get(name, attained.requests[name]) for name in bounded(slos)}
@@ -268,7 +270,7 @@ def highest(
     top: float = HIGHEST_RATE,
     stride: int | None = None,
 ) -> float:
-    """The highest rate that holds, 0 if none does: bracketing by longer and longer strides, then
+    """Search for the highest rate that holds, 0 if none does: bracketing by growing strides, then
     bisection, on the grid start · 2^(i / octave).
 
     Args:
@@ -306,8 +308,8 @@ def highest(
 
 
 Run = Callable[[str, WorkloadSpec, Sequence[dict[str, float]]], tuple[Result, bool]]
-"""Serves a workload with a system that is told the first of these sets of SLOs: the result, and
-whether it was ended because all of them were hopeless."""
+"""Serves a workload with a system that knows the first of these sets of SLOs; returns the result,
+and whether it ended early because all of them were hopeless."""
 
 
 def find(
@@ -366,16 +368,16 @@ def _holds(
     tell: Callable[[Trial, dict[str, float]], None],
     rate: float,
 ) -> bool | None:
-    """Whether a system holds a rate at the first of some points, of all of which the run tells;
-    None: it does not, and lower rates would fail, too."""
+    """Return whether a system holds a rate at the first of the points that one run covers; None: it
+    does not, and lower rates would fail, too."""
     trial = _trial(points, system, seed, rate, run)
     tell(trial, points[0].search.slos)
     return None if trial.alone and not trial.holds else trial.holds
 
 
 def _near(guesses: Sequence[float], found: Sequence[float]) -> float | None:
-    """Where the next seed's search begins: its guess, times what the guess before was off by;
-    without guesses where the search before ended."""
+    """Return the start rate of the next seed's search: its guess, corrected by the previous guess's
+    error; without guesses, the previous result."""
     turn = len(found)
     if not guesses:
         return found[-1] if turn else None
@@ -384,7 +386,8 @@ def _near(guesses: Sequence[float], found: Sequence[float]) -> float | None:
 
 
 def variants(system: str) -> list[str]:
-    """`chunked:token_budget=256/512` as one system for each value, or combination of values."""
+    """Return `chunked:token_budget=256/512` as one system for each value, or combination of
+    values."""
     name, colon, rest = system.partition(":")
     settings = [setting.partition("=") for setting in rest.split(",")]
     listed = [[key + equals + value for value in row.split("/")] for key, equals, row in settings]
@@ -392,8 +395,8 @@ def variants(system: str) -> list[str]:
 
 
 def tuned(systems: Sequence[str], found: dict[str, list[float]]) -> dict[str, str]:
-    """The variant with the highest median goodput so far, of each system that has several; of
-    equals the one that is listed first, and none where nothing holds."""
+    """Return the variant with the highest median goodput so far of each system with several; the
+    first listed of equals, and none where nothing holds."""
     best = {}
     for asked in systems:
         rates = {one: statistics.median(found[one]) for one in variants(asked) if one in found}
@@ -405,8 +408,8 @@ def tuned(systems: Sequence[str], found: dict[str, list[float]]) -> dict[str, st
 def summary(
     search: Search, found: dict[str, list[float]], best: dict[str, str]
 ) -> dict[str, object]:
-    """What was found so far: by system the goodput of each seed, their median and range; and which
-    is the best of those that were listed as one."""
+    """Return the results so far: by system the goodput of each seed, median and range, and the best
+    variant of each system."""
     return {
         "provenance": provenance(workload_dict(search.workload)),
         "search": _search_dict(search),
@@ -428,8 +431,8 @@ def _search_dict(search: Search) -> dict[str, object]:
 
 
 def _trial(points: Sequence[BoundSearch], system: str, seed: int, rate: float, run: Run) -> Trial:
-    """Return the trial at that rate, from the first point's folder if it has one already. The other
-    points that the run answers get a copy."""
+    """Return the trial at a rate, from the first point's folder if it has one. The other points
+    that the run covers get a copy."""
     name = f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
     path = points[0].folder / name
     if path.exists():
@@ -443,7 +446,7 @@ def _trial(points: Sequence[BoundSearch], system: str, seed: int, rate: float, r
 
 
 def _keep(point: BoundSearch, name: str, system: str, result: Result, hopeless: bool) -> Trial:
-    """Save a run as one of this point's."""
+    """Save a run in the folder of a point."""
     slos, workload = point.search.slos, result.config.workload
     config = msgspec.structs.replace(result.config, goodput=slos)
     result = msgspec.structs.replace(result, config=config)
@@ -465,12 +468,12 @@ def _keep(point: BoundSearch, name: str, system: str, result: Result, hopeless: 
 
 
 def file_name(system: str) -> str:
-    """A system and its settings as a part of a file's name."""
+    """Return a system and its settings as part of a file name."""
     return "".join(c if c.isalnum() or c in "=._-" else "_" for c in system)
 
 
 class _SavedRun(msgspec.Struct):
-    """What is read back of a run's file."""
+    """Fields that are read from a run's file."""
 
     trial: Trial
 

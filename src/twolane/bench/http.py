@@ -1,4 +1,4 @@
-"""HTTP/1.1 for the load client: the time of what comes is taken before anything is done with it.
+"""HTTP/1.1 for the load client, which timestamps data before processing it.
 
 It parses in C and wakes no task before an answer has ended, so that many streams that get a token
 at once delay each other's little. Redirects, proxies, cookies and compression are not for it.
@@ -21,42 +21,42 @@ from httptools import (
 
 Clock = Callable[[], float]
 _IDLE_SECONDS = 15.0
-"""How long a connection is kept for another request."""
+"""Seconds that an idle connection is kept for another request."""
 _SECOND_ADDRESS_SECONDS = 0.25
-"""After which a name's next address is tried beside the first (RFC 8305)."""
+"""Seconds after which a name's next address is tried in parallel (RFC 8305)."""
 _BUFFER_BYTES = 64 << 10
-"""Bytes that one read of a socket may bring."""
+"""Most bytes of one read from a socket."""
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
 
 
 class HTTPError(Exception):
-    """No whole answer came: the connection broke, or what came is not HTTP."""
+    """No complete answer: the connection broke, or the data is not HTTP."""
 
 
 class ConnectError(HTTPError):
-    """There is no connection to the server."""
+    """The server cannot be connected to."""
 
 
 class _UnansweredError(HTTPError):
-    """The connection broke before a byte of the answer came."""
+    """The connection broke before the first byte of the answer."""
 
 
 class Receiver(Protocol):
-    """Takes in one answer. What it raises ends the exchange."""
+    """Receives one answer. An exception that it raises ends the exchange."""
 
     def on_head(self, status: int, content_type: str) -> None:
-        """The answer begins; its type without parameters, in small letters."""
+        """Handle the answer's head; the media type is in lower case without parameters."""
 
     def on_data(self, data: bytes, now: float) -> None:
-        """A piece of the body that arrived at `now`."""
+        """Handle a piece of the body that arrived at `now`."""
 
     def on_end(self, now: float) -> None:
-        """The body is whole."""
+        """Handle the end of the body."""
 
 
 class Connections:
-    """Connections to the server of one URL, each used again while both sides keep it open.
+    """A pool of connections to the server of one URL.
 
     Args:
         url: what every request is for.
@@ -77,7 +77,7 @@ class Connections:
         self._idle: list[_Connection] = []
 
     async def request(self, body: bytes | None, receiver: Receiver) -> None:
-        """POST a body, or GET for None, and wait until the receiver has the whole answer.
+        """POST a body, or GET for None, and wait until the receiver has the complete answer.
 
         Raises:
             ConnectError: the server cannot be reached.
@@ -95,7 +95,7 @@ class Connections:
         return await self._exchange(await self._connect(), request, receiver)
 
     def close(self) -> None:
-        """Close the connections that no request is using."""
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -131,7 +131,7 @@ class Connections:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection, and the one exchange at a time that is on it.
+    """A connection with at most one exchange at a time.
 
     Connections share the buffer: what is in it is used before any of them reads again. Without one
     asyncio would allocate 256 KiB each time, which may take longer than all that is done here.
@@ -157,11 +157,11 @@ class _Connection(asyncio.BufferedProtocol):
         return not self._transport.is_closing()
 
     def close(self) -> None:
-        """Close it at once, whatever is under way."""
+        """Close the connection immediately."""
         self._transport.abort()
 
     async def exchange(self, request: bytes, receiver: Receiver) -> None:
-        """Send a request and see its answer through; leaves the connection open if it may be.
+        """Send a request and receive its answer; leave the connection open if possible.
 
         Raises:
             HTTPError: the answer broke off.
@@ -276,7 +276,7 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 class _Page:
-    """Keeps an answer: a `Receiver`."""
+    """Stores an answer: a `Receiver`."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -293,7 +293,7 @@ class _Page:
 
 
 async def get(url: str, headers: Mapping[str, str], timeout: float) -> tuple[int, bytes]:
-    """The status and the body that a URL answers with.
+    """Return status and body of a GET request.
 
     Raises:
         HTTPError: no whole answer came.
@@ -305,7 +305,7 @@ async def get(url: str, headers: Mapping[str, str], timeout: float) -> tuple[int
 async def post(
     url: str, headers: Mapping[str, str], body: bytes, timeout: float
 ) -> tuple[int, bytes]:
-    """The status and the body that a URL answers a JSON body with; raises what `get` does."""
+    """Return status and body of a POST request with a JSON body; raises what `get` does."""
     return await _ask(url, {"Content-Type": "application/json", **headers}, body, timeout)
 
 
@@ -328,7 +328,7 @@ def _ssl_context() -> ssl.SSLContext:
 
 
 def _head(parts: SplitResult, given: Mapping[str, str]) -> bytes:
-    """A request from its target to its headers, those of the body left out."""
+    """Return a request's text from its target to its headers, without those of the body."""
     headers = {"host": ("Host", _host(parts)), "accept": ("Accept", "*/*")}
     headers["user-agent"] = ("User-Agent", "twolane")
     if parts.username is not None:

@@ -1,4 +1,4 @@
-"""Asks a server, before a run, for what would have all of its requests refused."""
+"""Checks before a run that a server will not refuse all of its requests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.results.result import BenchConfig
 
 _ANSWER_SECONDS = 30.0
-"""Seconds that a server may take for each of these requests; what takes longer, the run shows."""
+"""Seconds that a server may take for each of these requests; slower ones are left to the run."""
 _SHOWN = 8
-"""Number of served models that a message names."""
+"""Most served models that a message names."""
 _UNKNOWN, _UNAUTHORISED = (404, 405), (401, 403)
-"""Statuses of what is not served, and of keys that are not taken."""
+"""Statuses for unknown endpoints, and for invalid keys."""
 
 
 class BenchError(RuntimeError):
@@ -22,7 +22,7 @@ class BenchError(RuntimeError):
 
 
 async def check(config: BenchConfig, smallest: Callable[[str], bytes]) -> str:
-    """Return the name of the model to ask for, once the server is known to take such requests.
+    """Check a server; return the name of the model for requests.
 
     It costs the server no work, unless it does not list the model that is asked for: some serve
     more names than they list, so that the smallest request tells.
@@ -48,7 +48,7 @@ async def check(config: BenchConfig, smallest: Callable[[str], bytes]) -> str:
 
 
 async def _listed(config: BenchConfig) -> Sequence[str]:
-    """The models that the server lists; none where it lists none and one is named anyway."""
+    """Return the models that the server lists; empty: it lists none, but one is configured."""
     url = _models_url(config)
     try:
         status, answer = await http.get(url, config.request_headers, _ANSWER_SECONDS)
@@ -68,7 +68,7 @@ async def _listed(config: BenchConfig) -> Sequence[str]:
 
 
 async def _check_endpoint(config: BenchConfig, model: str, *, known: bool) -> None:
-    """Ask for the path in a way that starts no work.
+    """Check the endpoint with a request that starts no work.
 
     Args:
         config: of the run.

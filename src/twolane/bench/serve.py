@@ -19,7 +19,7 @@ from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
 
 _WARMUP_SEED = 1 << 32
-"""Added to the seed, so that warm-up prompts are not found in the prefix cache later."""
+"""Offset of the warm-ups' seed, so that their prompts are not in the prefix cache later."""
 
 
 async def run(
@@ -31,7 +31,7 @@ async def run(
     on_first: Callable[[int, float], None] = lambda index, ttft: None,
     clock: Clock = time.perf_counter,
 ) -> Result:
-    """Send the workload to the server and measure.
+    """Send the workload to the server; return the result.
 
     Args:
         config: what to send, where to, and what to measure.
@@ -79,14 +79,14 @@ async def run(
 
 
 async def _engine_gaps(config: BenchConfig) -> engine_gaps.GapHistogram | None:
-    """The server's own count of gaps so far, if it is asked for."""
+    """Return the server's own count of gaps so far, if it was requested."""
     if not config.engine_gaps:
         return None
     return await engine_gaps.look(config.base_url, config.request_headers)
 
 
 def make_jobs(config: BenchConfig, model: str, workload: list[TraceRequest]) -> list[Job]:
-    """The HTTP bodies of a workload, made ahead so that sending costs no time (≈ 6 B a token)."""
+    """Return the jobs of a workload, with bodies encoded in advance (≈ 6 B a token)."""
     prompts = PromptMaker(config.vocab_range, config.content_seed)
     return [
         Job(
@@ -118,7 +118,7 @@ def _body(config: BenchConfig, model: str, ids: list[int], output_tokens: int) -
 
 
 def _smallest(config: BenchConfig, model: str) -> bytes:
-    """The body of a request of one token for one token."""
+    """Return the body of a request with one prompt token and one output token."""
     return _body(config, model, [config.vocab_range.low], 1)
 
 
@@ -129,7 +129,7 @@ async def _warm_up(
     client: Client,
     stop: asyncio.Event,
 ) -> None:
-    """Send the first requests' shapes with other content, all at once, and drop the figures.
+    """Send requests like the first ones with other content, concurrently and unmeasured.
 
     Raises:
         BenchError: one failed, or all were refused; that a server turns away some is no error.

@@ -1,4 +1,4 @@
-"""A `twolane serve` of the benchmark's own: started, waited for, stopped."""
+"""Servers that benchmarks start, wait for and stop."""
 
 import asyncio
 import contextlib
@@ -27,16 +27,16 @@ from twolane.common.resources import allowed_cores
 from twolane.results.provenance import without_secrets
 
 PORT = "{port}"
-"""Stands for the port in the command of a server."""
+"""Placeholder for the port in a server's command."""
 READY_SECONDS = 1200.0
-"""Seconds that a server of another kind may take until it answers."""
+"""Seconds that a server of another kind may take to become ready."""
 POLL_SECONDS = 0.2
-"""Seconds between two looks at whether it does."""
+"""Seconds between two checks of readiness."""
 STOP_SECONDS = 30.0
-"""How long a server may take to end before it is killed."""
+"""Seconds that a server may take to end before it is killed."""
 CLIENT_CPUS, ENOUGH_CPUS = 2, 8
-"""Number of CPUs that the client keeps to itself, and the number of CPUs from which on it does: it
-stands for a client on another machine, and on the server's CPUs it would delay the tokens."""
+"""Number of CPUs reserved for the client, and the least number of CPUs for that: it stands for a
+client on another machine, and would delay tokens on the server's CPUs."""
 LOG_LINES = 5
 """Number of lines shown from the end of a dead server's log."""
 
@@ -47,13 +47,13 @@ class Server:
 
     process: subprocess.Popen[str]
     announcement: str
-    """The line in which it says what it serves, on what, and where."""
+    """First line of its announcement: model, device and address."""
     log: Path
-    """Its standard error."""
+    """File of its standard error."""
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL at which it listens."""
         return self.announcement.split(" | ")[1]
 
     @property
@@ -62,7 +62,7 @@ class Server:
         return self.announcement.split(" | ")[3].split(" on ")[0]
 
     def check(self) -> None:
-        """See that it is still there.
+        """Check that the process is running.
 
         Raises:
             BenchError: it has ended.
@@ -92,7 +92,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
-    """Run any server with OpenAI's API as `serving` does.
+    """Run any server with OpenAI's API, like `serving`.
 
     Args:
         command: its words; `{port}` in them stands for the port, else `--port PORT` is added.
@@ -109,7 +109,7 @@ def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
 def starting(
     asked: Sequence[tuple[Sequence[str], Path]],
 ) -> Iterator[list[Callable[[], Server]]]:
-    """Start several servers at once, each as `serving_by` does, on the same CPUs.
+    """Start several servers concurrently, like `serving_by`, on the same CPUs.
 
     Args:
         asked: command and log file of each.
@@ -133,7 +133,7 @@ def starting(
 def _started(
     command: Sequence[str], log: Path, cpus: Collection[int], port: int
 ) -> Iterator[Callable[[], Server]]:
-    """Run a server that will listen on this port; yield what waits until it serves."""
+    """Run a server on this port; yield a function that waits until it is ready."""
     if shutil.which(command[0]) is None:
         raise BenchError(f"cannot run {command[0]}: there is no such program")
     words = [word.replace(PORT, str(port)) for word in command]
@@ -150,7 +150,7 @@ def _started(
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    """Wait until the server answers for its models, if only that it wants a key."""
+    """Wait until the server answers a request for its models, even if with 401."""
     latest = time.monotonic() + READY_SECONDS
     while time.monotonic() < latest:
         if process.poll() is not None:
@@ -163,7 +163,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> No
 
 
 def _version(url: str) -> str:
-    """Return the version that a server says at /version, as vLLM and Twolane do, or nothing."""
+    """Return the version in a server's /version, or an empty text."""
     status, body = _answer(f"{url}/version")
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
@@ -173,7 +173,7 @@ def _version(url: str) -> str:
 
 
 def _answer(url: str) -> tuple[int, bytes]:
-    """Return status and body of what a URL answers; 0 if it does not."""
+    """Return status and body of a GET request; status 0: no answer."""
     try:
         return asyncio.run(http.get(url, {}, POLL_SECONDS + 5.0))
     except (http.HTTPError, TimeoutError):
@@ -192,7 +192,7 @@ def _free_ports(count: int) -> list[int]:
 def _running(
     command: Sequence[str], log: Path, cpus: Collection[int], *, piped: bool
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a server while the block lasts, its output in the log, but what is piped to here."""
+    """Run a server within the block, with its output in the log, except what is piped here."""
     with (
         log.open("wb") as errors,
         subprocess.Popen(
@@ -212,7 +212,7 @@ def _running(
 
 @contextlib.contextmanager
 def _divided_cpus() -> Iterator[Collection[int]]:
-    """Keep `CLIENT_CPUS` for this process, while the block lasts; yield the server's."""
+    """Reserve `CLIENT_CPUS` for this process within the block; yield the server's CPUs."""
     all_of_them = allowed_cores()
     if len(all_of_them) < ENOUGH_CPUS or sys.platform != "linux":
         yield all_of_them
@@ -225,7 +225,7 @@ def _divided_cpus() -> Iterator[Collection[int]]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End it in order, and at once after `STOP_SECONDS` or at Ctrl-C: it is not left behind."""
+    """Ask the process to end, and kill it after `STOP_SECONDS` or at Ctrl-C."""
     try:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -237,8 +237,8 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def _begin(cpus: Collection[int]) -> None:
-    """In the server, before it starts: take the CPUs that are left to it, and have the kernel stop
-    it if this process is killed, for it would spoil the next run."""
+    """Prepare the child process: set its CPUs, and have it killed with this process, lest it
+    disturb the next run."""
     os.sched_setaffinity(0, cpus)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

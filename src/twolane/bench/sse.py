@@ -16,7 +16,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class SSEParser:
-    """Turns a byte stream into events, however the network cut it.
+    """Parses a byte stream into events, however it was cut.
 
     Events do not depend on the cuts, and each is returned by the `feed` that brings the end of
     its blank line. Comments and unknown fields are skipped, events without data dropped.
@@ -30,7 +30,7 @@ class SSEParser:
         self._data: list[str] = []
 
     def feed(self, data: bytes) -> list[Event]:
-        """The events that these bytes complete."""
+        """Return the events that these bytes complete."""
         if _is_one_event(data) and not (self._rest or self._type or self._data):
             self._started, self._skip_newline = True, False
             return [Event("message", data[6:-2].decode("utf-8", "replace"))]
@@ -53,7 +53,7 @@ class SSEParser:
         return events
 
     def close(self) -> list[Event]:
-        """The event that the end of the stream cut short of its blank line, if any.
+        """Return the last event if the stream ended before its blank line.
 
         The standard drops it; servers that forget the last newline after `[DONE]` exist.
         """
@@ -82,7 +82,7 @@ class SSEParser:
 
 
 def _is_one_event(data: bytes) -> bool:
-    """Whether a server has sent what it nearly always does: one line of data and a blank one."""
+    """Return whether the bytes are one line of data and a blank one, as is usual."""
     return (
         data.startswith(b"data: ")
         and data.endswith(b"\n\n")

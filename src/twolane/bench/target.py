@@ -12,7 +12,7 @@ from twolane.common.vocabulary import EstimatorName
 from twolane.results.result import BASE_URL, WHERE
 
 SERVER = "server"
-"""Name of the one system of a server that runs already, or that a command starts."""
+"""Name of the only system of a running server, or of a server's command."""
 OWN_FLAGS = (
     *("--system", "--option", "--port", "--trace", "--config"),
     *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
@@ -47,7 +47,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which the server listens."""
 
     def words(self) -> dict[str, object]:
-        """Return what the result of a search depends on, as it is saved beside the runs.
+        """Return the target's settings that a search's result depends on, as saved with the runs.
 
         Raises:
             FieldError: a simulation lacks its model, or options contradict each other.
@@ -82,7 +82,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """The systems to search, or the command with each value of its swept flags."""
+        """Return the systems to search, or the command's variants of the sweep."""
         if self.serve_command is None:
             return self.systems
         swept = [f"{flag}={values.replace(',', '/')}" for flag, values in self._swept()]

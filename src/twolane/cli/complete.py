@@ -1,4 +1,4 @@
-"""Words that the shell offers for options and arguments."""
+"""Shell completions of options and arguments."""
 
 
 def systems(incomplete: str) -> list[tuple[str, str]]:

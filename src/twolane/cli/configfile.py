@@ -16,7 +16,7 @@ NULL = "tag:yaml.org,2002:null"
 
 
 def load(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make what the file says the defaults of the command that is being parsed.
+    """Set the file's values as defaults of the command that is being parsed.
 
     Raises:
         typer.BadParameter: the file cannot be read, or a key is unknown, double or of a wrong form.
@@ -140,6 +140,6 @@ def scalar(node: Any) -> str:
 
 
 def nearest(key: object, keys: dict[str, Any]) -> str:
-    """Return the words that name the key which was probably meant."""
+    """Return a hint that names the key which was probably meant."""
     near = get_close_matches(str(key).replace("_", "-"), keys, 1)
     return f"; did you mean {near[0]!r}?" if near else ", no flag has this name"

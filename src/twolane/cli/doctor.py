@@ -1,4 +1,4 @@
-"""`twolane doctor`: what this machine can do, or what a model's files say."""
+"""`twolane doctor`: report on this machine or on a model's files."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a user can do wrong, in one line: exit code 2 for options, 1 for what cannot be had."""
+"""Users' errors in one line: exit code 2 for options, 1 for what is unavailable."""
 
 import contextlib
 import re
@@ -13,7 +13,7 @@ from twolane.engine.config import EngineConfig
 USAGE_ERROR = 2
 """Exit code after a wrong setting."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def fail(message: str, code: int = 1) -> typer.Exit:
@@ -23,14 +23,14 @@ def fail(message: str, code: int = 1) -> typer.Exit:
 
 
 def told(error: BaseException) -> str:
-    """Return what an error says; of a file, its name and what the operating system says of it."""
+    """Return an error's message; of a file, its name and the system's reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def flag(field: str) -> str:
-    """Return how the command line calls a field: its option, or an argument in capitals."""
+    """Return a field's name on the command line: its option, or an argument in capitals."""
     if field.isupper():
         return field
     return _flags().get(field) or _bench_flags().get(field, "--" + field.replace("_", "-"))
@@ -61,13 +61,13 @@ def _bench_flags() -> dict[str, str]:
 
 
 def wrong_setting(error: FieldError) -> typer.Exit:
-    """Print what is wrong with an option; raise the result."""
+    """Print an error of an option; raise the exit."""
     return fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR)
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn the errors that a user can mend into one line and an exit code."""
+    """Convert errors that a user can fix to one line and an exit code."""
     from twolane.frontend.engine_client import EngineError
     from twolane.frontend.generation import GenerationFailed
     from twolane.model.load.hub import PullError

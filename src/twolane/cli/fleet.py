@@ -27,13 +27,13 @@ when open answers have ended; SIGHUP restarts its servers one after the other.
 """
 
 AT_THE_ADDRESS = ("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds")
-"""Options of `twolane serve` that hold at the fleet's address, beside its keys and origins."""
+"""Options of `twolane serve` that apply at the fleet's address, besides its keys and origins."""
 
 app = command_app()
 
 
 class FleetCommand(Command):
-    """The command whose completion has the options of each server, too."""
+    """The fleet command, whose completion includes the options of each server."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return its own options, and those of `twolane serve` that it does not have itself."""
@@ -71,7 +71,7 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
 
 
 def checked(arguments: list[str], own: list[str]) -> dict[str, Any]:
-    """Return what `twolane serve` reads in these words; refuse what it would.
+    """Parse and check these words as `twolane serve` would.
 
     Args:
         arguments: the words that the fleet passes on.

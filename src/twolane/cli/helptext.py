@@ -10,16 +10,16 @@ from typing import Any
 from typer.core import TyperCommand
 
 WIDEST = 100
-"""Columns beyond which lines of help are not read easily."""
+"""Most columns of the help."""
 DEFAULT_PANELS = {"argument": "Arguments", "option": "Options"}
 """Headings of the parameters that name none, by their kind."""
 
 
 class Command(TyperCommand):
-    """A command whose help shows every name whole, however narrow the terminal is."""
+    """A command whose help never truncates names, even in a narrow terminal."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return what the usage line shows behind the command's name: MODEL, [RUN]..."""
+        """Return the usage line after the command's name: MODEL, [RUN]..."""
         params = [one for one in self.get_params(ctx) if not getattr(one, "hidden", False)]
         pieces = [piece for param in params for piece in param.get_usage_pieces(ctx)]
         return [
@@ -62,7 +62,7 @@ class Command(TyperCommand):
 
 
 def _print_record(console: Any, names: str, description: str) -> None:
-    """Print the names of a parameter, and below them what it means and where it may come from."""
+    """Print the names of a parameter, and below them its meaning and sources."""
     from rich.markdown import Markdown
     from rich.padding import Padding
     from rich.text import Text

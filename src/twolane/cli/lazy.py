@@ -12,11 +12,11 @@ from typer.main import get_command
 
 
 class LazyCommands(TyperGroup):
-    """A group whose commands stand in modules of one package, each with a Typer `app`."""
+    """A group whose commands are modules of one package, each with a Typer `app`."""
 
     package: ClassVar[str]
     lines: ClassVar[dict[str, str]]
-    """What each command does, in a line: the first of its own help."""
+    """One-line descriptions of the commands: the first line of their help."""
     modules: ClassVar[dict[str, str]] = {}
     """Modules in the package whose name is not that of their command."""
 

@@ -75,7 +75,7 @@ def top(
 
 
 def main() -> None:
-    """Run the command line; what a user got wrong is one line and exit code 2."""
+    """Run the command line; a user's error is one line and exit code 2."""
     open_standard_files()
     try:
         code = app(prog_name="twolane", standalone_mode=False)
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def explain(error: Any) -> int:
-    """Print a parser's error in a line that says where the value came from; return its code."""
+    """Print a parser's error in one line with the source of the value; return its exit code."""
     context = getattr(error, "ctx", None)
     message = unserved(error) or wrong_value(error) or plain(error.format_message())
     if message and context is not None:
@@ -111,7 +111,8 @@ def plain(text: str) -> str:
 
 
 def wrong_value(error: Any) -> str | None:
-    """Return what is wrong with the value of an option, and who gave it; None: it is none's."""
+    """Return the error of an option's value with its source; None: the error is not about a
+    value."""
     context, param = getattr(error, "ctx", None), getattr(error, "param", None)
     problem = plain(getattr(error, "message", ""))
     if context is None or param is None or not problem:

@@ -30,18 +30,18 @@ ModelArgument = Annotated[
 
 
 class Form(NamedTuple):
-    """How a value is written on the command line."""
+    """Format of a value on the command line."""
 
     kind: Any
-    """Type that the parser gives: a text, or a list of texts for what may be repeated."""
+    """Type from the parser: a text, or a list of texts for a repeatable option."""
     read: Callable[[Any], Any]
-    """Makes the field's value of it.
+    """Converts it to the field's value.
 
     Raises:
         ValueError: the text has another form; the message continues "--flag …".
     """
     write: Callable[[Any], Any]
-    """Makes the default of the field's default."""
+    """Converts the field's default to the option's."""
 
 
 def takes(
@@ -53,7 +53,7 @@ def takes(
     defaults: Mapping[str, Any] | None = None,
     variables: bool = False,
 ) -> Callable[[Command], Command]:
-    """Replace a command's parameter by an option for every setting of a struct.
+    """Replace a command's parameter by options for all settings of a struct.
 
     Args:
         struct: whose settings these are.
@@ -114,14 +114,14 @@ def takes_engine_settings(*without: str) -> Callable[[Command], Command]:
 
 
 def finite(value: float | None) -> float | None:
-    """Check an option as its callback: refuse what is infinite or no number."""
+    """Refuse an infinite or undefined number, as an option's callback."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be finite, not {value}")
     return value
 
 
 def countable(value: int | None) -> int | None:
-    """Check an option as its callback: refuse more than there is of anything."""
+    """Refuse an absurdly large number, as an option's callback."""
     if value is not None and value > LARGEST_WHOLE:
         raise typer.BadParameter(f"must be at most {LARGEST_WHOLE}")
     return value
@@ -159,7 +159,7 @@ def _scaled(bound: float | None, factor: float, kind: Any) -> float | None:
 
 
 def _holds(kind: Any, number: type) -> bool:
-    """Whether the values of a type are numbers of this type, or None."""
+    """Return whether the values of a type are numbers of this type, or None."""
     return number in (kind, *typing.get_args(kind))
 
 
@@ -172,7 +172,7 @@ def _callback(setting: Setting, form: Form) -> Callable[..., Any] | None:
 
 
 def _no_blank(ctx: typer.Context, param: typer.CallbackParam, given: list[str] | None) -> Any:
-    """Refuse an option that is given and holds no text: a key of none would let everybody in."""
+    """Refuse an option with a blank value: an empty key would let everybody in."""
     source = ctx.get_parameter_source(str(param.name))
     if (source is not None and source.name != "DEFAULT" and not given) or any(
         not text.strip() for text in given or ()
@@ -201,7 +201,7 @@ def _fields(struct: type[msgspec.Struct], values: list[tuple[Setting, Any]]) -> 
 
 
 def _form(setting: Setting) -> Form:
-    """Return how the values of a setting are written."""
+    """Return the format of a setting's values."""
     kind, option = setting.kind, setting.option
     if option.factor != 1.0 or option.none is not None:
         return Form(
@@ -225,12 +225,12 @@ def _form(setting: Setting) -> Form:
 
 
 def pairs(texts: list[str] | None) -> dict[str, str]:
-    """Read KEY=VALUE texts; dashes of keys are underscores."""
+    """Parse KEY=VALUE texts; dashes of keys become underscores."""
     return _read_pairs(texts, "KEY=VALUE", lambda key: key.replace("-", "_"))
 
 
 def names(texts: list[str] | None) -> dict[str, str]:
-    """Read NAME=PATH texts, whose names are kept as they are."""
+    """Parse NAME=PATH texts, whose names are unchanged."""
     return _read_pairs(texts, "NAME=PATH", lambda key: key)
 
 
@@ -248,7 +248,7 @@ def _read_pairs(texts: list[str] | None, form: str, spelt: Callable[[str], str])
 
 
 def json_object(text: str | None) -> dict[str, object]:
-    """Read a JSON object, which is empty for no text."""
+    """Parse a JSON object, empty for an empty text."""
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
@@ -259,7 +259,7 @@ def json_object(text: str | None) -> dict[str, object]:
 
 
 def whole_numbers(text: str | None) -> tuple[int, ...] | None:
-    """Read whole numbers with commas between them."""
+    """Parse integers separated by commas."""
     if text is None:
         return None
     try:
@@ -269,7 +269,7 @@ def whole_numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def number(text: str) -> float:
-    """Read a number."""
+    """Parse a number."""
     try:
         return float(text)
     except ValueError:
@@ -277,5 +277,5 @@ def number(text: str) -> float:
 
 
 def commas(numbers: tuple[float, ...]) -> str:
-    """Write numbers with commas between them."""
+    """Format numbers separated by commas."""
     return ",".join(f"{one:g}" for one in numbers)

@@ -80,7 +80,7 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
 
 @contextmanager
 def _bars() -> Iterator["Progress"]:
-    """A bar for each stage on standard error, or nothing where that is no terminal."""
+    """Show a progress bar for each stage on standard error if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

@@ -18,7 +18,7 @@ OFFERED = (
     *("served_model_name", "sampling_defaults", "unknown_fields"),
     *("tool_call_parser", "reasoning_parser", "reasoning_field", "log_level"),
 )
-"""The server's options that say how requests are read and answered."""
+"""Options of the server that concern requests and answers."""
 UNBOUNDED_QUEUE = 1 << 30
 """Bound of the queue, in requests: a batch file waits in its own order."""
 MANY_OPEN = 1 << 16

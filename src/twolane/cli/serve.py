@@ -36,14 +36,14 @@ EPILOG = """**Examples**
 """
 
 KEYS = "TWOLANE_API_KEY"
-"""The environment variable that has API keys."""
+"""Environment variable with the API keys."""
 NO_OPTIONS = frozenset(
     {
         *("TWOLANE_CACHE", "TWOLANE_COMMIT", "TWOLANE_TRACES"),
         *("TWOLANE_TEST_SERVE", "TWOLANE_TEST_SOAK_SECONDS"),
     }
 )
-"""Variables that other parts of this software read, its benchmarks and tests among them."""
+"""Variables that other parts of this software read, including its benchmarks and tests."""
 
 app = command_app()
 
@@ -80,7 +80,7 @@ def serve(
 
 
 def leave(code: int) -> NoReturn:
-    """End the process: everything is closed.
+    """Exit the process after everything was closed.
 
     Taking the interpreter down in order would take seconds, and supervisors wait for the exit code
     to start the next server.
@@ -92,13 +92,13 @@ def leave(code: int) -> NoReturn:
 
 
 def check_keys(keys: Sequence[str]) -> None:
-    """Refuse to serve everybody where a key was meant to be given, and none was."""
+    """Refuse to serve without keys where a key was meant to be set."""
     if not keys and KEYS in os.environ:
         raise fail(f"{KEYS} is empty; to serve without a key, do not set it", USAGE_ERROR)
 
 
 def warn_of_unknown_variables() -> None:
-    """Say which TWOLANE_* variables no option reads: mistyped ones should not go unseen."""
+    """Warn of TWOLANE_* variables that no option reads, such as mistyped ones."""
     known = NO_OPTIONS | {str(param.envvar) for param in get_command(app).params}
     for name in sorted(os.environ):
         if name.startswith("TWOLANE_") and name not in known:

@@ -1,4 +1,4 @@
-"""Commands that end in order when they are told to."""
+"""Orderly end of commands on SIGTERM."""
 
 import asyncio
 import signal
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM, as shells have it."""
+"""Exit code after SIGTERM, as in shells."""
 
 
 def run_until_terminated(work: Coroutine[Any, Any, T]) -> T:

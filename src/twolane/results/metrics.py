@@ -1,4 +1,4 @@
-"""The numbers of a run, by formula.
+"""Metrics of a run, by formula.
 
 For a request that was answered in full, with s when it was sent, c_1 … c_m when its chunks with
 output came, e the last event of its stream and k its output tokens:
@@ -25,13 +25,13 @@ import numpy as np
 from twolane.results.record import Record
 
 SLO_NAMES = ("ttft", "tbt", "tpot", "e2el")
-"""What an SLO can bound: vLLM's names, and `tbt` for every gap of a request."""
+"""Names of SLOs: vLLM's, and `tbt` for every gap of a request."""
 TTFT_PER_1K = "ttft_per_1k"
-"""Beside `ttft`: seconds that are added to its bound for each 1,024 prompt tokens that the server
-did not have in its prefix cache (Drift §5.1: 1 s)."""
+"""Name of the seconds added to the bound `ttft` for each 1,024 prompt tokens that are not in the
+server's prefix cache (Drift §5.1: 1 s)."""
 DEFAULT_PERCENTILES = (90.0, 95.0, 99.0)
 LAG_PERCENTILES = (99.0,)
-"""Percentiles of the client's own lags, whatever is asked for the server."""
+"""Percentiles of the client's own lags."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -46,7 +46,8 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float], percentiles: Sequence[float]) -> "Distribution":
-        """Percentiles are interpolated linearly; `std` is the population's."""
+        """Return the statistics; percentiles are interpolated linearly, `std` is the
+        population's."""
         data = np.fromiter(values, dtype=float)
         if not data.size:
             return cls(0, None, None, None, None, dict.fromkeys(percentiles))
@@ -61,49 +62,50 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Attainment(msgspec.Struct, frozen=True):
-    """Shares of the requests sent that kept their SLOs; None where none was sent or asked."""
+    """SLO attainment of the requests sent; None: none was sent or had a bound."""
 
     requests: dict[str, float | None]
-    """For each SLO, the share of requests sent that were answered and kept it."""
+    """Share of requests sent that were answered and met the SLO, by SLO."""
     together: float | None
-    """The share of requests sent that kept all SLOs."""
+    """Share of requests sent that met all SLOs."""
     gaps: float | None
-    """The share of gaps owed by all requests sent that met the TBT bound."""
+    """Share of the gaps owed to all requests sent that met the TBT bound."""
     good: int
-    """Requests that kept all SLOs."""
+    """Number of requests that met all SLOs."""
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """What a run of `duration` seconds measured."""
+    """Metrics of a run of `duration` seconds."""
 
     duration: float
     sent: int
     completed: int
     outcomes: dict[str, int]
-    """Requests sent by their outcome."""
+    """Number of requests sent by outcome."""
     input_tokens: int
-    """Prompt tokens of the completed requests."""
+    """Number of prompt tokens of completed requests."""
     cached_tokens: int
-    """Input tokens that the server says it found in its prefix cache."""
+    """Number of input tokens from the prefix cache, as the server reports."""
     output_tokens: int
     uncounted: int
-    """Completed requests whose server gave no count of output tokens: theirs are the chunks."""
+    """Number of completed requests without the server's count of output tokens, whose chunks count
+    instead."""
     tokens_per_chunk: float | None
     ttft: Distribution
     tpot: Distribution
     tbt: Distribution
     e2e: Distribution
     waited: Distribution
-    """Held back by the bound on concurrency; of all sent."""
+    """Seconds that requests sent were held back by the bound on concurrency."""
     lag: Distribution
-    """Sent later than due through the client's own doing; of all sent."""
+    """Seconds that requests were sent late by the client's own fault."""
     max_concurrent: int
     max_output_tokens_per_s: float
-    """Most output tokens in one second of the run."""
+    """Largest number of output tokens in one second of the run."""
     attainment: Attainment
 
     def per_second(self, amount: float) -> float | None:
-        """`amount` over the duration of the run."""
+        """Return `amount` per second of the run."""
         return amount / self.duration if self.duration > 0 else None
 
 
@@ -113,7 +115,7 @@ def measure(
     slos: Mapping[str, float],
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
 ) -> Metrics:
-    """Compute the metrics of a run.
+    """Return the metrics of a run.
 
     Args:
         records: one for each request sent.
@@ -151,7 +153,7 @@ def measure(
 
 
 def attain(records: Sequence[Record], slos: Mapping[str, float]) -> Attainment:
-    """Attainment of each SLO, of all of them, and of TBT by the gap, over the requests sent."""
+    """Return the attainment of each SLO, of all of them, and of TBT by gap."""
     names = bounded(slos)
     kept = [
         {name: keeps(record, name, bound_for(record.new_tokens, name, slos)) for name in names}
@@ -168,30 +170,30 @@ def attain(records: Sequence[Record], slos: Mapping[str, float]) -> Attainment:
 
 
 def bounded(slos: Mapping[str, float]) -> list[str]:
-    """The latencies that these SLOs bound."""
+    """Return the names of the latencies that these SLOs bound."""
     return [name for name in slos if name != TTFT_PER_1K]
 
 
 def bound_for(new_tokens: int, name: str, slos: Mapping[str, float]) -> float:
-    """The bound on one latency of a request with this many new prompt tokens, in seconds."""
+    """Return the bound in seconds on a latency of a request with this many new prompt tokens."""
     more = slos.get(TTFT_PER_1K, 0.0) * new_tokens / 1024 if name == "ttft" else 0.0
     return slos[name] + more
 
 
 def bound_words(name: str, slos_ms: Mapping[str, float]) -> str:
-    """A bound to read; `slos_ms` in milliseconds."""
+    """Return a bound as text; `slos_ms` in milliseconds."""
     more = slos_ms.get(TTFT_PER_1K) if name == "ttft" else None
     return f"{slos_ms[name]:g} ms" + (f" + {more:g} per 1K new tokens" if more else "")
 
 
 def bounds_words(slos: Mapping[str, float]) -> str:
-    """All bounds to read; `slos` in seconds."""
+    """Return all bounds as text; `slos` in seconds."""
     in_ms = {name: bound * 1e3 for name, bound in slos.items()}
     return ", ".join(f"{name} {bound_words(name, in_ms)}" for name in bounded(in_ms))
 
 
 def keeps(record: Record, slo: str, bound: float) -> bool:
-    """Whether a request was answered and kept one SLO; `bound` in seconds.
+    """Return whether a request was answered and met one SLO; `bound` in seconds.
 
     `tbt` bounds each gap. A reply of one token has no gap and no TPOT to miss.
     """
@@ -208,7 +210,8 @@ def keeps(record: Record, slo: str, bound: float) -> bool:
 
 
 def gap_attainment(records: Sequence[Record], bound: float) -> float | None:
-    """Σ gaps of answered requests ≤ bound / Σ gaps owed by all requests sent; bound in seconds."""
+    """Return Σ gaps of answered requests ≤ bound / Σ gaps owed to all requests sent; bound in
+    seconds."""
     met = owed = 0
     for record in records:
         gaps = record.gaps
@@ -221,7 +224,8 @@ def gap_attainment(records: Sequence[Record], bound: float) -> float | None:
 
 
 def max_concurrent(records: Sequence[Record]) -> int:
-    """The most requests in flight at once; one that ends as another is sent is not beside it."""
+    """Return the largest number of concurrent requests; one that ends when another is sent does not
+    overlap it."""
     changes = sorted(
         [(record.sent, 1) for record in records] + [(record.ended, -1) for record in records]
     )
@@ -233,7 +237,7 @@ def max_concurrent(records: Sequence[Record]) -> int:
 
 
 def max_output_rate(records: Sequence[Record]) -> float:
-    """The most output tokens in one second, counted in whole seconds of the run.
+    """Return the largest number of output tokens in one whole second of the run.
 
     The tokens of an answer are spread evenly over its chunks.
     """

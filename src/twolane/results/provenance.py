@@ -1,4 +1,4 @@
-"""Where a file of results comes from: command, commit, machine, versions and workload."""
+"""Provenance of result files: command, commit, machine, versions and workload."""
 
 import functools
 import os
@@ -22,17 +22,17 @@ from twolane.common.files import write_atomically
 from twolane.common.resources import usable_cores
 
 COMMIT = "TWOLANE_COMMIT"
-"""Environment variable that names the commit where the source is a copy without git's history."""
+"""Environment variable with the commit of a source tree without git's history."""
 KEPT_APART = ":(top,exclude)benchmarks/results"
-"""Path whose changes do not make a checkout dirty: a series of runs writes there."""
+"""Path that git ignores when it looks for changes, since series of runs write there."""
 LIBRARIES = ("torch", "transformers", "flashinfer-python", "triton")
 """Distributions whose versions are recorded if they are installed."""
 SMI_FIELDS = ("name", "power.limit", "clocks.max.sm", "driver_version")
-"""What `nvidia-smi` is asked about each GPU."""
+"""Fields that `nvidia-smi` is asked for."""
 SECRET = ("--api-key", "--header", "--hf-token")
-"""Options whose values are left out of a recorded command."""
+"""Options whose values are removed from a recorded command."""
 SECRET_VALUE = re.compile(rf"((?:{'|'.join(SECRET)})[= ])(?:'[^']*'|\"[^\"]*\"|\S+)")
-"""Such an option with its value in one word, or inside a command that is one word."""
+"""Such an option with its value in one word, or within a quoted command."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +53,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     """Versions by name: python, twolane and the libraries that decide about speed."""
     workload: Any
-    """What was served or measured: a name, or the options that determine it."""
+    """Workload: a name, or the options that determine it."""
     notes: str | None = None
-    """What a reader must know beside it."""
+    """Remarks for readers."""
 
 
 def provenance(workload: Any = None, command: Sequence[str] | None = None) -> Provenance:
@@ -79,7 +79,7 @@ def provenance(workload: Any = None, command: Sequence[str] | None = None) -> Pr
 
 
 def save(path: Path, about: Provenance, content: Mapping[str, object]) -> None:
-    """Write a file of results whole or not at all: the record, then the figures.
+    """Write a file of results atomically: the record, then the figures.
 
     Raises:
         OSError: it cannot be written.
@@ -103,8 +103,8 @@ def own_command() -> list[str]:
 
 
 def _named_outputs(words: Sequence[str]) -> list[str]:
-    """Return a command's words with the folders left out of `--out` and of what is temporary:
-    they are of one machine."""
+    """Return a command's words without the folders of outputs and temporary files, which concern
+    one machine."""
     temporary = tempfile.gettempdir()
     return [
         Path(word).name
@@ -127,7 +127,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def _from_checkout(program: Path) -> Path:
-    """Return a script's path within the checkout of this source, if it is there."""
+    """Return a script's path relative to this source's checkout, if it is in there."""
     root = Path(twolane.__file__).parents[2]
     resolved = program.resolve()
     return resolved.relative_to(root) if resolved.is_relative_to(root) else program
@@ -179,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the CPU's name, as Linux tells it."""
+    """Return the CPU's name from /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -189,7 +189,7 @@ def cpu_name() -> str:
 
 
 def _said(*words: str) -> str | None:
-    """Return what a command prints; None if it is not there or fails."""
+    """Return a command's output; None: it is missing or fails."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

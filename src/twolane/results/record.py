@@ -1,4 +1,4 @@
-"""What the client saw of one request."""
+"""Record of one request at the client."""
 
 from itertools import pairwise
 
@@ -14,76 +14,77 @@ INTERRUPTED = "interrupted"
 
 
 def status_outcome(status: int) -> str:
-    """The outcome of an answer with an HTTP status other than 200, such as `status_429`."""
+    """Return the outcome of an HTTP status other than 200, such as `status_429`."""
     return f"status_{status}"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was sent, and the one outcome it ended in. Times in seconds.
+    """A request that was sent, with its outcome. Times in seconds.
 
     `scheduled`, `sent`, `ended` and `token_times` count from the start of the run.
     """
 
     index: int
-    """Its place in the workload."""
+    """Index in the workload."""
     asked_prompt: int
-    """Prompt tokens the workload asks for."""
+    """Number of prompt tokens in the workload."""
     asked_output: int
-    """Output tokens the workload asks for (`max_tokens`)."""
+    """Number of output tokens in the workload (`max_tokens`)."""
     scheduled: float
     waited: float
-    """Time it was held back by the bound on concurrency."""
+    """Seconds that it was held back by the bound on concurrency."""
     sent: float
     ended: float
-    """Last event of the stream, or the failure."""
+    """Time of the stream's last event, or of the failure."""
     outcome: str
     """`ok`, `status_<code>`, `timeout`, `connect` (no connection), `disconnect` (the stream ended
     early), `malformed` (not what the API promises), `stream_error` (an error sent inside the
     stream) or `interrupted` (the run was stopped)."""
     error: str = ""
     token_times: tuple[float, ...] = ()
-    """When each chunk with output came."""
+    """Arrival times of the chunks with output."""
     usage_prompt: int | None = None
-    """Prompt tokens by the server's count."""
+    """Number of prompt tokens by the server's count."""
     usage_output: int | None = None
-    """Output tokens by the server's count."""
+    """Number of output tokens by the server's count."""
     usage_cached: int | None = None
-    """Prompt tokens that the server found in its prefix cache, by its count."""
+    """Number of prompt tokens from the prefix cache by the server's count."""
     text: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether a whole answer came."""
+        """Whether the answer is complete."""
         return self.outcome == OK
 
     @property
     def prompt_tokens(self) -> int:
-        """By the server's count where it gives one, else as asked."""
+        """Number of prompt tokens by the server's count, else as in the workload."""
         return self.asked_prompt if self.usage_prompt is None else self.usage_prompt
 
     @property
     def output_tokens(self) -> int:
-        """By the server's count where it gives one, else the chunks, which is a lower bound."""
+        """Number of output tokens by the server's count, else of chunks, a lower bound."""
         return len(self.token_times) if self.usage_output is None else self.usage_output
 
     @property
     def new_tokens(self) -> int:
-        """Prompt tokens that the server had to compute; all, unless it says otherwise."""
+        """Number of prompt tokens not in the prefix cache; all, unless the server reports cached
+        ones."""
         return self.prompt_tokens - (self.usage_cached or 0)
 
     @property
     def lag(self) -> float:
-        """Send time beyond the schedule that is the client's own doing."""
+        """Seconds that the client itself sent the request late."""
         return self.sent - self.scheduled - self.waited
 
     @property
     def ttft(self) -> float | None:
-        """First chunk with output − sent; None if none came."""
+        """Time of the first chunk with output − sent; None: there is none."""
         return self.token_times[0] - self.sent if self.token_times else None
 
     @property
     def gaps(self) -> list[float]:
-        """TBT: the time between each two consecutive chunks with output."""
+        """TBT: seconds between consecutive chunks with output."""
         return [after - before for before, after in pairwise(self.token_times)]
 
     @property

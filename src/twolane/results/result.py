@@ -1,4 +1,4 @@
-"""What a run of `bench serve` is asked, and what came out of it."""
+"""Settings and result of a run of `bench serve`."""
 
 import math
 from datetime import datetime
@@ -64,15 +64,15 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     headers: Annotated[dict[str, str], Option(WHERE, "KEY=VALUE", name="header")] = {}
     """Header to add to each request; may be repeated."""
     prompt_seed: int | None = None
-    """Seed of the prompts' content; None is the workload's. Another one keeps lengths and arrivals
-    and finds nothing in a prefix cache."""
+    """Seed of the prompts' content; None: the workload's. Another seed keeps lengths and arrivals
+    and shares no cached prefix."""
     timeout: Annotated[float, Option(WHERE, "SECONDS")] = 600.0
     """Seconds that one request may take."""
     engine_gaps: Annotated[bool, Option(MEASURE)] = False
     """Whether the server's own histogram of gaps between tokens is read at /metrics before and
     after the run, for comparison with those that the client sees."""
     goodput: dict[str, float] = {}
-    """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`; `TTFT_PER_1K` beside `ttft`)."""
+    """Bounds of SLOs in seconds by name (`metrics.SLO_NAMES`, `TTFT_PER_1K`)."""
     percentiles: Annotated[
         tuple[float, ...], Option(MEASURE, name="metric_percentiles", alias="percentiles")
     ] = DEFAULT_PERCENTILES
@@ -80,12 +80,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chat(self) -> bool:
-        """Whether the endpoint is that of chat completions."""
+        """Whether the endpoint is chat completions."""
         return self.endpoint.endswith(CHAT)
 
     @property
     def sends_ids(self) -> bool:
-        """Whether prompts go out as token ids."""
+        """Whether prompts are sent as token ids."""
         return self.prompt_format == "ids" or (self.prompt_format == "auto" and not self.chat)
 
     @property
@@ -100,12 +100,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def request_headers(self) -> dict[str, str]:
-        """The headers of each request; those given win over the API key."""
+        """Headers of each request; given ones override the API key."""
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {**key, **self.headers}
 
     def check(self) -> None:
-        """Refuse what is wrong or contradictory.
+        """Check the settings.
 
         Raises:
             FieldError: naming the first wrong field.
@@ -174,28 +174,28 @@ class EngineGaps(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A finished (or interrupted) run: what was asked, and what the client saw."""
+    """A finished or interrupted run: settings and records."""
 
     config: BenchConfig
     model: str
     date: datetime
     workload: tuple[TraceRequest, ...]
-    """Everything that was to be sent."""
+    """All requests of the workload."""
     records: tuple[Record, ...]
-    """Everything that was sent, by index."""
+    """Records of the requests sent, by index."""
     duration: float
     """Seconds from the start to the last outcome."""
     interrupted: bool
     loop_lag: Distribution
-    """How late the client's event loop ran, in seconds."""
+    """Lag of the client's event loop in seconds."""
     simulated: dict[str, object] | None = None
-    """If it was served by simulated lanes: by which engine, and the engine's own counts."""
+    """Description and counts of the simulated engine; empty for a real one."""
     server: str | None = None
-    """What a server that was started for the run says of itself."""
+    """Announcement of a server that was started for the run."""
     engine_gaps: EngineGaps | None = None
-    """Gaps that the server counted itself, if it was asked."""
+    """Gaps that the server counted itself, if requested."""
 
     @cached_property
     def metrics(self) -> Metrics:
-        """The run's metrics under its SLOs and percentiles."""
+        """Metrics of the run under its SLOs and percentiles."""
         return measure(self.records, self.duration, self.config.goodput, self.config.percentiles)

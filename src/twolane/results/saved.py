@@ -1,4 +1,4 @@
-"""Reads what was saved: results of `bench serve` and `simulate`, folders of `bench goodput`."""
+"""Reads saved results of `bench serve` and `simulate`, and folders of `bench goodput`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +12,21 @@ from twolane.common.files import is_file, is_folder
 from twolane.results.metrics import TTFT_PER_1K, bounded
 
 TRACE = "a trace: give it with --trace-file"
-"""What is said of a file that is a list, or the beginning of one, which a killed engine leaves."""
+"""Error of a file that is a list, or the beginning of one, as a killed engine leaves."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One result file. What a figure does not find in it, it does without."""
+    """A result file; figures work without fields that it lacks."""
 
     label: str
-    """What served: one line or bar of a figure."""
+    """Name of what served, which is a line or bar of a figure."""
     data: dict[str, Any]
-    """As saved; `summary.result_dict` has the keys."""
+    """Content with the keys of `summary.result_dict`."""
 
     @property
     def rate(self) -> float | None:
-        """Requests a second that were asked for; None: all at once, or a trace's own times."""
+        """Request rate per second; None: all at once, or a trace's own times."""
         rate = self.data.get("request_rate")
         return float(rate) if isinstance(rate, int | float) else None
 
@@ -38,16 +38,16 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether it ran to its end: not stopped by hand, nor by a search as hopeless."""
+        """Whether the run is complete: neither interrupted nor ended by a search as hopeless."""
         return not self.data.get("interrupted", False)
 
     def ms(self, metric: str, statistic: str) -> float | None:
-        """A latency in milliseconds, such as ("ttft", "p99") or ("itl", "median")."""
+        """Return a latency in milliseconds, such as ("ttft", "p99") or ("itl", "median")."""
         value = self.data.get(f"{statistic}_{metric}_ms")
         return None if value is None else float(value)
 
     def latencies(self, metric: str) -> list[float]:
-        """All values of `ttft`, `itl` (each gap) or `e2el` in ms; empty if they were not saved."""
+        """Return all values of `ttft`, `itl` (each gap) or `e2el` in ms; empty: not saved."""
         key = {"ttft": "ttfts", "itl": "itls", "e2el": "latencies"}[metric]
         answered = [bool(n) for n in self.data.get("output_lens", ())]
         values = [v for v, ok in zip(self.data.get(key, ()), answered, strict=False) if ok]
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def kept(self) -> dict[str, float]:
-        """Attainment by SLO; of TBT the share of gaps, as a search counts it."""
+        """Attainment by SLO; for TBT of gaps, as in a search."""
         kept = dict(self.data.get("attainment") or {})
         if "tbt" in kept:
             kept["tbt"] = self.data["tbt_gap_attainment"]
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """Who served, in words."""
+        """Description of what served."""
         simulated = self.data.get("simulated")
         if simulated:
             return f"simulation: {self.data.get('model_id')} on {simulated['device']}"
@@ -78,33 +78,33 @@ class Run:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
+    """The result of a search."""
 
     search: dict[str, Any]
     goodput: dict[str, dict[str, Any]]
-    """By system: `seeds`, `median`, `least`, `most`, in requests a second."""
+    """Goodput by system in requests per second: `seeds`, `median`, `least`, `most`."""
     about: dict[str, Any] = field(default_factory=dict)
     """The record of its provenance; empty in a file that has none."""
 
 
 @dataclass
 class Saved:
-    """Everything that was given to a report."""
+    """All inputs of a report."""
 
     runs: list[Run] = field(default_factory=list)
     found: list[SearchResult] = field(default_factory=list)
     traces: dict[str, Path] = field(default_factory=dict)
     beside: set[str] = field(default_factory=set)
-    """Those of the traces that lay in a search's folder, which nobody asked for by name."""
+    """Traces from a search's folder, which were not named explicitly."""
 
     @property
     def attainment(self) -> float:
-        """The share that must keep an SLO, as the search says; else 0.99."""
+        """Required attainment of the search; else 0.99."""
         return float(self.found[0].search["attainment"]) if self.found else 0.99
 
     @property
     def slos(self) -> dict[str, float]:
-        """Bounds in ms by name; none where runs differ."""
+        """Bounds in ms by name; empty if runs differ."""
         given: dict[str, set[float]] = {}
         for run in self.runs:
             for name, bound in (run.data.get("slos_ms") or {}).items():
@@ -113,13 +113,13 @@ class Saved:
 
     @property
     def flat(self) -> dict[str, float]:
-        """Those bounds that are the same for all requests."""
+        """Bounds that are the same for all requests."""
         slos = self.slos
         return {n: slos[n] for n in bounded(slos) if (n, TTFT_PER_1K in slos) != ("ttft", True)}
 
     @property
     def labels(self) -> list[str]:
-        """All that served, in the order given."""
+        """Labels in the order given."""
         found = [system for one in self.found for system in one.goodput]
         return list(dict.fromkeys([*(run.label for run in self.runs), *found]))
 
@@ -146,7 +146,7 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
 
 
 def _named(text: str) -> tuple[str | None, Path]:
-    """A path with an equals sign in it, such as a search's file, needs no name."""
+    """Return name and path of an argument; a path that contains an equals sign needs no name."""
     name, equals, rest = text.partition("=")
     if equals and not (is_file(Path(text)) or is_folder(Path(text))):
         return name, Path(rest)
@@ -158,7 +158,7 @@ def _stem(path: Path) -> str:
 
 
 def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
-    """Its systems are called NAME: SYSTEM if it has a name."""
+    """Read a search's folder; its systems are named NAME: SYSTEM if it has a name."""
     if not (folder / "search.json").is_file():
         raise FieldError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
     before = "" if name is None else f"{name}: "

@@ -1,4 +1,4 @@
-"""A result as JSON, with the keys of `vllm bench serve`, and as tables to read."""
+"""Results as JSON, with the keys of `vllm bench serve`, and as tables."""
 
 import math
 from pathlib import Path
@@ -15,20 +15,20 @@ from twolane.results.result import BenchConfig, Result
 from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
-"""Seconds of client lag at the 99th percentile from which a run is called doubtful."""
+"""Seconds of client lag at the 99th percentile above which a run is doubtful."""
 CACHED_BOUND = 0.2
-"""Share of input tokens in the prefix cache from which a run of unrelated prompts is called out."""
+"""Share of cached input tokens above which a run of unrelated prompts gets a warning."""
 CHUNK_BOUND = 1.05
-"""Tokens a chunk from which the gaps between chunks are called out."""
+"""Tokens per chunk above which gaps between chunks get a warning."""
 
 
 def result_json(result: Result) -> bytes:
-    """The result as JSON text."""
+    """Return the result as JSON text."""
     return json_bytes(result_dict(result))
 
 
 def result_dict(result: Result) -> dict[str, object]:
-    """The result under the keys of `vllm bench serve`, followed by our own.
+    """Return the result with the keys of `vllm bench serve`, followed by our own.
 
     As there, totals and latencies are over completed requests, and the lists have one entry for
     each request sent. A value that does not exist is null.
@@ -61,13 +61,13 @@ def _backend(result: Result) -> str:
 
 
 def workload_dict(workload: WorkloadSpec) -> dict[str, object]:
-    """Every option of a workload; "inf" for what is infinite, for which JSON has no number."""
+    """Return all options of a workload; "inf" for infinity, which JSON lacks."""
     fields = msgspec.structs.asdict(workload)
     return {name: "inf" if value == math.inf else value for name, value in fields.items()}
 
 
 def default_name(result: Result) -> str:
-    """A file name as vLLM builds it: backend, rate, concurrency, model, date."""
+    """Return a file name like vLLM's: backend, rate, concurrency, model, date."""
     config = result.config
     bound = f"-concurrency{config.max_concurrency}" if config.max_concurrency else ""
     model = Path(result.model).name
@@ -77,7 +77,7 @@ def default_name(result: Result) -> str:
 
 
 def rate_label(result: Result) -> float | str:
-    """The request rate; "inf": all at once; "trace": the trace's own times."""
+    """Return the request rate; "inf": all at once; "trace": the trace's own times."""
     rate = result.config.workload.request_rate
     if rate is None:
         return "trace" if any(request.arrival for request in result.workload) else "inf"
@@ -85,7 +85,7 @@ def rate_label(result: Result) -> float | str:
 
 
 def warnings(result: Result) -> list[str]:
-    """What a reader has to know before believing the figures."""
+    """Return warnings about the figures."""
     metrics = result.metrics
     found = []
     lag = metrics.lag.percentiles[99.0] or 0.0
@@ -124,7 +124,7 @@ def warnings(result: Result) -> list[str]:
 
 
 def first_errors(result: Result) -> list[tuple[str, str]]:
-    """For each kind of failure, what the first request that ended so was told."""
+    """Return the first error of each kind of failure."""
     errors: dict[str, str] = {}
     for record in result.records:
         if not record.ok:
@@ -133,7 +133,7 @@ def first_errors(result: Result) -> list[tuple[str, str]]:
 
 
 def summary(result: Result) -> RenderableType:
-    """Tables of counts, latencies and SLOs, and the warnings, for a terminal."""
+    """Return tables of counts, latencies and SLOs, and the warnings, for a terminal."""
     parts: list[RenderableType] = [_counts_table(result), _latency_table(result)]
     if result.config.goodput:
         parts.append(_slo_table(result))
@@ -159,7 +159,8 @@ def _totals(metrics: Metrics, has_slos: bool) -> dict[str, object]:
 
 
 def _lists(result: Result) -> dict[str, object]:
-    """One entry for each request sent, in seconds; failed ones have an error and no output."""
+    """Return lists with an entry for each request sent, in seconds; failed ones have an error and
+    no output."""
     records = result.records
     return {
         "input_lens": [record.prompt_tokens for record in records],
@@ -238,7 +239,7 @@ def _engine_gaps(result: Result) -> dict[str, object]:
 
 
 def _arguments(config: BenchConfig) -> dict[str, object]:
-    """Every option, with nothing secret in it: no API key, and of headers only the names."""
+    """Return all options without secrets: no API key, and only names of headers."""
     fields = msgspec.structs.asdict(config)
     workload = workload_dict(fields.pop("workload"))
     del fields["api_key"]
@@ -247,7 +248,7 @@ def _arguments(config: BenchConfig) -> dict[str, object]:
 
 
 def _workload(result: Result) -> dict[str, object]:
-    """What was to be sent, column by column; with the seed it determines every prompt."""
+    """Return the workload by column; with the seed it determines every prompt."""
     columns: dict[str, object] = {
         "arrivals": [request.arrival for request in result.workload],
         "prompt_tokens": [request.prompt_tokens for request in result.workload],

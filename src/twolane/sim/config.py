@@ -23,27 +23,27 @@ LINK = Option(
 
 
 class Unevenness(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an emulated card is off its profile; by default as H200s were
+    """Deviation of an emulated GPU from its profile; defaults are those of H200s
     (docs/notes/device-model.md)."""
 
     noise: float = 0.045
-    """Standard deviation of a step's or slice's time, as a logarithm; a hybrid pass has half."""
+    """Standard deviation of the logarithm of a step's or slice's time; a hybrid pass has half."""
     outliers: float = 0.015
-    """Share of the decode steps that are outliers."""
+    """Fraction of the decode steps that are outliers."""
     configurations: float = 0.03
-    """Standard deviation of the factor that each configuration has, as a logarithm."""
+    """Standard deviation of the logarithm of each configuration's factor."""
     slower: float = 1.03
-    """Factor by which all launches take longer than in the profile."""
+    """Factor from the profile's times to those of all launches."""
     moments: float = 0.25
-    """Share by which launches take longer still in slow moments."""
+    """Fraction added to the times of launches in slow periods."""
 
 
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run of `twolane simulate`."""
 
     engine: EngineConfig
-    """Its device, dtype and load format do not apply; `disaggregated` gives prefill and decode as
-    many GPUs each as share a layer."""
+    """Settings of the engine, of which device, dtype and load format do not apply; `disaggregated`
+    gives prefill and decode as many GPUs each as share a layer."""
     gpu: Annotated[str, Option(DEVICE)] = "h200"
     """GPU to simulate: a100-80gb, h20, h100 or h200."""
     tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
@@ -54,17 +54,17 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
     uneven: Unevenness | None = None
-    """How far an emulated card is off the engine's profile; None simulates a smooth GPU."""
+    """Deviation of an emulated GPU from the engine's profile; None simulates a smooth GPU."""
 
     def device(self) -> Gpu:
-        """Return the GPU's data sheet with the link that was asked for."""
+        """Return the GPU with the configured link."""
         gpu = GPUS[self.gpu]
         if self.link_bandwidth is None:
             return gpu
         return msgspec.structs.replace(gpu, link_bandwidth=self.link_bandwidth)
 
     def check(self) -> None:
-        """Refuse settings that are wrong or have no meaning in a simulation.
+        """Check the settings.
 
         Raises:
             FieldError: it names the first wrong setting.

@@ -1,4 +1,4 @@
-"""Device models: how long the simulated lanes' work takes on a GPU.
+"""Device models: times of the simulated lanes' work on a GPU.
 
 A step is a sum over the model's operators. Matrix products and attention over a prompt take
 `(c^p + m^p)^(1/p)` seconds, c by arithmetic and m by memory: a roofline with a round corner, for
@@ -42,17 +42,17 @@ from twolane.sim.lanes import Demand
 from twolane.sim.operators import BFLOAT16, Cost, OperatorCosts, Storage, shapes_of
 
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
-"""Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
+"""Host seconds of a prefill launch besides its layers, of laying out a batch, and of sampling."""
 HOST_RANK = 2.0e-5
-"""Seconds of the host for a launch that another rank replays, for each of these: a write to its log
-(assumed, not measured)."""
+"""Host seconds of a launch for each rank that replays it: a write to its log (assumed, not
+measured)."""
 HOST_PASS = 1.25e-3
-"""Seconds of the host for a hybrid pass that is graphs, the first of which is launched in the
-middle of them: nine in ten passes behind others take less than a third more."""
+"""Host seconds of a hybrid pass in graphs, the first of which starts halfway: nine in ten passes
+behind others take less than a third more."""
 
 
 class DeviceModel:
-    """One model on some GPUs of a kind: the simulated lanes' device.
+    """A model on some GPUs of one kind, the device of simulated lanes.
 
     Args:
         gpu: which.
@@ -80,7 +80,7 @@ class DeviceModel:
         self.tp = tp
         self._operators = OperatorCosts(gpu, spec, tp, storage)
         self.layer_kv_bytes = shapes_of(spec, tp, storage).kv_bytes
-        """Bytes of a token's keys and values in a layer on one of these GPUs."""
+        """Bytes of a token's keys and values in a layer on one GPU."""
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._steps: dict[tuple[int, int], Cost] = {}
@@ -105,7 +105,7 @@ class DeviceModel:
         return self._at(self._clock(traffic, draw), running)
 
     def _clock(self, traffic: float, draw: float) -> float:
-        """The clock under the power cap, as a fraction of the top one."""
+        """Return the clock under the power cap, as a fraction of the top clock."""
         gpu = self.gpu
         drawn = gpu.traffic_units * min(1.0, traffic / gpu.bandwidth)
         if drawn + draw <= gpu.power_units:
@@ -143,7 +143,7 @@ class DeviceModel:
         return first + ranks, whole + ranks
 
     def _launch_seconds(self, work: Work) -> tuple[float, float]:
-        """Seconds of the host of one rank: until the device can begin, and all."""
+        """Return one rank's host seconds until the device can begin, and in total."""
         if isinstance(work, DecodeWork):
             seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
             return seconds, seconds
@@ -159,7 +159,7 @@ class DeviceModel:
         return first, first + layers * _host_layer(tokens) + HOST_SAMPLES * samples
 
     def probe(self, units: int) -> Probe:
-        """Return what a product of 8,192 rows and a large copy reach (DuetServe §4.2)."""
+        """Return the rates of a product of 8,192 rows and of a large copy (DuetServe §4.2)."""
         gpu, size = self.gpu, 8192
         [seconds] = self.seconds([self._pass(self._operators.square(size, units), units)])
         copied = gpu.bandwidth * (1.0 - math.exp(-units / gpu.copy_units))
@@ -194,18 +194,19 @@ class DeviceModel:
         return layer.times(self.spec.layers).plus(head).plus(read)
 
     def _pass_layer(self, decode: int, prompts: Sequence[PromptRow], units: int) -> Cost:
-        """A layer of a prefill slice or a hybrid pass, but what its decode rows read."""
+        """Return the cost of a layer of a prefill slice or hybrid pass, without the KV reads of
+        decode rows."""
         layer = self._multiply(decode + _count(prompts), units)
         return layer.plus(self._attend(layer, decode, prompts, units))
 
     def _multiply(self, tokens: int, units: int) -> Cost:
-        """A layer of a pass with so many tokens, but attention."""
+        """Return the cost of a pass's layer without attention."""
         computed = padded(tokens, self.pass_sizes)
         return self._operators.layer(computed, units, decode=False, routed=tokens)
 
     def _attend(self, layer: Cost, decode: int, prompts: Sequence[PromptRow], units: int) -> Cost:
-        """Attention over prompts in a layer, and how much longer the layer takes since that is
-        launched apart; it is not faster than the host launches it."""
+        """Return the cost of attention over prompts in a layer, and the layer's extra seconds since
+        it is launched separately; it is not faster than its launch."""
         gpu, tokens = self.gpu, decode + _count(prompts)
         whole = gpu.large_tiles and decode and tokens <= WHOLE
         tiles = self._operators.tiles(prompts, units) if whole else None
@@ -218,7 +219,7 @@ class DeviceModel:
         return attention._replace(fixed=gpu.whole_layer_seconds + split * gpu.split_seconds)
 
     def _products(self, rows: int, units: int) -> Cost:
-        """All of a decode step but its attention."""
+        """Return the cost of a decode step without attention."""
         key = (rows, units)
         cost = self._steps.get(key)
         if cost is None:
@@ -229,20 +230,22 @@ class DeviceModel:
         return cost
 
     def _step(self, cost: Cost, units: int, scale: float | None = None) -> Demand:
-        """Demand of a decode step, whose kernels keep as much in flight as the SMs hold; `scale`:
-        see `_pass`."""
+        """Return the demand of a decode step, whose kernels keep as many bytes in flight as the SMs
+        can; `scale`: see `_pass`."""
         reads = units * self.gpu.unit_bandwidth / self.gpu.bandwidth
         return self._demand(cost, units, reads, cost.memory, scale)
 
     def _multiplied(self, tokens: int) -> float:
-        """Seconds of a pass's layer without attention, on the whole device and without noise."""
+        """Return the seconds of a pass's layer without attention, on the whole device and without
+        noise."""
         units = self.gpu.units
         layer = self._operators.layer(tokens, units, decode=False)
         [seconds] = DeviceModel.seconds(self, [self._pass(layer, units, scale=1.0)])
         return seconds
 
     def _pass(self, cost: Cost, units: int, scale: float | None = None) -> Demand:
-        """Demand of a prefill slice or a hybrid pass; `scale`: of its seconds, instead of noise."""
+        """Return the demand of a prefill slice or hybrid pass; `scale` replaces the noise of its
+        seconds."""
         gpu = self.gpu
         reads = gpu.in_flight * cost.bytes / (cost.alone * gpu.bandwidth)
         busy = cost.clocked + cost.streamed - cost.memory
@@ -275,12 +278,13 @@ class DeviceModel:
 
 
 def _host_layer(tokens: int) -> float:
-    """Seconds of the host for a layer of this many tokens: by graphs, or kernel by kernel."""
+    """Return the host seconds of a layer with this many tokens: by graphs, or kernel by kernel."""
     return 4.0e-5 if tokens <= SIZES[-1] else 2.8e-4
 
 
 def _least_layer(tokens: int) -> float:
-    """Seconds of a layer of this many tokens that nothing was queued ahead of, at least."""
+    """Return the least seconds of a layer with this many tokens when nothing was queued before
+    it."""
     return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
 
 
@@ -289,5 +293,5 @@ def _count(rows: Sequence[PromptRow]) -> int:
 
 
 def _ends(rows: Sequence[PromptRow]) -> int:
-    """How many prompts end with their chunk."""
+    """Return the number of prompts that end with their chunk."""
     return sum([row.samples for row in rows])

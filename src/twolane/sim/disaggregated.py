@@ -1,4 +1,4 @@
-"""Prefill and decode on GPUs of their own (1P1D), as two lanes that share nothing but a link.
+"""Prefill and decode on separate GPUs (1P1D), as lanes that share only a link.
 
 The lanes of one engine stand for two equal groups of GPUs: the prefill lane is one of them, the
 decode lane the other, each with all of its units. Keys and values of a prompt are pushed layer by
@@ -15,14 +15,15 @@ from twolane.sim.operators import Cost
 
 
 class DisaggregatedDevice(DeviceModel):
-    """A device model whose lanes do not slow each other, and whose prompts are pushed."""
+    """A device model whose lanes do not slow each other down, and whose prompts' KV pages are
+    transferred."""
 
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`: each has a group to itself."""
         return [super(DisaggregatedDevice, self).seconds([demand])[0] for demand in running]
 
     def _slice(self, work: PrefillWork, units: int) -> Cost:
-        """The slice, and how much longer its last pages take to arrive."""
+        """Return the demand of a slice, and the extra seconds until its last pages arrive."""
         cost = super()._slice(work, units)
         layers = work.last - work.first
         tokens = sum([row.count for row in work.rows])

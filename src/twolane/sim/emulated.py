@@ -1,4 +1,4 @@
-"""An emulated card: launches take as long as its profile says, and are as uneven as it was seen.
+"""An emulated GPU: launches take the times of its profile, with measured unevenness.
 
 The simulated GPU of `sim/device.py` is a smooth law. An emulated one answers by `calibrated` on
 the card's own profile, which systems predict by, too. So that predictions are not the truth, every
@@ -38,35 +38,35 @@ from twolane.sim.machine import SimulatedMachine
 OUTLIER_FACTOR = 1.3
 """Factor by which an outlier takes longer than other decode steps."""
 SLOW_EVERY_SECONDS, SLOW_SECONDS = 7.0, 0.08
-"""Seconds from one slow moment to the next, and seconds that one lasts."""
+"""Seconds from one slow period to the next, and their duration in seconds."""
 ROWS_ALIKE, TOKENS_ALIKE = 8, 128
-"""Decode rows and new tokens that count as one configuration."""
+"""Widths in decode rows and new tokens of a configuration."""
 
 
 class EmulatedLaunch(NamedTuple):
-    """A step of work, as the estimator is asked for it."""
+    """A step of work in the form of the estimator's queries."""
 
     shape: LaunchShape
     units: int
     scale: float
-    """Factor of its time that its own noise is."""
+    """Factor of its own noise."""
 
     @property
     def configuration(self) -> tuple[object, ...]:
-        """What it has in common with launches that are off by the same."""
+        """Key of launches that share a configuration's factor."""
         kind, load = self.shape.kind, self.shape.load
         size = load.requests // ROWS_ALIKE if kind == "decode" else load.new // TOKENS_ALIKE
         return kind, size, self.units
 
 
 class LaunchDemand(Demand):
-    """A demand that knows its launch."""
+    """A demand with its launch."""
 
     launch: EmulatedLaunch
 
 
 class EmulatedDevice(DeviceModel):
-    """The device of an emulated card.
+    """The device of an emulated GPU.
 
     Args:
         gpu: its kind, for its units and the host's time.
@@ -83,7 +83,7 @@ class EmulatedDevice(DeviceModel):
         self._truth = truth
         self._uneven = uneven
         self.clock: Callable[[], float] = lambda: 0.0
-        """Virtual time in seconds, which slow moments come by."""
+        """Returns the virtual time in seconds, which determines slow periods."""
 
     def steps(self, work: Work, units: int) -> Sequence[Demand]:
         """See `Device.steps`."""
@@ -123,7 +123,8 @@ class EmulatedDevice(DeviceModel):
         return math.exp(self._rng.normal(0.0, deviation))
 
     def _takes(self, one: EmulatedLaunch, others: Sequence[EmulatedLaunch]) -> float:
-        """Seconds of a launch beside the others, of which one at most is of the other lane."""
+        """Return the seconds of a launch beside the others, of which at most one is in the other
+        lane."""
         shape, unlike = one.shape, {"hybrid", one.shape.kind}
         other = next((o for o in others if o.shape.kind not in unlike), None)
         if shape.kind == "hybrid":
@@ -138,7 +139,7 @@ class EmulatedDevice(DeviceModel):
 
 
 class EmulatedMachine(SimulatedMachine):
-    """A model on an emulated card.
+    """A model on an emulated GPU.
 
     Args:
         gpu: the card's kind.

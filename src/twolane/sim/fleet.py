@@ -33,17 +33,17 @@ from twolane.workload.prompts import PromptMaker
 from twolane.workload.traces import TraceRequest
 
 PUBLISH_SECONDS = 0.1
-"""Seconds between two looks of the router at each replica."""
+"""Seconds between two polls of each replica's state."""
 Hear = Callable[[float, Outputs], None]
 
 
 @dataclass(frozen=True)
 class FleetRun:
-    """What came of a simulation of several replicas."""
+    """Result of a simulation of several replicas."""
 
     result: Result
     hit_rate: float
-    """Share of the prompt tokens of all replicas that prefix caches had."""
+    """Hit rate of all prefix caches in prompt tokens."""
     sent: dict[str, int]
     """Number of requests by replica."""
     refused: int
@@ -51,7 +51,7 @@ class FleetRun:
 
 
 class SimReplica:
-    """An engine on simulated lanes that is moved from outside.
+    """An engine on simulated lanes whose clock is moved from outside.
 
     Args:
         name: of the replica.
@@ -64,13 +64,13 @@ class SimReplica:
         self.name = name
         self.built = built
         self.wakes_at: float | None = None
-        """When something happens next, in virtual seconds; None: nothing will."""
+        """Virtual time of the next event in seconds; None: there is none."""
         self._lanes = built.lanes
         self._hear = hear
         self._book = PrefixBook(built.engine.state.kv.page_size)
 
     def move(self, now: float, messages: Sequence[ToEngine] = ()) -> None:
-        """Bring the replica to that time, and make turns until it waits."""
+        """Advance the replica to a time, and run its loop until it waits."""
         self._lanes.advance(now)
         while (idle := turn(self.built.engine, messages, self._send)) is None:
             messages = ()
@@ -80,7 +80,7 @@ class SimReplica:
         self.wakes_at = min(times) if times else None
 
     def state(self, known: int) -> ReplicaState:
-        """Return what the replica publishes now.
+        """Return the replica's published state.
 
         Args:
             known: version of the digest that the router has.
@@ -94,7 +94,7 @@ class SimReplica:
 
 
 class FleetSimulation:
-    """Replicas, a router and what is sent.
+    """Replicas, a router and a workload.
 
     Args:
         config: of each replica, and what is sent.
@@ -128,17 +128,17 @@ class FleetSimulation:
         self._table = Table()
         self._versions: dict[str, int] = {}
         self._at: dict[str, tuple[str, SentRequest]] = {}
-        """Each open request: its replica, and what the router knows of it."""
+        """Open requests: replica, and the router's record."""
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the prompt tokens looked up that prefix caches had; None: none was looked up."""
+        """Hit rate of the prefix caches in prompt tokens; None: none was looked up."""
         stats = [replica.built.engine.stats() for replica in self.replicas]
         queries = sum(each.prefix_queries for each in stats)
         return sum(each.prefix_hits for each in stats) / queries if queries else None
 
     def run(self) -> None:
-        """Serve everything, or until `stopped`."""
+        """Serve all requests, or until `stopped`."""
         events = [(each.arrival or 0.0, i) for i, each in enumerate(self._requests)]
         moving: list[tuple[float, str]] = []
         publish_at = 0.0
@@ -177,7 +177,7 @@ class FleetSimulation:
             self._table.publish(replica.name, state, now)
 
     def _arrive(self, now: float, index: int) -> SimReplica | None:
-        """Send a request on; return the replica that has it."""
+        """Route a request; return its replica."""
         request = self._requests[index]
         prompt = self._prompts.token_ids(index, request)
         page_size = self.replicas[0].built.engine.state.kv.page_size
@@ -205,7 +205,7 @@ class FleetSimulation:
 
 
 def _engines(config: SimulateConfig, replicas: int) -> list[Built]:
-    """The engines of equal replicas; their devices' noise differs."""
+    """Return engines of equal replicas with different device noise."""
     gpu, spec = config.device(), shapes_of(config.engine)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
     engine = msgspec.structs.replace(config.engine, profile=profile)
@@ -229,7 +229,7 @@ def simulate_fleet(
     on_tokens: Callable[[int, Sequence[float], int], bool] = lambda index, times, new: False,
     policy: Policy | None = None,
 ) -> FleetRun:
-    """Serve requests by several replicas; the same arguments give the same answer.
+    """Simulate several replicas; the same arguments give the same result.
 
     Args:
         config: of each replica; its workload's seed decides about prompts and noise.

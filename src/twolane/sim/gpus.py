@@ -6,7 +6,7 @@ import msgspec
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, as its data sheet and measurements give it."""
+    """A GPU, by its data sheet and measurements."""
 
     name: str
     units: int

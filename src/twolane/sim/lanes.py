@@ -26,67 +26,67 @@ from twolane.lanes.work import (
 from twolane.sampling import TokenLogprobs
 
 TOKEN = 0
-"""What every simulated step samples."""
+"""Token that every simulated step samples."""
 
 
 class Demand(NamedTuple):
-    """What one step asks of the device, and how its time depends on it."""
+    """A step's demand on the device, by which its time varies."""
 
     fixed: float
-    """Seconds that nothing changes."""
+    """Seconds that do not depend on anything."""
     clocked: float = 0.0
-    """Seconds at the top clock, with the step's units to itself; they go with the clock."""
+    """Seconds at the top clock with the units to itself, which scale with the clock."""
     streamed: float = 0.0
-    """Seconds that the memory bounds, whatever the clock."""
+    """Seconds bound by memory, independent of the clock."""
     waits: float = 0.0
-    """Seconds of waiting for reads: as many more as these take longer, beside another lane's."""
+    """Seconds of waiting for reads, which grow with the reads' latency beside another lane."""
     units: int = 0
     draw: float = 0.0
-    """Power of its arithmetic at the top clock, in units busy with matrix products."""
+    """Power of its arithmetic at the top clock, in SMs busy with matrix products."""
     traffic: float = 0.0
-    """Bytes a second, to and from memory, when alone at the top clock."""
+    """Bytes per second to and from memory, alone at the top clock."""
     reads: float = 0.0
-    """Bytes that it keeps in flight, of those that saturate the memory."""
+    """Bytes that it keeps in flight, as a share of those that saturate the memory."""
     linked: float = 0.0
     """Seconds of its collectives between GPUs, alone on the link."""
 
 
 class Device(Protocol):
-    """How long work takes."""
+    """A model of the device's times."""
 
     def steps(self, work: Work, units: int) -> Sequence[Demand]:
-        """One demand for each step of the work."""
+        """Return a demand for each step of the work."""
 
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
-        """How long each takes if all of them run at the same time, all the time."""
+        """Return the seconds of each demand if all run concurrently throughout."""
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
-        """Until the device can begin with it, and until the host is through with launching it,
+        """Return the host seconds until the device can begin, and until the launch is complete,
         before which the device is not."""
 
 
 @dataclass(slots=True, eq=False)
 class _SimTicket(Ticket):
     work: Work | None = None
-    """Dropped with the last step."""
+    """Work of the launch, released with its last step."""
     demands: Sequence[Demand] = ()
     after: Sequence["_SimTicket"] = ()
-    """What must end first."""
+    """Launches that must end first."""
     ready: float = 0.0
-    """When the device can begin with it."""
+    """Time from which the device can begin."""
     takes: float = 0.0
-    """Seconds of the step under way at its present speed."""
+    """Seconds of the current step at its present speed."""
     ends: float = 0.0
-    """When the step under way ends at that speed."""
+    """End of the current step at that speed."""
 
     @property
     def over(self) -> float:
-        """When the step under way ends: not before the host is through with the launch."""
+        """End of the current step, not before the host has completed the launch."""
         return self.ends if self.ends > self.queued_at else self.queued_at
 
     @property
     def demand(self) -> Demand:
-        """Demand of the step under way."""
+        """Demand of the current step."""
         return self.demands[len(self.steps)]
 
 
@@ -106,19 +106,19 @@ class SimLanes:
         self._now = 0.0
         self._host_free = 0.0
         self._last: dict[str, _SimTicket] = {}
-        """The last launch that used each of what launches share."""
+        """Last launch that used each lane or shared batch."""
         self._open: OpenTickets[_SimTicket] = OpenTickets()
         self._results = _Results()
         self._queued: list[_SimTicket] = []
-        """Not begun, in launch order."""
+        """Launches that have not begun, in launch order."""
         self._running: list[_SimTicket] = []
         self._event: float | None = None
-        """The next one, as far as it is known."""
+        """Cached time of the next event."""
         self._changed = False
-        """Since it was found."""
+        """Whether launches changed since the next event was computed."""
 
     def clock(self) -> float:
-        """The virtual time in seconds."""
+        """Return the virtual time in seconds."""
         return self._now
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
@@ -186,7 +186,7 @@ class SimLanes:
         """See `Lanes.check`."""
 
     def next_event(self) -> float | None:
-        """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
+        """Return the virtual time in seconds of the next step's begin or end, None without one."""
         if self._changed:
             times = [ticket.over for ticket in self._running]
             # What waits for another launch begins when that one ends.
@@ -205,7 +205,7 @@ class SimLanes:
         self._now = max(self._now, until)
 
     def _end_steps(self) -> bool:
-        """Give the steps that end now their results; whether there are any."""
+        """Complete the steps that end now; return whether there are any."""
         over = [ticket for ticket in self._running if ticket.over <= self._now]
         for ticket in over:
             assert ticket.work is not None
@@ -218,7 +218,7 @@ class SimLanes:
         return bool(over)
 
     def _begin(self) -> bool:
-        """Start what waits for nothing any more; whether there was anything."""
+        """Start the launches that need not wait any more; return whether there were any."""
         if not self._queued:
             return False
         begun = [t for t in self._queued if t.ready <= self._now and _free(t)]
@@ -229,7 +229,7 @@ class SimLanes:
         return bool(begun)
 
     def _rate(self) -> None:
-        """Give every step its speed beside the others; what it has done so far is kept."""
+        """Update the speed of every step for the steps beside it; completed work is kept."""
         now = self._now
         seconds = self._device.seconds([ticket.demand for ticket in self._running])
         for ticket, takes in zip(self._running, seconds, strict=True):
@@ -241,7 +241,7 @@ class SimLanes:
 
 
 def _free(ticket: _SimTicket) -> bool:
-    """Whether everything that must end before it has ended."""
+    """Return whether everything that must end before a launch has ended."""
     for other in ticket.after:  # noqa: SIM110 - a generator costs more than most answers
         if other.end is None:
             return False
@@ -249,20 +249,20 @@ def _free(ticket: _SimTicket) -> bool:
 
 
 _PLAIN = [Sampled(row, TOKEN) for row in range(1024)]
-"""The first rows' tokens without log-probabilities, made once."""
+"""Tokens of the first rows without log-probabilities, created once."""
 
 
 class _Results:
-    """What work comes to, by what launches have told of slots and batches."""
+    """Results of work, from the slots and batches that launches defined."""
 
     def __init__(self) -> None:
         self._scores: set[int] = set()
-        """Slots whose tokens come with log-probabilities."""
+        """Slots whose tokens have log-probabilities."""
         self._chunks: dict[int, dict[int, PromptChunk]] = {}
-        """Chunks to be scored, by batch and slot."""
+        """Chunks to score, by batch and slot."""
 
     def take(self, work: Work) -> None:
-        """Note what a launch tells."""
+        """Record the slots and batches that a launch defines."""
         for update in work.slots:
             if update.sampling is not None:
                 self._scores.discard(update.slot)
@@ -279,7 +279,7 @@ class _Results:
         self._chunks.pop(batch, None)
 
     def of(self, work: Work, step: int) -> Step:
-        """What a step of the work comes to."""
+        """Return the result of a step of the work."""
         if isinstance(work, DecodeWork):
             rows = enumerate(work.rows)
             return Step([self._sampled(i, row.slot) for i, row in rows if step < row.steps])

@@ -1,4 +1,4 @@
-"""The machine that an engine in simulation runs on."""
+"""The machine of a simulated engine."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,23 +18,23 @@ from twolane.sim.nano_batches import NanoBatchDevice
 from twolane.sim.operators import ITEM, Storage, kv_parts, shapes_of
 
 LEVEL_STEP = 16
-"""Units between two of the levels that are offered when none are asked for, as on a GPU."""
+"""Units between two default levels, as on a GPU."""
 MLP_TOKENS = 8192
-"""The most tokens for which a lane's MLP activations exist at once."""
+"""Most tokens whose MLP activations a lane holds at once."""
 CONTEXT_BYTES = 2.6e9
-"""What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
+"""Bytes that driver, libraries and loading take; from pool sizes on an H200."""
 
 
 def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
-    """How wide weights and KV cache are, scales included: a float32 for each row of a matrix, or 32
-    bits for each group of 128 numbers of four bits."""
+    """Return the widths of weights and KV cache, scales included: a float32 for each row of a
+    matrix, or 32 bits for each group of 128 4-bit numbers."""
     widths = {None: float(ITEM), "fp8": 1 + 4 / spec.hidden_size, "int4": 0.5 + 4 / 128}
     weights = widths[config.quantization]
     return Storage(weights, spec.kv_itemsize(config.kv_cache_dtype, ITEM))
 
 
 class SimulatedMachine:
-    """A model on simulated GPUs, as `engine.build` wants a machine.
+    """A model on simulated GPUs, as a machine for `engine.build`.
 
     Args:
         gpu: of which kind they are.
@@ -106,7 +106,7 @@ class SimulatedMachine:
 
 
 def _levels(gpu: Gpu, asked: Sequence[int] | None) -> list[tuple[int, int]]:
-    """(prefill units, decode units) of each level, fewest for decode first."""
+    """Return (prefill units, decode units) of each level, fewest for decode first."""
     if asked is None:
         asked = range(LEVEL_STEP, gpu.units - LEVEL_STEP + 1, LEVEL_STEP)
     for units in asked:

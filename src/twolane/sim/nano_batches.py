@@ -27,25 +27,25 @@ from twolane.sim.lanes import Demand
 from twolane.sim.operators import TILE, Cost
 
 SHARE_STEP = 8
-"""Units between two numbers of SMs that reads and sums may have beside products."""
+"""Units between two SM counts that reads and all-reduces may get beside products."""
 
 
 class _NanoBatch(NamedTuple):
-    """Demands of one half in all layers, by the number of SMs."""
+    """Demands of one nano-batch in all layers, by the number of SMs."""
 
     products: Callable[[int], Demand]
-    """Products, small kernels, and half of the attention over prompts."""
+    """Demand of products, small kernels, and half of the attention over prompts."""
     others: Callable[[int], Demand]
-    """Reads of the KV cache by decode rows, and sums over GPUs."""
+    """Demand of KV reads by decode rows, and of all-reduces."""
 
 
 Beside = Sequence[tuple[Demand, Demand]]
-"""Products of one half and what else the other half has to do: with all SMs each, then at every
+"""Products of one half and the other half's remaining work: with all SMs each, then at every
 division of the SMs."""
 
 
 class NanoBatchDevice(DeviceModel):
-    """A device model whose hybrid passes and decode steps go in two nano-batches.
+    """A device model that runs hybrid passes and decode steps in two nano-batches.
 
     Nothing else may run meanwhile: their demand is a time that nothing changes. A single row is not
     divided.
@@ -70,7 +70,7 @@ class NanoBatchDevice(DeviceModel):
         return demands
 
     def _divided(self, halves: Sequence[_NanoBatch], sampled: int, units: int) -> Demand:
-        """Demand of a pass or step that goes in these nano-batches, and in one if there is one."""
+        """Return the demand of a pass or step in these nano-batches, which may be one."""
         head = self._read(self._operators.head(sampled, units), units)
         few = range(SHARE_STEP, units // 2, SHARE_STEP) if len(halves) == 2 else ()
         besides: list[Beside] = [
@@ -88,7 +88,7 @@ class NanoBatchDevice(DeviceModel):
         return Demand(self._seconds(clock, head, besides) * self._next_noise(), units=units)
 
     def _seconds(self, clock: float, head: Demand, besides: Sequence[Beside]) -> float:
-        """Seconds of all layers and the classifier at this clock."""
+        """Return the seconds of all layers and the classifier at this clock."""
         [seconds] = self._at(clock, [head])
         layers = self.spec.layers
         for whole, *shared in besides:
@@ -100,8 +100,8 @@ class NanoBatchDevice(DeviceModel):
         return seconds
 
     def _beside(self, clock: float, both: tuple[Demand, Demand], alone: Sequence[float]) -> float:
-        """Seconds of two sides at once; the rest of the longer one runs on all SMs, where it takes
-        `alone` seconds."""
+        """Return the seconds of two concurrent sides; the rest of the longer one runs on all SMs,
+        where it takes `alone` seconds."""
         if not min(alone):
             return sum(alone)
         takes = self._at(clock, both)
@@ -109,7 +109,8 @@ class NanoBatchDevice(DeviceModel):
         return ends + sum([(1.0 - ends / t) * a for t, a in zip(takes, alone, strict=True)])
 
     def _of_pass(self, work: HybridWork, tokens: int, rows: Sequence[DecodeRow]) -> _NanoBatch:
-        """`tokens` of a pass, of which these rows decode, and their share of its attention."""
+        """Return the nano-batch of `tokens` of a pass, of which these rows decode, with their share
+        of its attention."""
         layers, decode = self.spec.layers, len(work.decode)
         whole = decode + sum([row.count for row in work.prompts])
         read = sum([row.position + 1 for row in rows])
@@ -142,14 +143,14 @@ class NanoBatchDevice(DeviceModel):
         return _NanoBatch(products, others)
 
     def _others(self, read: int, linked: float, units: int) -> Demand:
-        """Demand of reading the keys and values of so many tokens and of sums that take `linked`
-        seconds in each layer."""
+        """Return the demand of reading the KV of this many tokens and of all-reduces that take
+        `linked` seconds in each layer."""
         cost = self._operators.read(read, units)._replace(linked=linked * self.spec.layers)
         return self._read(cost, units)
 
     def _read(self, cost: Cost, units: int) -> Demand:
-        """Demand of something that keeps as much in flight as the SMs hold while it waits for
-        memory; some passes have nothing of the kind."""
+        """Return the demand of kernels that keep as many bytes in flight as the SMs can while they
+        wait for memory; some passes have none."""
         if not cost.alone:
             return Demand(0.0, units=units)
         demand = self._step(cost, units, scale=1.0)
@@ -157,15 +158,15 @@ class NanoBatchDevice(DeviceModel):
 
 
 def _alone(demand: Demand) -> float:
-    """Seconds at the top clock, with nothing beside it."""
+    """Return the seconds at the top clock, with nothing beside it."""
     return demand.fixed + demand.clocked + demand.streamed + demand.linked
 
 
 def _moved(demands: Sequence[Demand]) -> float:
-    """Bytes to and from memory."""
+    """Return the bytes to and from memory."""
     return sum([demand.traffic * _alone(demand) for demand in demands])
 
 
 def _cut(tokens: int) -> int:
-    """Number of tokens of the first half of a pass, in whole tiles if there are several."""
+    """Return the number of tokens of a pass's first half, in whole tiles if there are several."""
     return -(-tokens // (2 * TILE)) * TILE if tokens > 2 * TILE else -(-tokens // 2)

@@ -15,10 +15,10 @@ FP8_RATE, FP8_STEP_RATE = 1.9, 1.3
 """FLOP/s of matrix products in e4m3 over those in bfloat16: of large ones, from products of 8,192
 rows on an H100 and an H200, and of decode steps, from steps on 24 and 32 SMs of an H200."""
 FP8_SECONDS = 1.6e-5
-"""Seconds by which a layer takes longer than its products in e4m3 do by their rates."""
+"""Seconds added to a layer with products in e4m3, besides those of their rates."""
 FP8_PASS_ROWS = 120
-"""Number of rows that the products of a pass take longer for in e4m3 than their rate says. It and
-`FP8_SECONDS` were fitted to a profile of Qwen3-8B on an H200."""
+"""Rows whose time is added to the products of a pass in e4m3. It and `FP8_SECONDS` were fitted to a
+profile of Qwen3-8B on an H200."""
 FP8_KV_RATE = 0.575
 """Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts as fast
 as it can (docs/notes/kernels-h200.md)."""
@@ -27,19 +27,18 @@ KERNELS, EXPERT_KERNELS = 10, 6
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
 HALF_TILE_ROWS = 512
-"""Number of rows from which on products have tiles of twice as many rows whatever their number."""
+"""Rows from which products always have tiles of twice as many rows."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
-"""Cost of a large tile of attention beside that of its keys, and of splitting some tiles, both in
-the time of a key."""
+"""Cost of a large tile of attention besides its keys, and of splitting some tiles, in keys."""
 SPLIT_GAIN = 0.97
 """Tiles are split if that takes less than this fraction of the time of whole ones."""
 
 
 class Storage(NamedTuple):
-    """How wide weights and KV cache are, in bytes of an element, scales included."""
+    """Widths of weights and KV cache in bytes of an element, scales included."""
 
     weights: float = ITEM
-    """Width of the layers' matrices; those of one byte are multiplied in e4m3, those of less in
+    """Width of the layers' matrices; those of one byte are multiplied in e4m3, narrower ones in
     bfloat16, to which passes widen them first."""
     kv: float = ITEM
 
@@ -52,7 +51,7 @@ class LayerShapes(NamedTuple):
 
     layers: int
     products: Sequence[tuple[float, float]]
-    """(inputs, outputs) of the matrix products."""
+    """Inputs and outputs of the matrix products."""
     weights: float
     """Number of parameters of those products."""
     product_width: float
@@ -68,7 +67,7 @@ class LayerShapes(NamedTuple):
 
 
 def kv_parts(spec: ModelSpec, tp: int) -> int:
-    """Number of parts that the KV heads are divided into: where there are more GPUs than KV heads,
+    """Return the number of parts that the KV heads are divided into: with more GPUs than KV heads,
     several GPUs have the same one.
 
     Raises:
@@ -80,7 +79,7 @@ def kv_parts(spec: ModelSpec, tp: int) -> int:
 
 
 def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerShapes:
-    """One GPU's part of a model."""
+    """Return the shapes of one GPU's part of a model."""
     h, q, kv = spec.hidden_size, spec.q_size, spec.kv_size / kv_parts(spec, tp)
     mlp = 0 if spec.moe is not None else spec.intermediate_size
     wide = (q + 2 * mlp) / tp + 2 * kv
@@ -118,20 +117,21 @@ class Cost(NamedTuple):
         return self.fixed + self.clocked + self.streamed + self.linked
 
     def times(self, count: float) -> "Cost":
-        """The cost of doing this `count` times."""
+        """Return the cost of `count` repetitions."""
         return Cost(*[count * part for part in self])
 
     def plus(self, other: "Cost") -> "Cost":
-        """The cost of both, one after the other."""
+        """Return the cost of both in sequence."""
         return Cost(*[a + b for a, b in zip(self, other, strict=True)])
 
 
 ATTENTION_POWER = 0.6
-"""Power of a FLOP of attention, of one of a matrix product: on all SMs the clock falls less."""
+"""Power of a FLOP of attention relative to one of a matrix product: on all SMs the clock falls
+less."""
 
 
 class OperatorCosts:
-    """What each operator of a forward pass costs.
+    """Costs of the operators of a forward pass.
 
     Args:
         gpu: the data sheet.
@@ -147,7 +147,7 @@ class OperatorCosts:
         self._heads: dict[tuple[int, int], Cost] = {}
 
     def layer(self, tokens: int, units: int, *, decode: bool, routed: int | None = None) -> Cost:
-        """The matrix products, small kernels and all-reduces of a layer.
+        """Return the cost of a layer's matrix products, small kernels and all-reduces.
 
         `routed`: tokens that go to experts, which padding does not; None: all of them.
         """
@@ -182,7 +182,7 @@ class OperatorCosts:
         return cost
 
     def _fp8(self, units: int, *, decode: bool) -> Cost:
-        """What products in e4m3 add to a layer, whatever its rows."""
+        """Return the cost that products in e4m3 add to a layer with any number of rows."""
         if decode:
             return Cost(fixed=FP8_SECONDS)
         gpu = self._gpu
@@ -191,7 +191,8 @@ class OperatorCosts:
         return Cost(fixed=FP8_SECONDS, clocked=seconds)
 
     def _experts(self, tokens: int, moe: MoeSpec, units: int, *, decode: bool) -> Cost:
-        """Router and experts of a layer: the active ones are read, rows count in whole tiles."""
+        """Return the cost of a layer's router and experts: active ones are read, rows count in
+        whole tiles."""
         h, inner = self._spec.hidden_size, moe.intermediate_size / self._tp
         rows, active = tokens * moe.per_token, moe.active(tokens)
         each = rows / active
@@ -204,7 +205,7 @@ class OperatorCosts:
         return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
 
     def head(self, rows: int, units: int) -> Cost:
-        """The classifier for this many rows, and choosing their tokens."""
+        """Return the cost of the classifier and of sampling for this many rows."""
         if not rows:
             return Cost()
         key = (rows, units)
@@ -228,8 +229,8 @@ class OperatorCosts:
         decode: bool,
         rate: float = 1.0,
     ) -> Cost:
-        """Products of `tokens` rows with weights of these shapes, which move `moved` bytes, at
-        `rate` times the arithmetic of bfloat16 for the same power."""
+        """Return the cost of products of `tokens` rows with weights of these shapes that move
+        `moved` bytes, at `rate` times bfloat16's arithmetic rate and the same power."""
         gpu = self._gpu
         rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
         flops = [2.0 / rate * rows * inputs * outputs for inputs, outputs in products]
@@ -248,7 +249,7 @@ class OperatorCosts:
         return self._bounded(work, sum(flops), moved, units, decode=decode)
 
     def _half_tiles(self, rows: int, outputs: float, units: int) -> float:
-        """How many times as long a product of a pass takes since 128 is no divisor of its rows.
+        """Return the factor on the time of a pass's product whose rows 128 does not divide.
 
         Of some hundred rows its kernel has tiles of 64 rows and 128 outputs. It is slower, and the
         SMs take these in turns. Of more rows it has tiles of 128, the last of which is half empty.
@@ -264,13 +265,14 @@ class OperatorCosts:
         return turns / share
 
     def square(self, size: int, units: int) -> Cost:
-        """A product of two square matrices of this size, in bfloat16."""
+        """Return the cost of a product of two square matrices of this size, in bfloat16."""
         return self._product(size, ((size, size),), 3.0 * ITEM * size**2, units, decode=False)
 
     def _bounded(
         self, work: float, flops: float, moved: float, units: int, *, decode: bool
     ) -> Cost:
-        """Products that do `flops`, in the time of `work` FLOPs, and move `moved` bytes."""
+        """Return the cost of products with `flops`, in the time of `work` FLOPs, that move `moved`
+        bytes."""
         gpu = self._gpu
         c = work / (units * gpu.unit_flops * gpu.product_share)
         share = 1.0 - math.exp(-units / gpu.product_units)
@@ -281,7 +283,8 @@ class OperatorCosts:
         return cost._replace(arithmetic=flops, bytes=moved + gpu.spill * flops)
 
     def attend(self, rows: Sequence[PromptRow], units: int, tiled: float | None = None) -> Cost:
-        """Attention of the chunks of a prefill batch, in one layer; `tiled`: see `_tiles`."""
+        """Return the cost of attention of a prefill batch's chunks in one layer; `tiled`: see
+        `_tiles`."""
         gpu, shapes = self._gpu, self._shapes
         pairs = seen = 0.0
         for row in rows:
@@ -299,8 +302,7 @@ class OperatorCosts:
         return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
 
     def _idle(self, rows: Sequence[PromptRow], units: int) -> float:
-        """How many times as long attention takes since SMs idle in the last turn of its tiles (wave
-        quantisation, Bullet §2.2)."""
+        """Return the factor on the time of attention by wave quantisation (Bullet §2.2)."""
         tile = self._gpu.attention_tile
         if not tile:
             return 1.0
@@ -308,9 +310,9 @@ class OperatorCosts:
         return math.ceil(count / units) * units / count
 
     def tiles(self, rows: Sequence[PromptRow], units: int) -> tuple[float, bool] | None:
-        """Pairs of rows and keys that all SMs would compute for a head while the busiest is, in
-        large tiles, as in the graph of a pass, and whether some are split; None: there are small
-        ones, for these were nearly empty.
+        """Return the pairs of rows and keys that all SMs could compute for a head until the busiest
+        is done, in large tiles, as in a pass's graph, and whether some are split; None: there are
+        small tiles, since large ones were nearly empty.
 
         `kernels/prefill_attention/schedule.py` deals tiles, and splits the longest if that is
         faster; `Replayed` of `kernels/prefill_attention/flashinfer_kernels.py` says what is nearly
@@ -333,32 +335,35 @@ class OperatorCosts:
         return (mean + SPLIT_KEYS if split else busiest) * tile * units / heads, split
 
     def read(self, contexts: int, units: int) -> Cost:
-        """Attention of a decode step: all layers read the keys and values of these tokens."""
+        """Return the cost of a decode step's attention: all layers read the KV of these tokens."""
         gpu, shapes = self._gpu, self._shapes
         each = gpu.unit_bandwidth * (FP8_KV_RATE if self._storage.kv < ITEM else 1.0)
         reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
         return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
 
     def _stream(self, moved: float, units: int) -> Cost:
-        """Small kernels that read and write this many bytes."""
+        """Return the cost of small kernels that read and write this many bytes."""
         reach = self._gpu.bandwidth * (1.0 - math.exp(-units / self._gpu.product_units))
         return self._by_reach(moved, reach)
 
     def _by_reach(self, moved: float, reach: float) -> Cost:
-        """Pure memory traffic: what the memory does not bound goes with the clock."""
+        """Return the cost of pure memory traffic; the part not bound by memory scales with the
+        clock."""
         seconds = moved / reach
         streamed = moved / self._gpu.bandwidth
         return Cost(clocked=seconds - streamed, streamed=streamed, memory=seconds, bytes=moved)
 
     def _round(self, c: float, m: float, saturated: float, p: float) -> Cost:
-        """Seconds of arithmetic c and memory m together; the latter `saturated` with all SMs."""
+        """Return the seconds of arithmetic c and memory m combined; m is `saturated` with all
+        SMs."""
         seconds = (c**p + m**p) ** (1 / p)
         memory = seconds * m**p / (c**p + m**p) if m else 0.0
         streamed = memory * saturated / m if m else 0.0
         return Cost(clocked=seconds - streamed, streamed=streamed, memory=memory)
 
     def _all_reduce(self, tokens: int, units: int) -> float:
-        """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1).
+        """Return the cost of a ring all-reduce: each GPU sends and receives 2 (tp − 1) / tp of the
+        bytes (DuetServe §4.1).
 
         Few bytes go with a flag beside each word, so that the link carries twice as many, and need
         not be waited for; many go without, behind a start that takes longer (NCCL's LL and Simple).

@@ -1,4 +1,4 @@
-"""A profile taken in the simulator, so that predictions err there as they do on the card."""
+"""Profiles measured in the simulator, so that predictions err as on a real GPU."""
 
 import hashlib
 import math
@@ -18,14 +18,14 @@ from twolane.sim.gpus import Gpu
 from twolane.sim.machine import SimulatedMachine
 
 ROUNDS = 15
-"""Rounds of the plan: about what four minutes measure on a card."""
+"""Rounds of the plan, about as many as four minutes measure on a GPU."""
 PROFILE_SEED = 0x50524F46
 """Seed of the device's noise while it is measured."""
 
 
 @cache
 def device_digest() -> str:
-    """Return what changes with the simulated device, which is code: a digest of that."""
+    """Return a digest of the simulated device's code and parameters."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(each.read_bytes() for each in sources)).hexdigest()[:12]
 
@@ -38,7 +38,7 @@ def simulated_profile(
     *,
     rounds: int = ROUNDS,
 ) -> Path:
-    """The file of the profile of that model on such GPUs; measured once, then it is in the cache.
+    """Return the file of the profile of a model on such GPUs, measured once and cached.
 
     The same plan, rig and lanes as on a card. The device's noise is of another seed than that of
     any simulation; the levels are the default ones, whatever a simulation offers. Of a simulation's

@@ -46,22 +46,22 @@ class Served(msgspec.Struct, frozen=True):
 
     record: Record
     cached: int | None
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens from the prefix cache."""
     times: Times
-    """In the engine."""
+    """Times in the engine."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out."""
+    """Result of a simulation."""
 
     result: Result
     served: Sequence[Served]
-    """By index."""
+    """Requests served, by index."""
 
 
 def shapes_of(config: EngineConfig) -> ModelSpec:
-    """The model's shape: a built-in one, or that of a checkpoint.
+    """Return the model's shape: a built-in one, or a checkpoint's.
 
     Raises:
         ValueError: there is no such model, or it asks for something that is not built.
@@ -78,7 +78,7 @@ def simulate(
     on_record: Callable[[Record], bool] = lambda record: False,
     on_tokens: Callable[[int, Sequence[float], int], bool] = lambda index, times, new: False,
 ) -> Simulation:
-    """Serve the workload; the same configuration and seed give the same answer.
+    """Simulate serving the workload; the same configuration and seed give the same result.
 
     Args:
         config: what to simulate.
@@ -118,7 +118,7 @@ def simulate(
 
 
 def show(config: SimulateConfig, result_file: Path | None, requests_file: Path | None) -> None:
-    """Simulate with a bar, save what is asked for, and print the report."""
+    """Simulate with a progress bar, save the requested files, and print the report."""
     requests = config.bench.workload.build()
     config.check()
     console = Console(stderr=True)
@@ -177,7 +177,8 @@ def _request_row(one: Served) -> list[object]:
 def _arrivals(
     bench: BenchConfig, requests: Sequence[TraceRequest]
 ) -> Iterator[tuple[float, Submit]]:
-    """The requests as messages; prompts are made when they are due, for all would not fit."""
+    """Yield the requests as messages; prompts are made when due, since not all would fit into
+    memory."""
     prompts = PromptMaker(bench.vocab_range, bench.workload.seed)
     for index, request in enumerate(requests):
         params = SamplingParams(
@@ -191,14 +192,14 @@ def _arrivals(
 
 @dataclass
 class _OpenRequest:
-    """A request under way."""
+    """A request in progress."""
 
     times: list[float] = field(default_factory=list)
     cached: int | None = None
 
 
 class Ledger:
-    """Makes records of the news of engines.
+    """Makes records from the engines' outputs.
 
     Args:
         requests: what is sent; the id of each is its index, as text.
@@ -218,18 +219,18 @@ class Ledger:
         self._open: dict[str, _OpenRequest] = {}
         self.served: list[Served] = []
         self.stop: Callable[[], None]
-        """Ends the run."""
+        """Function that ends the run."""
         self.stopped = False
 
     def hear(self, at: float, news: Outputs) -> None:
-        """Take in the news of a turn."""
+        """Record the outputs of a turn."""
         for output in news.outputs:
             self._output(at, output)
         for refused in news.refused:
             self._refused(at, refused)
 
     def interrupt(self, at: float) -> None:
-        """Record what was sent and has not ended, as a client that is stopped does."""
+        """Record the open requests as interrupted, like a stopped client."""
         ended = {one.record.index for one in self.served}
         for index, asked in enumerate(self._requests):
             if index not in ended and (asked.arrival or 0.0) <= at:
@@ -237,11 +238,11 @@ class Ledger:
                 self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
 
     def in_order(self) -> list[Served]:
-        """Return what was served, in the order in which it was sent."""
+        """Return the requests served, in order of sending."""
         return sorted(self.served, key=lambda one: one.record.index)
 
     def result(self, config: SimulateConfig, simulated: dict[str, object]) -> Result:
-        """Return what a bench would have seen of the run, with figures of the simulation."""
+        """Return the result as a bench client would see it, with figures of the simulation."""
         records = tuple(one.record for one in self.in_order())
         return Result(
             config=config.bench,
@@ -304,7 +305,7 @@ class Ledger:
 
 
 def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
-    """Who served, and what the engine counted."""
+    """Return a description of the engine, and its counts."""
     engine: Engine = built.engine
     stats = engine.stats()
     queries = stats.prefix_queries

@@ -1,4 +1,4 @@
-"""When requests arrive, where no trace says so."""
+"""Arrival times of workloads without a trace."""
 
 import math
 
@@ -6,7 +6,8 @@ import numpy as np
 
 
 def arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Arrival times of `count` requests at `rate` a second; seconds from the start, ascending.
+    """Return arrival times of `count` requests at `rate` per second: ascending seconds from the
+    start.
 
     The gaps are drawn from a gamma distribution of shape `burstiness` and mean 1 / rate, as
     `vllm bench serve` does: 1 is a Poisson process, less is burstier, more is smoother, infinity
@@ -33,4 +34,4 @@ def arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int = 0)
 
 
 _ARRIVALS = 0x41525256
-"""Keeps the draws of arrivals apart from those of lengths and tokens under one seed."""
+"""Seed offset that separates the draws of arrivals from those of lengths and tokens."""

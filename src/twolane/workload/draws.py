@@ -1,4 +1,4 @@
-"""Random numbers and lengths that keep their mean in short draws, too."""
+"""Random numbers and lengths whose mean is stable in short draws, too."""
 
 import functools
 import math
@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 STRATA = 1024
-"""Number of equal parts of [0, 1), of which as many draws in a row have one each."""
+"""Number of equal parts of [0, 1), each of which gets one of as many consecutive draws."""
 
 
 def spread(rng: np.random.Generator, count: int, columns: int) -> Floats:
-    """[columns, count] numbers in [0, 1), uniform and in random order, but evenly spread.
+    """Return [columns, count] numbers in [0, 1), uniform and in random order, but evenly spread.
 
     Every 1,024 in a row are one of each 1,024th part of the interval (stratified sampling), so that
     the mean of a heavy-tailed length does not depend on how many long ones were met by chance. The
@@ -29,7 +29,7 @@ def spread(rng: np.random.Generator, count: int, columns: int) -> Floats:
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Tokens between a minimum and a maximum, distributed as a lognormal cut off at both.
+    """Distribution of lengths in tokens: a lognormal truncated at minimum and maximum.
 
     Minimum, mean and maximum are what papers publish; `sigma`, the standard deviation of the
     logarithm, is what they do not.
@@ -41,7 +41,8 @@ class Lengths(msgspec.Struct, frozen=True):
     sigma: float
 
     def at(self, shares: Floats) -> npt.NDArray[np.int64]:
-        """The quantiles at these shares of 1, whole tokens; the mean over all shares is `mean`."""
+        """Return the quantiles at these probabilities in whole tokens; their mean over all
+        probabilities is `mean`."""
         lengths = _quantiles(shares, self.minimum, self.maximum, _location(self), self.sigma)
         return np.rint(lengths).astype(np.int64)
 
@@ -56,7 +57,7 @@ def _quantiles(shares: Floats, low: float, high: float, location: float, sigma: 
 
 @functools.cache
 def _location(lengths: Lengths) -> float:
-    """The mean of the logarithm, before the cut, that gives `lengths.mean` after it."""
+    """Return the mean of the logarithm before truncation that gives `lengths.mean` after it."""
     low, high, sigma = lengths.minimum, lengths.maximum, lengths.sigma
     shares = (np.arange(16 * STRATA) + 0.5) / (16 * STRATA)
 

@@ -1,4 +1,4 @@
-"""Tables of prompt and reply lengths, so that anyone can draw realistic ones without a trace.
+"""Tables of prompt and reply lengths, from which realistic ones are drawn without a trace.
 
 Each table holds quantiles that we computed from a public data set, not the data itself. Lengths
 are drawn by the inverse of the distribution function, linear between the quantiles; prompt and
@@ -26,7 +26,7 @@ PERCENT = (
     0, 1, 2, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 97, 98, 99, 99.5, 99.8,
     99.9, 99.95, 99.99, 99.995, 99.999, 100,
 )
-"""The quantiles that every table gives, in percent."""
+"""Quantiles of every table, in percent."""
 
 
 class LengthTable(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class LengthTable(msgspec.Struct, frozen=True):
     output: tuple[int, ...]
 
     def draw(self, count: int, seed: int) -> list[TraceRequest]:
-        """`count` requests without arrival times.
+        """Return `count` requests without arrival times.
 
         Lengths are whole tokens between the table's minimum and maximum. The first n of a longer
         draw are the draw of n.
@@ -83,4 +83,4 @@ TABLES = {
 
 
 _LENGTHS = 0x4C454E47
-"""Keeps the draws of lengths apart from those of arrivals and tokens under one seed."""
+"""Seed offset that separates the draws of lengths from those of arrivals and tokens."""

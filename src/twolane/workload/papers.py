@@ -1,4 +1,4 @@
-"""The workloads of the papers, drawn from the numbers that they publish.
+"""Workloads of the papers, drawn from the statistics that they publish.
 
 So that anyone can run them without the data. A paper gives minimum, mean and maximum, or median and
 P90; the shape in between is a lognormal whose width is ours. Prompt and reply are independent.
@@ -23,16 +23,16 @@ K = 1024
 
 
 class Single(msgspec.Struct, frozen=True):
-    """Requests of one turn, without arrival times."""
+    """Single-turn requests without arrival times."""
 
     prompt: Lengths
-    """Tokens of a prompt, without the shared ones."""
+    """Tokens of a prompt, without the shared prefix."""
     output: Lengths
     shared: int = 0
-    """Tokens that all prompts begin with."""
+    """Tokens of the prefix that all prompts share."""
 
     def draw(self, count: int, seed: int) -> list[TraceRequest]:
-        """`count` requests; the first n of a longer draw are the draw of n."""
+        """Return `count` requests; the first n of a longer draw are the draw of n."""
         rng = np.random.default_rng([seed, _SINGLE])
         prompts, outputs = spread(rng, count, 2)
         pairs = zip(self.prompt.at(prompts).tolist(), self.output.at(outputs).tolist(), strict=True)
@@ -80,4 +80,4 @@ WORKLOADS: dict[str, Single | Sessions] = {
 }
 
 _SINGLE = 0x53494E47
-"""Keeps the draws of single turns apart from others under one seed."""
+"""Seed offset that separates the draws of single turns from others."""

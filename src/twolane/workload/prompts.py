@@ -1,4 +1,4 @@
-"""Prompts of an exact length, with the sharing that a trace prescribes."""
+"""Prompts of exact lengths, with the shared prefixes of a trace."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class TokenRange(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> "TokenRange":
-        """Return the range that is written LOW:HIGH.
+        """Parse a range in the format LOW:HIGH.
 
         Raises:
             ValueError: the text has another form.
@@ -38,7 +38,7 @@ class TokenRange(msgspec.Struct, frozen=True):
 
 
 class PromptMaker:
-    """Makes the prompts of a workload; the same seed makes the same prompts.
+    """Generates the prompts of a workload; the same seed gives the same prompts.
 
     A hash id alone (with the seed) decides the content of its block, so that a shared id is
     shared content and a shared prefix of ids a shared prefix of tokens. A request without hash
@@ -57,10 +57,11 @@ class PromptMaker:
             raise ValueError(f"no token ids in the range {tokens.low}:{tokens.high}")
         self._tokens = tokens
         self._starts = np.random.SeedSequence(seed).generate_state(2, np.uint64).astype(np.uint64)
-        """First state of each kind of prompt."""
+        """Initial states by kind of prompt."""
 
     def token_ids(self, index: int, request: TraceRequest) -> list[int]:
-        """Exactly `request.prompt_tokens` ids; `index` is the request's place in its workload."""
+        """Return exactly `request.prompt_tokens` ids; `index` is the request's index in its
+        workload."""
         if request.hash_ids:
             drawn = self._draw(_SHARED, request.hash_ids, request.block_tokens)
         else:
@@ -69,7 +70,7 @@ class PromptMaker:
         return ids
 
     def _draw(self, kind: int, keys: Sequence[int], count: int) -> _Numbers:
-        """Return `count` tokens for each key, one key after the other.
+        """Return `count` tokens for each key, in order of keys.
 
         Hashes of (seed, kind, key, place): to seed a generator for each of a prompt's blocks takes
         longer than to serve the prompt in simulation.
@@ -82,7 +83,7 @@ class PromptMaker:
 
 
 def _mixed(numbers: _Numbers) -> _Numbers:
-    """SplitMix64's output function: every bit depends on all of them."""
+    """Return SplitMix64's output function, each bit of which depends on all input bits."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -90,7 +91,7 @@ def _mixed(numbers: _Numbers) -> _Numbers:
 
 
 def as_text(ids: list[int]) -> str:
-    """Words for servers that take no token ids: one common English word an id.
+    """Return words for servers that accept no token ids: one common English word per id.
 
     Most tokenizers make one token of each, so the length in tokens is close but not exact;
     shared ids stay shared text.

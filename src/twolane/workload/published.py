@@ -1,4 +1,4 @@
-"""What papers publish of their workloads, and the same of requests that were drawn."""
+"""Published statistics of the papers' workloads, and the same statistics of drawn requests."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from twolane.workload.papers import K
 from twolane.workload.traces import TraceRequest
 
 TOLERANCE = 0.03
-"""Share by which a drawn mean, median or P90 may differ from the published one."""
+"""Relative tolerance between drawn and published means, medians and P90s."""
 
 
 class Statistics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Statistics of one length over all requests, in tokens; None is not published."""
+    """Statistics of a length over all requests in tokens; None: not published."""
 
     minimum: float | None = None
     mean: float | None = None
@@ -23,12 +23,12 @@ class Statistics(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Statistics":
-        """All of them."""
+        """Return the statistics of these lengths."""
         median, p90 = np.percentile(lengths, [50, 90])
         return cls(min(lengths), float(np.mean(lengths)), max(lengths), float(median), float(p90))
 
     def misses(self, drawn: "Statistics") -> list[str]:
-        """Which of these published numbers the drawn ones do not keep.
+        """Return the published numbers that the drawn ones miss.
 
         Minimum and maximum bound; the others are met within `TOLERANCE`.
         """
@@ -80,7 +80,8 @@ PUBLISHED: dict[str, dict[str, Statistics]] = {
 
 
 def reused_tokens(requests: Sequence[TraceRequest]) -> list[int]:
-    """For each request, in order, the tokens of its leading blocks that were asked before.
+    """Return for each request, in order, the tokens of its leading blocks that earlier requests
+    had.
 
     What a cache without bounds would find, as Mooncake and MuxWise count it.
     """
@@ -98,7 +99,7 @@ def reused_tokens(requests: Sequence[TraceRequest]) -> list[int]:
 
 
 def statistics(requests: Sequence[TraceRequest]) -> dict[str, Statistics]:
-    """Statistics of the input, output and reused lengths of these requests, in order of arrival."""
+    """Return statistics of the input, output and reused lengths of requests in order of arrival."""
     return {
         "input": Statistics.of([request.prompt_tokens for request in requests]),
         "output": Statistics.of([request.output_tokens for request in requests]),

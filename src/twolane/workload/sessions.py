@@ -1,4 +1,4 @@
-"""Sessions of several turns, whose prompts stand on each other."""
+"""Multi-turn sessions, each of whose prompts extends the previous one."""
 
 import itertools
 from collections.abc import Iterator
@@ -10,13 +10,14 @@ from twolane.workload.draws import Floats, Lengths, spread
 from twolane.workload.traces import BLOCK_TOKENS, TraceRequest
 
 MOST_TURNS = 30
-"""Number of turns that a session has at most."""
+"""Most turns of a session."""
 MOST_TOKENS = 123_392
-"""A session ends before a longer prompt: MuxWise (Table 1) has up to 122,880 tokens reused."""
+"""Most tokens of a prompt, before which a session ends: MuxWise (Table 1) has up to 122,880 tokens
+reused."""
 
 
 class Sessions(msgspec.Struct, frozen=True):
-    """Sessions that open with a shared context and grow from turn to turn.
+    """Sessions that begin with a shared context and grow from turn to turn.
 
     A turn's prompt is that of the turn before, its reply, and new text. Full blocks keep their hash
     ids, so what a turn reuses is what a cache of blocks would find.
@@ -25,21 +26,24 @@ class Sessions(msgspec.Struct, frozen=True):
     opening: Lengths
     """Tokens of a session's first prompt after the shared context."""
     message: Lengths
-    """Tokens that a later turn adds to the last prompt and its reply."""
+    """Tokens that a later turn adds to the previous prompt and its reply."""
     output: Lengths
     stopping: float
-    """A session goes on after its t-th turn with probability t / (t + stopping)."""
+    """Parameter of the number of turns: a session continues after turn t with probability t / (t +
+    stopping)."""
     contexts: int
-    """Shared openings: system prompts, descriptions of tools. The i-th has weight 1 / i."""
+    """Number of shared contexts, such as system prompts and tool descriptions. The i-th has weight
+    1 / i."""
     context_blocks: tuple[int, int]
-    """Blocks of the shortest and of the longest of them."""
+    """Blocks of the shortest and the longest context."""
     request_rate: float
-    """Requests a second."""
+    """Requests per second."""
     pause: Lengths
     """Seconds between two turns of a session."""
 
     def draw(self, count: int, seed: int) -> list[TraceRequest]:
-        """`count` requests in order of arrival. Every session but the last drawn is whole.
+        """Return `count` requests in order of arrival. Every session but the last drawn is
+        complete.
 
         Sessions begin evenly over `count / request_rate` seconds and last as long as they last: a
         short draw has the statistics of a long one, but is not its beginning.
@@ -74,7 +78,7 @@ class Sessions(msgspec.Struct, frozen=True):
         turns: Iterator[tuple[int, int, int]],
         fresh: Iterator[int],
     ) -> Iterator[TraceRequest]:
-        """One session, as far as `turns` (message, output and pause of each) go."""
+        """Yield the requests of a session by its `turns` (message, output and pause of each)."""
         blocks = list(shared)
         prompt = len(blocks) * BLOCK_TOKENS + tokens
         for message, output, pause in turns:
@@ -87,14 +91,14 @@ class Sessions(msgspec.Struct, frozen=True):
                 return
 
     def _turns(self, shares: Floats) -> list[int]:
-        """How many turns sessions have, most of them few: a Waring distribution."""
+        """Return the numbers of turns of sessions, mostly small: a Waring distribution."""
         turn = np.arange(1, MOST_TURNS)
         going_on = np.cumprod(turn / (turn + self.stopping))
         turns: list[int] = (1 + np.searchsorted(-going_on, -shares)).tolist()
         return turns
 
     def _shared(self, shares: Floats) -> list[range]:
-        """Ids of the blocks of each session's context."""
+        """Return the ids of the blocks of each session's context."""
         weights = 1 / np.arange(1, self.contexts + 1)
         chosen = np.searchsorted(np.cumsum(weights / weights.sum()), shares)
         shortest, longest = self.context_blocks
@@ -107,4 +111,4 @@ class Sessions(msgspec.Struct, frozen=True):
 
 
 _SESSIONS = 0x53455353
-"""Keeps the draws of sessions apart from those of arrivals and tokens under one seed."""
+"""Seed offset that separates the draws of sessions from those of arrivals and tokens."""

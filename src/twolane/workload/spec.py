@@ -23,13 +23,13 @@ WHAT, WHEN = "Requests", "Arrivals"
 """Panels of options in the help."""
 RANDOM = "random"
 DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
-"""The workloads that come with Twolane."""
+"""Built-in workloads."""
 DEFAULT_COUNT = 1000
-"""Number of requests if neither the user nor a trace says one."""
+"""Default number of requests without a trace."""
 DEFAULT_INPUT = 1024
-"""Prompt tokens of each request of `random`, unless told."""
+"""Default prompt tokens of each request of `random`."""
 DEFAULT_OUTPUT = 128
-"""Output tokens of each request of `random`, unless told."""
+"""Default output tokens of each request of `random`."""
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens to which longer replies are cut."""
 
     def build(self) -> list[TraceRequest]:
-        """The requests, each with an arrival time, in order of arrival.
+        """Return the requests with arrival times, in order of arrival.
 
         Raises:
             FieldError: an option is out of range or contradicts another.
@@ -88,7 +88,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def check(self) -> None:
-        """Refuse what can be seen to be wrong before a trace is read.
+        """Check the settings before a trace is read.
 
         Raises:
             FieldError: naming the first wrong field.
@@ -141,13 +141,13 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     def _check_untimed(self) -> None:
-        """Refuse what only makes sense for a trace that is replayed at its own times."""
+        """Refuse settings of a trace that is replayed at its own times."""
         if self.scale_rate is not None:
             why = "has no arrival times" if self.request_rate is None else "is sent at a given rate"
             raise FieldError("scale_rate", f"scales a trace's own times, but {self.dataset} {why}")
 
     def _check_dataset(self) -> None:
-        """Refuse what this data set has no use for."""
+        """Refuse settings without effect on this data set."""
         for field in ("random_input_len", "random_output_len"):
             if getattr(self, field) is not None and self.dataset != RANDOM:
                 raise FieldError(field, f"needs --dataset random, not {self.dataset}")

@@ -1,4 +1,4 @@
-"""Readers of public request traces, and the cuts and scalings that make them fit a server.
+"""Readers of public request traces, and cuts and scalings of traces.
 
 Three forms are read, each also gzipped, and told apart by content, never by file name:
 
@@ -21,7 +21,7 @@ import msgspec
 from twolane.common.checked_json import UNREADABLE
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 JSON_COLUMNS = ("timestamp", "input_length", "output_length")
 
@@ -34,13 +34,13 @@ class TraceRequest(msgspec.Struct, frozen=True):
     """One request of a workload."""
 
     arrival: float | None
-    """Seconds after the first request of the trace; None: the trace has lengths only."""
+    """Seconds after the first request of the trace; None: the trace has only lengths."""
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
-    """The prompt's blocks; a shared id is shared content. Empty: the prompt shares nothing."""
+    """Ids of the prompt's blocks, equal for equal content; empty: the prompt shares nothing."""
     block_tokens: int = BLOCK_TOKENS
-    """Tokens a hash id stands for; only the last block may be shorter."""
+    """Tokens per hash id; only the last block may be shorter."""
 
 
 def read_trace(path: str | Path) -> list[TraceRequest]:
@@ -59,14 +59,15 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
 
 
 def has_arrivals(requests: Sequence[TraceRequest]) -> bool:
-    """Whether the requests carry arrival times."""
+    """Return whether the requests have arrival times."""
     return bool(requests) and requests[0].arrival is not None
 
 
 def window(
     requests: Sequence[TraceRequest], offset: float = 0.0, duration: float | None = None
 ) -> list[TraceRequest]:
-    """The requests that arrive in [offset, offset + duration), counted from `offset`; seconds."""
+    """Return the requests that arrive in [offset, offset + duration), with times from `offset`;
+    seconds."""
     end = float("inf") if duration is None else offset + duration
     return [
         msgspec.structs.replace(request, arrival=request.arrival - offset)
@@ -76,7 +77,7 @@ def window(
 
 
 def scale_rate(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """The same requests arriving `factor` times as fast."""
+    """Return the requests with arrival times at `factor` times the speed."""
     return [
         msgspec.structs.replace(request, arrival=request.arrival / factor)
         for request in requests
@@ -85,7 +86,7 @@ def scale_rate(requests: Sequence[TraceRequest], factor: float) -> list[TraceReq
 
 
 def scale_lengths(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Prompts and replies `factor` times as long, at least one token each.
+    """Return the requests with lengths times `factor`, at least one token each.
 
     Shared blocks shrink and grow with the prompts, so that the same share of a prompt is reused.
     """
@@ -95,7 +96,8 @@ def scale_lengths(requests: Sequence[TraceRequest], factor: float) -> list[Trace
 def clip_lengths(
     requests: Sequence[TraceRequest], max_prompt: int | None = None, max_output: int | None = None
 ) -> list[TraceRequest]:
-    """Cut prompts and replies down to at most this many tokens; the start of a prompt is kept."""
+    """Return the requests with lengths cut to at most this many tokens; prompts keep their
+    start."""
     clipped = []
     for request in requests:
         prompt = min(request.prompt_tokens, max_prompt or request.prompt_tokens)
@@ -162,7 +164,7 @@ def _read_csv(name: str, text: str) -> list[TraceRequest]:
 
 
 def _timestamp(where: str, text: str | None) -> float | None:
-    """UTC seconds; digits beyond the microsecond are dropped."""
+    """Return UTC seconds; digits beyond the microsecond are dropped."""
     if not text or not text.strip():
         return None
     try:
@@ -228,7 +230,7 @@ def _hash_ids(where: str, value: object, prompt_tokens: int) -> tuple[int, ...]:
 
 
 def _rebase(name: str, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Sort by arrival and count from the first one; all requests have a time, or none has."""
+    """Sort by arrival and set the first one to 0; all requests have a time, or none has."""
     timed = [request for request in requests if request.arrival is not None]
     untimed = [request for request in requests if request.arrival is None]
     if timed and untimed:

@@ -17,7 +17,7 @@ from twolane.results.saved import Run, Saved
 
 NAMES = {"ttft": "TTFT", "tbt": "TBT", "tpot": "TPOT", "e2el": "E2E", "itl": "TBT"}
 Points = list[tuple[float, float, bool]]
-"""(rate, value, whether the run was whole)."""
+"""Tuples of rate, value, and whether the run was complete."""
 
 
 class Lacking(Exception):
@@ -25,7 +25,7 @@ class Lacking(Exception):
 
 
 def goodput(saved: Saved) -> Figure:
-    """Bars: the median of the seeds, their range, and each seed."""
+    """Draw goodput as bars: median, range and values of the seeds."""
     if not saved.found:
         raise Lacking("needs a folder of `twolane bench goodput --out FOLDER`")
     found = {name: one for each in saved.found for name, one in each.goodput.items()}
@@ -56,7 +56,7 @@ def _with_range(one: dict[str, float]) -> str:
 
 
 def latency_by_rate(saved: Saved) -> Figure:
-    """TTFT and TBT at the percentile of the search against the rate that was asked for."""
+    """Draw TTFT and TBT at the search's percentile against the request rate."""
     percentile = f"p{100 * saved.attainment:g}"
     figure, panels = style.new(1, 2, width=11)
     for axes, metric in zip(panels, ("ttft", "itl"), strict=True):
@@ -72,7 +72,7 @@ def latency_by_rate(saved: Saved) -> Figure:
 
 
 def attainment_by_rate(saved: Saved) -> Figure:
-    """The share that kept each SLO against the rate; a panel for each SLO."""
+    """Draw the attainment of each SLO against the rate, in a panel each."""
     names = bounded(saved.slos)
     if not names:
         raise Lacking("needs runs with SLOs, the same for all: `--goodput ttft:1000 tbt:50`")
@@ -93,7 +93,7 @@ def attainment_by_rate(saved: Saved) -> Figure:
 
 
 def distributions(saved: Saved) -> Figure:
-    """The shares of requests (of gaps, for TBT) within each latency, of comparable runs."""
+    """Draw the cumulative distributions of latencies of comparable runs."""
     runs, note = _comparable(saved)
     looks = style.looks(saved.labels)
     figure, panels = style.new(1, 3, width=12, sharey=True)
@@ -122,7 +122,7 @@ def _label_curve(
     axes: Axes, values: "np.ndarray[tuple[int], np.dtype[np.float64]]", row: int, text: str,
     look: style.Look,
 ) -> None:  # fmt: skip
-    """Each curve has its label at a height of its own, with its marker on the curve."""
+    """Label each curve at a height of its own, with its marker on the curve."""
     share = 85 - 17 * (row % 5)
     at = float(np.percentile(values, share))
     axes.plot([at], [share], color=look.color, marker=look.marker, linestyle="")
@@ -136,7 +136,7 @@ APART = "each at the highest rate that it was sent to the end, for want of a com
 
 
 def _comparable(saved: Saved) -> tuple[list[Run], str]:
-    """Runs with lists, and at which rates: all, or of a search one of each system.
+    """Return the runs with lists and their rates: all, or one per system of a search.
 
     Those of a search are at the highest rate that all ran to the end; without one, `APART`.
     """
@@ -161,7 +161,7 @@ def _comparable(saved: Saved) -> tuple[list[Run], str]:
 
 
 def _by_rate(saved: Saved, value: Callable[[Run], float | None]) -> dict[str, Points]:
-    """By label its points in order of rate; seeds of a rate become their median."""
+    """Return the points by label in order of rate; seeds of a rate become their median."""
     lines: dict[str, Points] = {}
     for label in saved.labels:
         runs = [run for run in saved.runs if run.label == label and run.rate]
@@ -180,7 +180,7 @@ def _by_rate(saved: Saved, value: Callable[[Run], float | None]) -> dict[str, Po
 
 
 def _hollow(lines: dict[str, Points]) -> str:
-    """What hollow markers mean, if there are any."""
+    """Explain hollow markers, if there are any."""
     cut = any(not whole for points in lines.values() for _, _, whole in points)
     return " (hollow: ended early)" if cut else ""
 
@@ -197,7 +197,7 @@ def _lines(axes: Axes, saved: Saved, lines: dict[str, Points]) -> None:
 
 
 def _label(axes: Axes, saved: Saved, lines: dict[str, Points]) -> None:
-    """After limits and scales are set."""
+    """Label the axes, after limits and scales are set."""
     looks = style.looks(saved.labels)
     ends = [(p[-1][0], p[-1][1], label, looks[label].ink) for label, p in lines.items()]
     style.label_ends(axes, ends)
@@ -236,4 +236,4 @@ RESULTS: Sequence[tuple[str, str, str, Callable[[Saved], Figure]]] = (
         distributions,
     ),
 )
-"""File name, title, caption and figure of what is drawn from results."""
+"""File names, titles, captions and functions of the figures of results."""

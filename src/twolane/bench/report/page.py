@@ -41,17 +41,17 @@ div {{ overflow-x: auto }} li {{ margin: .2rem 0 }}
 
 @dataclass
 class Report:
-    """What was made of the files."""
+    """A report."""
 
     figures: list[tuple[str, str, str, bytes]] = field(default_factory=list)
-    """File name, title, caption, PNG."""
+    """File name, title, caption and PNG of each figure."""
     tables: list[tuple[str, timelines.Table]] = field(default_factory=list)
-    """Title and content."""
+    """Title and content of each table."""
     lacking: list[tuple[str, str]] = field(default_factory=list)
-    """Title of what could not be drawn, and what it needs."""
+    """Titles of missing figures, and what they need."""
 
     def draw(self, name: str, title: str, caption: str, figure: Figure) -> None:
-        """Take a figure, as PNG."""
+        """Add a figure as PNG."""
         file = io.BytesIO()
         figure.savefig(file, format="png")
         plt.close(figure)
@@ -59,7 +59,7 @@ class Report:
 
 
 def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
-    """Draw all that the files suffice for.
+    """Return a report of all that the files suffice for.
 
     Args:
         saved: what was read.
@@ -128,15 +128,15 @@ def write(report: Report, saved: Saved, out: Path) -> None:
 
 
 def markdown(report: Report, saved: Saved) -> str:
-    """Tables ready for a README: goodput by system, a line for each run that no search made, and
-    where the time of each trace went."""
+    """Return tables for a README: goodput by system, a line for each single run, and where the time
+    of each trace went."""
     parts = [_markdown_table(*table) for table in tables(saved)]
     parts += [f"{title}\n\n{_markdown_table(*table)}" for title, table in report.tables]
     return "\n".join([*parts, *(f"{line}  " for line in setting(saved)), ""])
 
 
 def tables(saved: Saved) -> list[timelines.Table]:
-    """Tables of what the searches found and of single runs."""
+    """Return tables of the searches' results and of single runs."""
     percentile = f"p{100 * saved.attainment:g}"
     columns = [f"{percentile.upper()} TTFT (ms)", f"{percentile.upper()} TBT (ms)"]
     made = []
@@ -152,7 +152,7 @@ def tables(saved: Saved) -> list[timelines.Table]:
 
 
 def _found_row(saved: Saved, name: str, one: dict[str, float], percentile: str) -> list[str]:
-    """Latencies are of the fastest run that held."""
+    """Return a system's row; latencies are of the run at the highest rate that held."""
     tried = [run for run in saved.runs if run.label == name and "trial" in run.data]
     held = [run for run in tried if run.data["trial"]["holds"]]
     best = max(held, key=lambda run: run.rate or 0.0, default=None)
@@ -180,7 +180,7 @@ def _speeds(run: Run, percentile: str) -> list[str]:
 
 
 def setting(saved: Saved) -> list[str]:
-    """Who served what, in lines: without it a figure means nothing."""
+    """Return the setting of the runs in lines, without which figures mean nothing."""
     lines = list(dict.fromkeys(run.where for run in saved.runs))
     for found in saved.found:
         work = found.search["workload"]
@@ -196,7 +196,7 @@ def setting(saved: Saved) -> list[str]:
 
 
 def _made(about: dict[str, Any]) -> list[str]:
-    """When, where and with which flags something was measured."""
+    """Return time, machine and flags of a measurement."""
     card = f"{about['card']}, driver {about['driver']}, " if about.get("card") else ""
     versions = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
     commit = f" at {about['commit'][:7]}" if about.get("commit") else ""
@@ -212,7 +212,7 @@ def _markdown_table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def page(report: Report, saved: Saved) -> str:
-    """One HTML page that needs no other file."""
+    """Return the report as one HTML page that needs no other file."""
     title = f"Twolane {twolane.__version__}: {', '.join(saved.labels or saved.traces)}"
     parts = [f"<p>{html.escape(line)}</p>" for line in setting(saved)]
     parts += [_html_table(*table) for table in tables(saved)]
@@ -232,7 +232,7 @@ def page(report: Report, saved: Saved) -> str:
 
 
 def _warnings(saved: Saved) -> list[str]:
-    """Each warning once for each system that has it, with how often; numbers are of the first."""
+    """Return each warning once per system, with its count and the first one's numbers."""
     seen: dict[tuple[str, str], list[str]] = {}
     for run in saved.runs:
         for text in run.data.get("warnings", ()):
@@ -249,7 +249,7 @@ def _list(title: str, items: list[str]) -> list[str]:
 
 
 def _code(text: str) -> str:
-    """Escaped; what is between backticks as code."""
+    """Return text as HTML, with text in backticks as code."""
     parts = html.escape(text).split("`")
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(parts))
 

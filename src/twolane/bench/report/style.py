@@ -1,4 +1,4 @@
-"""How figures look: colours for the colour-blind, shapes beside colours, labels at the lines."""
+"""Style of figures: colours for the colour-blind, shapes besides colours, labels at the lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ LABEL_GAP = 0.07
 
 @dataclass(frozen=True)
 class Look:
-    """How one system is drawn: colour, marker, line and hatch, so that colour is not needed."""
+    """Style of one system: colour, marker, line and hatch, distinguishable without colour."""
 
     color: str
     marker: str
@@ -50,7 +50,7 @@ class Look:
 
     @property
     def ink(self) -> str:
-        """The colour of text about it."""
+        """Colour of text about it."""
         return INKS.get(self.color, self.color)
 
 
@@ -72,14 +72,14 @@ PHASE_LOOKS = {
 
 
 def looks(labels: Sequence[str]) -> dict[str, Look]:
-    """The look of each label, from the first on; after eight they repeat."""
+    """Return the style of each label; they repeat after eight."""
     return {label: _LOOKS[i % len(_LOOKS)] for i, label in enumerate(labels)}
 
 
 def new(
     rows: int = 1, columns: int = 1, *, width: float = 9.0, height: float = 3.6, **more: Any
 ) -> tuple[Figure, list[Axes]]:
-    """An empty figure in inches, and its axes row by row."""
+    """Return an empty figure, its size in inches, and its axes by row."""
     figure, axes = plt.subplots(rows, columns, figsize=(width, height), squeeze=False, **more)
     return figure, list(axes.flat)
 
@@ -107,7 +107,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """Rising heights moved up where they are too close, then down again below the top."""
+    """Return ascending heights moved apart, then down again below the top."""
     places: list[float] = []
     for height in heights:
         least = places[-1] + LABEL_GAP if places else 0.02
@@ -117,7 +117,8 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 
 def plain_ticks(axes: Axes) -> None:
-    """Numbers instead of powers of ten on logarithmic axes; 2 and 5 too where there is room."""
+    """Use numbers instead of powers of ten on logarithmic axes; also 2 and 5 where there is
+    room."""
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
@@ -131,7 +132,7 @@ def _two_and_five(value: float, _: object) -> str:
 
 
 def bound(axes: Axes, value: float, text: str, *, upright: bool = False) -> None:
-    """A line for an SLO, named on the line."""
+    """Draw a labelled line for an SLO."""
     draw = axes.axvline if upright else axes.axhline
     draw(value, color=BLACK, linewidth=1.0, linestyle=(0, (2, 2)))
     place: dict[str, Any] = {"xy": (value, 0.03), "xycoords": ("data", "axes fraction")}

@@ -26,7 +26,8 @@ MOST_POINTS = 4000
 
 
 def window(trace: TraceFile, begin: float | None, seconds: float | None) -> tuple[float, float]:
-    """The part of the run to show: as asked, else where both phases work most, with changes."""
+    """Return the part of the run to show: as asked, else where both phases work most, with
+    changes."""
     launches = trace.launches
     first, last = launches.span
     if seconds is None:
@@ -52,7 +53,7 @@ def _interest(trace: TraceFile, begin: float, end: float) -> float:
 
 
 def _changes(trace: TraceFile, inside: Sequence[int]) -> list[int]:
-    """Launches on another number of units than the one before them of their phase."""
+    """Return the launches on another number of units than the previous one of their phase."""
     launches, changed = trace.launches, []
     last: dict[str, float] = {}
     for i in inside:
@@ -64,7 +65,7 @@ def _changes(trace: TraceFile, inside: Sequence[int]) -> list[int]:
 
 
 def lanes(trace: TraceFile, begin: float, end: float) -> Figure:
-    """Each launch a rectangle: its time wide, its units high.
+    """Draw each launch as a rectangle: time wide, units high.
 
     The prefill lane's units hang from the top, the decode lane's and the whole device's stand on
     the bottom, as units are dealt.
@@ -97,7 +98,7 @@ def lanes(trace: TraceFile, begin: float, end: float) -> Figure:
 
 
 def _kind(trace: TraceFile) -> str:
-    """What the units are."""
+    """Return the name of the units."""
     device = str(trace.about.get("device", ""))
     return "cores" if device.startswith("cpu") else "SMs" if device else "units"
 
@@ -105,7 +106,7 @@ def _kind(trace: TraceFile) -> str:
 def _name(
     axes: Axes, text: str, box: tuple[float, float, float, float], span: float, ink: str
 ) -> None:
-    """Into its rectangle, where there is room for it."""
+    """Write a launch's name into its rectangle where there is room."""
     left, right, bottom, high = box
     left, right = max(left, 0.0), min(right, span)
     if (right - left) / span > 0.0085 * len(text):
@@ -114,7 +115,7 @@ def _name(
 
 
 def _phase_names(axes: Axes, trace: TraceFile, begin: float, end: float) -> None:
-    """To the right of the axes, at the height where the phase is."""
+    """Write the phases' names to the right of the axes."""
     heights = {"prefill": 0.9, "hybrid": 0.5, "decode": 0.1}
     inside = trace.launches.between(begin, end)
     for phase in {str(trace.launches.phase[i]) for i in inside}:
@@ -125,7 +126,7 @@ def _phase_names(axes: Axes, trace: TraceFile, begin: float, end: float) -> None
 
 
 def split(trace: TraceFile) -> Figure:
-    """Mean units at work in each phase over the run, prefill from the top."""
+    """Draw the mean units at work in each phase over the run, prefill from the top."""
     figure, (axes,) = style.new(width=11, height=2.8)
     edges = np.linspace(*trace.launches.span, BINS + 1)
     used = {phase: _mean_units(trace, phase, edges) for phase in style.PHASE_LOOKS}
@@ -152,7 +153,8 @@ def split(trace: TraceFile) -> Figure:
 
 
 def _mean_units(trace: TraceFile, phase: str, edges: Array) -> Array:
-    """Mean units of one phase in each bin: Σ units x seconds within the bin / width of the bin."""
+    """Return mean units of one phase in each bin: Σ units x seconds within the bin / width of the
+    bin."""
     launches = trace.launches
     mine = launches.phase == phase
     rises = _integral(launches.start[mine], launches.units[mine], edges)
@@ -172,7 +174,7 @@ def _integral(times: Array, units: Array, at: Array) -> Array:
 
 
 def queue_and_kv(trace: TraceFile) -> Figure:
-    """Requests waiting and in decode, and the KV pool's use, over the run."""
+    """Draw the requests waiting and in decode, and the KV pool's use, over the run."""
     if not {"waiting", "decoding", "pages_used"} <= trace.gauges.keys():
         raise Lacking("needs gauges in the trace, which a system writes when tokens come")
     figure, (above, below) = style.new(2, 1, width=11, height=4.4, sharex=True)
@@ -214,11 +216,11 @@ def _gauges(
 
 
 _SIGNS = {"o": "●", "s": "■", "^": "▲", "-": "——", "--": "- -", "-.": "-·-"}
-"""Markers and lines within text."""
+"""Characters for markers and lines in text."""
 
 
 def predictions(trace: TraceFile) -> Figure:
-    """Each launch's time against its prediction, and how the errors are spread."""
+    """Draw each launch's time against its prediction, and the distribution of errors."""
     launches = trace.launches
     known = np.isfinite(launches.predicted) & (launches.took > 0.0)
     if not known.any():
@@ -251,7 +253,7 @@ def predictions(trace: TraceFile) -> Figure:
 
 
 def spent(trace: TraceFile) -> Table:
-    """Where the time went: by phase and units, most of it first, with what launches took."""
+    """Return the time by phase and units, largest first, with durations of launches."""
     launches = trace.launches
     took, (first, last) = launches.took, launches.span
     whole, rows = last - first, []
@@ -274,7 +276,7 @@ def spent(trace: TraceFile) -> Table:
 
 
 def _spread(values: Array) -> list[str]:
-    """P50 and P99."""
+    """Return P50 and P99 as text."""
     return [f"{one:.2f}" for one in np.percentile(values, (50, 99))] if values.size else ["-", "-"]
 
 
@@ -300,4 +302,4 @@ TRACES: Sequence[tuple[str, str, str, Callable[[TraceFile], Figure]]] = (
         predictions,
     ),
 )
-"""Part of the file name, title, caption and figure of what is drawn from a trace, beside lanes."""
+"""Parts of file names, titles, captions and functions of the figures of a trace, besides lanes."""

@@ -12,16 +12,16 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.errors import FieldError
 
 PHASES = {"PrefillSlice": "prefill", "DecodeSteps": "decode", "Hybrid": "hybrid"}
-"""What a launch's work is called in figures."""
+"""Names of kinds of work in figures."""
 Array = NDArray[np.float64]
 
 
 class NoLaunches(FieldError):
-    """The trace of an engine that launched nothing."""
+    """The trace has no launches."""
 
 
 class _Event(msgspec.Struct):
-    """An event, as far as it is read."""
+    """Fields that are read of an event."""
 
     ph: str
     name: str
@@ -40,11 +40,11 @@ class Launches:
     end: Array
     units: Array
     tokens: Array
-    """New ones, of prompts and of decode rows."""
+    """New tokens of prompts and decode rows."""
     predicted: Array
-    """Seconds; NaN without a prediction."""
+    """Predicted seconds; NaN without a prediction."""
     launching: Array
-    """Seconds of the host."""
+    """Seconds of launching on the host."""
     phase: NDArray[np.str_]
     """A value of `PHASES`."""
     lane: NDArray[np.str_]
@@ -55,16 +55,16 @@ class Launches:
 
     @property
     def took(self) -> Array:
-        """Seconds of each."""
+        """Duration of each in seconds."""
         return self.end - self.start
 
     @property
     def span(self) -> tuple[float, float]:
-        """From the first one's start to the last end, in seconds since the trace began."""
+        """First start and last end, in seconds since the trace began."""
         return float(self.start[0]), float(self.end.max())
 
     def between(self, begin: float, end: float) -> list[int]:
-        """Indices of those that ran in that time."""
+        """Return the indices of the launches that ran in an interval."""
         inside: list[int] = np.flatnonzero((self.end > begin) & (self.start < end)).tolist()
         return inside
 
@@ -75,28 +75,28 @@ class TraceFile:
 
     name: str
     about: dict[str, Any]
-    """What the engine says of itself; empty in traces of older versions."""
+    """Description of the engine; empty in traces of older versions."""
     launches: Launches
     gauges: dict[str, tuple[Array, Array]]
     """(seconds, values) by name: decoding, waiting, pages_used, pages_cached."""
     preempted: Array
-    """When requests lost their pages, in seconds."""
+    """Times of preemptions, in seconds."""
 
     @property
     def units(self) -> int:
-        """Units of the device; if the trace does not say, the most that were used."""
+        """Units of the device, or the most units used if the trace does not state them."""
         return int(self.about.get("units") or self.launches.units.max())
 
     @property
     def title(self) -> str:
-        """What ran."""
+        """Title of the run."""
         if not self.about:
             return self.name
         return f"{self.about['system']}, {self.about['model']} on {self.about['device']}"
 
 
 def read(path: Path, name: str) -> TraceFile:
-    """Read a trace, also that of a run that was killed.
+    """Read a trace, also of a run that was killed.
 
     Raises:
         FieldError: it is something else.

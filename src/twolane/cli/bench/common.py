@@ -26,7 +26,7 @@ Goodput = Annotated[
     ),
 ]
 MoreSlos = Annotated[list[str] | None, typer.Argument(metavar="NAME:MS", hidden=True)]
-"""The SLOs behind the first one on the command line."""
+"""SLOs after the first one on the command line."""
 
 
 def need_httptools() -> None:
@@ -39,7 +39,7 @@ def need_httptools() -> None:
 
 @contextlib.contextmanager
 def workload_errors() -> Iterator[None]:
-    """Turn what is wrong with a workload into wrong usage."""
+    """Convert errors of a workload to usage errors."""
     from twolane.workload.traces import TraceError
 
     try:
@@ -52,7 +52,7 @@ def workload_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_lines() -> Iterator[None]:
-    """Print errors that a user can mend in one line; exit with 2 for wrong usage, 1 for a failed
+    """Print errors that a user can fix in one line; exit with 2 for wrong usage, 1 for a failed
     run."""
     from twolane.bench.preflight import BenchError
 
@@ -78,7 +78,8 @@ def _milliseconds(text: str) -> float:
 
 
 def slos(texts: list[str] | None, more: list[str] | None) -> dict[str, float]:
-    """`name:ms` texts, each possibly several separated by spaces or commas, as seconds."""
+    """Parse `name:ms` texts, each possibly several separated by spaces or commas; return
+    seconds."""
     given = [_pair(one) for one in _words(texts, more)]
     pairs = [(name.replace("-", "_"), value) for name, value in given]
     names = [name for name, _ in pairs]
@@ -94,7 +95,8 @@ def _words(texts: list[str] | None, more: list[str] | None) -> list[str]:
 def slos_and_tbts(
     texts: list[str] | None, more: list[str] | None
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """As `slos`, where `tbt:9/12/21` lists several bounds: they are the second value."""
+    """Parse SLOs like `slos`, where `tbt:9/12/21` lists several bounds, which are the second
+    value."""
     words = _words(texts, more)
     several = [word for word in words if word.startswith("tbt:") and "/" in word]
     rest = slos([word for word in words if word not in several], None)
@@ -105,7 +107,7 @@ def slos_and_tbts(
 
 
 def need_folder(option: str, path: Any) -> None:
-    """Refuse a file whose folder is not there, or that is a folder itself."""
+    """Refuse an output file that is a folder, or whose folder does not exist."""
     if path is None:
         return
     try:
