@@ -115,6 +115,27 @@ def test_the_tries_of_the_hubs_library_are_not_printed(monkeypatch, caplog):
     assert "after it" in caplog.text
 
 
+def test_what_breaks_in_the_hub_s_library_is_one_line(monkeypatch):
+    """It passes on its HTTP client's errors, as of a connection that was cut off."""
+    import huggingface_hub
+    from huggingface_hub.utils import HFValidationError
+
+    class RemoteProtocolError(Exception):
+        pass
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    for error, said in (
+        (RemoteProtocolError("peer closed\nthe connection"), "RemoteProtocolError: peer closed "),
+        (TypeError(), "TypeError "),
+        (HFValidationError("no such name"), "no such name "),
+    ):
+        with pytest.raises(PullError, match=rf"hub: {said}\(and there is no such"):
+            resolve("a/b")
+
+
 def test_unsupported_hub_ids_are_refused_before_the_download(monkeypatch, tmp_path):
     import huggingface_hub
 

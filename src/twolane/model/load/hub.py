@@ -213,10 +213,12 @@ def _download(repo: str, config_only: bool) -> Path:
             return Path(
                 snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
             )
-    except (OSError, ValueError) as error:
-        if isinstance(error, UnsupportedModel):
-            raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # the library passes on those of its HTTP client, and its own bugs
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if not reason or not isinstance(error, (OSError, ValueError)):
+            reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
         raise PullError(
             f"cannot fetch {repo} from the Hugging Face hub: {reason.rstrip('.')} "
             "(and there is no such directory here)"
