@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 from tests.server.serving import PATIENCE
+from twolane.bench import client, http
 from twolane.bench.client import Client, Job
 from twolane.bench.http import ConnectError, Connections, HTTPError, get
 
@@ -352,3 +353,20 @@ def test_outcomes_of_broken_answers():
     assert outcome(EVENTS + whole, CLOSE) == ("ok", "")
     assert outcome(EVENTS + whole + b"?\r\n") == ("ok", "")
     assert outcome(EVENTS + whole, EXPIRE) == ("ok", "")
+
+
+def test_answers_without_an_end_are_bounded(monkeypatch):
+    monkeypatch.setattr(client, "MOST_EVENT", 1 << 20)
+    monkeypatch.setattr(http, "MOST_PAGE", 1 << 20)
+    line = chunk(b"data: " + b"x" * (1 << 19))
+    assert outcome(EVENTS + line * 3) == ("malformed", "an event has more than 1 MiB")
+    lines = chunk((b"data: " + b"x" * 1024 + b"\n") * 600)
+    assert outcome(EVENTS + lines * 2) == ("malformed", "an event has more than 1 MiB")
+    page = b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * ((1 << 20) + 1)
+
+    async def main():
+        async with Server(lambda number: [page]).serving() as port:
+            await get(f"http://127.0.0.1:{port}/v1/models", {}, 60.0)
+
+    with pytest.raises(HTTPError, match="the answer has more than 1 MiB"):
+        asyncio.run(main())

@@ -53,6 +53,19 @@ def result_of_script(**config):
     return bench(script, spec=spec, **settings)[0]
 
 
+def test_a_terminal_obeys_no_server_s_words():
+    """Neither its control sequences nor what looks like the table's own marks."""
+    result = bench(lambda number, body: (500, ""), spec={"num_prompts": 1})[0]
+    (record,) = result.records
+    said = msgspec.structs.replace(record, error="\x1b[2J[/bold]")
+    result = msgspec.structs.replace(result, model="\x1b[31mm[/red]", records=(said,))
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(summary(result))
+    assert r"\x1b[31mm[/red]" in shown.get()
+    assert r"status_500: \x1b[2J[/bold]" in shown.get()
+
+
 def test_result_has_the_keys_of_vllm_and_figures_of_the_script():
     saved = json.loads(result_json(result_of_script()))
     for key in VLLM_KEYS:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from twolane.cli import doctor
 from twolane.cli.bench.common import slos
 from twolane.cli.bench.main import BenchCommands
+from twolane.cli.errors import fail
 from twolane.cli.main import Commands, app, main
 from twolane.cli.serve import NO_OPTIONS
 from twolane.common.options import settings_of
@@ -111,6 +112,12 @@ def test_a_wrong_value_is_told_in_plain_words(variable, args, said, capsys, monk
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"twolane: {said}")
+
+
+def test_a_terminal_obeys_no_error(capsys):
+    """A file's name or a tensor's may come from a checkpoint."""
+    assert fail("there is no \x1b[2Jx").exit_code == 1
+    assert capsys.readouterr().err == "twolane: there is no \\x1b[2Jx\n"
 
 
 def test_an_option_of_another_server_is_answered_by_what_to_use_instead(capsys, monkeypatch):

@@ -54,6 +54,11 @@ def test_lines_are_written_at_once(pipe, log):
     assert read(pipe) == "engine: one\nengine: \\ud800\n"
 
 
+def test_a_terminal_obeys_no_line(pipe, log):
+    log.info("\x1b[2Ja\r\x9b1m\tb\n\x7f\u00fc")
+    assert read(pipe) == "engine: \\x1b[2Ja\\x0d\\x9b1m\tb\n\\x7f\u00fc\n"
+
+
 def test_no_line_waits_for_its_reader_and_none_is_torn(pipe, log):
     lines = [f"{i} {'x' * 6000}" for i in range(50)]  # more than the pipe holds
     for line in lines:

@@ -5,6 +5,7 @@ import sys
 import threading
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
@@ -123,15 +124,13 @@ def test_what_breaks_in_the_hub_s_library_is_one_line(monkeypatch):
     class RemoteProtocolError(Exception):
         pass
 
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     for error, said in (
         (RemoteProtocolError("peer closed\nthe connection"), "RemoteProtocolError: peer closed "),
         (TypeError(), "TypeError "),
         (HFValidationError("no such name"), "no such name "),
     ):
+        failing = Mock(side_effect=error)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing)
         with pytest.raises(PullError, match=rf"hub: {said}\(and there is no such"):
             resolve("a/b")
 

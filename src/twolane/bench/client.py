@@ -20,6 +20,10 @@ from twolane.results.record import Record
 
 _DRAIN_SECONDS = 1.0
 """Seconds for which the end of an answer is awaited so that its connection can be used again."""
+SHOWN_ERROR = 500
+"""Bytes of an error answer that are kept to be shown."""
+MOST_EVENT = 16 << 20
+"""Bytes that one event of a stream may have: what waits for its end costs time and memory."""
 _PROBE_SECONDS = 0.01
 """Seconds between two measurements of the event loop's lag."""
 
@@ -288,10 +292,13 @@ class _Reply:
 
     def on_data(self, data: bytes, now: float) -> None:
         if self.refused:
-            self._said += data
+            self._said = (self._said + data)[:SHOWN_ERROR]
             return
         for event in self._parser.feed(data):
             self._answer.add(event, now)
+        if self._parser.held > MOST_EVENT:
+            problem = f"an event has more than {MOST_EVENT >> 20} MiB"
+            raise StreamError(outcomes.MALFORMED, problem)
         if self._answer.done_at is not None:
             self._drain()
 
@@ -302,7 +309,7 @@ class _Reply:
     def check(self) -> None:
         """Raise the server's error, if it sent one."""
         if self.refused:
-            text = self._said.decode("utf-8", "replace")[:500]
+            text = self._said.decode("utf-8", "replace")
             raise StreamError(outcomes.status_outcome(self._status), text)
 
     def _drain(self) -> None:

@@ -30,6 +30,10 @@ _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
 
 
+MOST_PAGE = 16 << 20
+"""Bytes that an answer outside of the measured load may have, such as the list of models."""
+
+
 class HTTPError(Exception):
     """No complete answer: the connection broke, or the data is not HTTP."""
 
@@ -280,13 +284,15 @@ class _Page:
 
     def __init__(self) -> None:
         self.status = 0
-        self.body = b""
+        self.body = bytearray()
 
     def on_head(self, status: int, content_type: str) -> None:
         self.status = status
 
     def on_data(self, data: bytes, now: float) -> None:
         self.body += data
+        if len(self.body) > MOST_PAGE:
+            raise HTTPError(f"the answer has more than {MOST_PAGE >> 20} MiB")
 
     def on_end(self, now: float) -> None:
         pass
@@ -318,7 +324,7 @@ async def _ask(
             await connections.request(body, page)
     finally:
         connections.close()
-    return page.status, page.body
+    return page.status, bytes(page.body)
 
 
 def _ssl_context() -> ssl.SSLContext:

@@ -28,6 +28,12 @@ class SSEParser:
         self._started = False
         self._type = ""
         self._data: list[str] = []
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """Number of bytes and characters of the event that is not yet complete."""
+        return len(self._rest) + self._held
 
     def feed(self, data: bytes) -> list[Event]:
         """Return the events that these bytes complete."""
@@ -71,13 +77,14 @@ class SSEParser:
         value = value.removeprefix(" ")
         if name == "data":
             self._data.append(value)
+            self._held += len(line)
         elif name == "event":
             self._type = value
         return None
 
     def _dispatch(self) -> Event | None:
         event = Event(self._type or "message", "\n".join(self._data)) if self._data else None
-        self._type, self._data = "", []
+        self._type, self._data, self._held = "", [], 0
         return event
 
 

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from twolane.common.printable import printable
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.crosscheck import PROBES, disagreement
 from twolane.frontend.text.template import ChatTemplate
@@ -35,7 +36,7 @@ def report(name: str, tokens: str | None) -> None:
     rows = describe(source, file, made) if tokens is None else pieces(TextCodec(made), tokens)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in rows:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
     if table.row_count:
         Console().print(table)
 

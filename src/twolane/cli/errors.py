@@ -8,6 +8,7 @@ import typer
 
 from twolane.common.errors import FieldError
 from twolane.common.options import settings_of
+from twolane.common.printable import printable
 from twolane.engine.config import EngineConfig
 
 USAGE_ERROR = 2
@@ -18,7 +19,7 @@ INTERRUPTED = 130
 
 def fail(message: str, code: int = 1) -> typer.Exit:
     """Print one line on standard error; raise the result."""
-    typer.echo(f"twolane: {message}", err=True)
+    typer.echo(f"twolane: {printable(message)}", err=True)
     return typer.Exit(code)
 
 

@@ -5,6 +5,8 @@ import os
 import select
 from collections import deque
 
+from twolane.common.printable import printable
+
 MOST_LINES = 1000
 """Most lines that wait for the log's reader; further ones are dropped and counted."""
 END_SECONDS = 1.0
@@ -36,7 +38,7 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or buffer it."""
         try:
-            line = self.format(record)
+            line = printable(self.format(record))
         except Exception:
             self.handleError(record)
             return

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from twolane import __version__
+from twolane.common.printable import printable
 from twolane.results.metrics import Distribution, Metrics, bound_words, bounded
 from twolane.results.provenance import json_bytes, provenance
 from twolane.results.result import BenchConfig, Result
@@ -137,7 +138,9 @@ def summary(result: Result) -> RenderableType:
     parts: list[RenderableType] = [_counts_table(result), _latency_table(result)]
     if result.config.goodput:
         parts.append(_slo_table(result))
-    parts += [f"[red]{kind}[/red]: {escape(error)}" for kind, error in first_errors(result)]
+    parts += [
+        f"[red]{kind}[/red]: {escape(printable(error))}" for kind, error in first_errors(result)
+    ]
     parts += [f"[yellow]Warning:[/yellow] {text}" for text in warnings(result)]
     return Group(*parts)
 
@@ -263,7 +266,11 @@ def _workload(result: Result) -> dict[str, object]:
 def _counts_table(result: Result) -> Table:
     metrics = result.metrics
     title = "Interrupted benchmark" if result.interrupted else "Benchmark"
-    table = Table(title=f"{title} of {result.model}", show_header=False, title_justify="left")
+    table = Table(
+        title=f"{title} of {escape(printable(result.model))}",
+        show_header=False,
+        title_justify="left",
+    )
     table.add_column()
     table.add_column(justify="right")
     outcomes = [f"{name} {count}" for name, count in sorted(metrics.outcomes.items())]
