@@ -4,9 +4,9 @@ On GPUs of one host that do nothing else, with dummy weights in the true shapes 
 random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
 the engine, as in `engine.py`. Values are medians but where a percentile is named; every ratio is of
 two things measured in this run. `--only alone` measures what one of the ranks takes where nothing
-is summed, which tells how much of a step waits for the others. `--only passes` times hybrid passes,
-as `alone` does with nothing summed. `--only beside` also takes one GPU (`qwen3-8b 1`), to compare
-how much longer gaps between tokens are beside prefill.
+is summed, which tells how much of a step waits for the others. `--only passes` times hybrid passes
+and a prompt by itself, as `alone` does with nothing summed. `--only beside` also takes one GPU
+(`qwen3-8b 1`), to compare how much longer gaps between tokens are beside prefill.
 """
 
 import argparse
@@ -186,6 +186,8 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
     note(decode_step_of_1_ms={u: round(ms, 3) for u, ms in ones.items()})
     if only in ("alone", "passes"):
         passes(rig, rows[:PASS_ROWS], note)
+    if only in ("all", "alone", "passes"):
+        prefill(rig, note)
     if only in ("alone", "beside"):
         beside(rig, rows, note)
     if only != "all":
@@ -204,12 +206,16 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
         over_bar=round(steps[whole] / (1.05 * floor), 3),
     )
     note(follower_cpu=follower_use(rig, rows, whole))
-    row = rig.prompt(8192)
-    for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
+    beside(rig, rows, note)
+
+
+def prefill(rig: RankedRig, note: Notes) -> None:
+    """Tokens/s of a prompt of 8,192 by itself, on prefill's share and on the whole device."""
+    parts, row = rig.machine.partitions, rig.prompt(8192)
+    for units in [*(p for p, _ in parts.levels), parts.units]:
         seconds = repeat(1, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
         note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
     rig.give_back([row])
-    beside(rig, rows, note)
 
 
 def passes(rig: RankedRig, rows, note: Notes) -> None:

@@ -2,11 +2,11 @@
 
 First correctness, against attention in float32: all kernels, over shapes, ragged batches, windows,
 page sizes and dtypes, on the whole device and in green contexts. Then TFLOP/s of 8,192 new tokens
-and of 1,024 over 32,768 reused ones (32 query heads, 8 KV heads of 128, bf16, pages of 32),
-counting 4 * dim * heads operations for every key that a token sees: `library` is FlashInfer's FA3
-as it plans itself, `planned` the same under our plan, `dense` that on keys outside the pool, where
-nothing is reused, and `triton` our kernel. A share is the rate over (SMs / all SMs) times that on
-all SMs. FlashInfer is found through PYTHONPATH.
+and of 1,024 over 32,768 reused ones (32 query heads, 8 KV heads of 128, or `--heads`; bf16, pages
+of 32), counting 4 * dim * heads operations for every key that a token sees: `library` is
+FlashInfer's FA3 as it plans itself, `planned` the same under our plan, `dense` that on keys outside
+the pool, where nothing is reused, and `triton` our kernel. A share is the rate over (SMs / all SMs)
+times that on all SMs. FlashInfer is found through PYTHONPATH.
 """
 
 import argparse
@@ -35,6 +35,8 @@ WORKLOADS = {
 OTHERS = {
     "1024 over 4K": [(4096, 1024)],
     "512 over 8K": [(8192, 512)],
+    "512 over 4K": [(4096, 512)],
+    "256 over 4K": [(4096, 256)],
     "ragged": [(0, 2300), (1000, 700), (6000, 1500), (0, 300), (12000, 40)],
     "2 x 64 over 16K": [(16384, 64), (16384, 64)],
     "96 over 8K": [(8192, 96)],
@@ -277,11 +279,11 @@ def rates(
     return row
 
 
-def levels(report: Report, parts: Sequence[Partition], repeats: int) -> None:
+def levels(report: Report, parts: Sequence[Partition], repeats: int, heads: Sequence[int]) -> None:
     """The table: levels down, workloads and kernels across; then what it is about."""
     total = torch.cuda.get_device_properties(0).multi_processor_count
     for name, segments in WORKLOADS.items():
-        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
+        problem = Problem(segments, *heads, 128, 32, torch.bfloat16, copies=2)
         whole: dict[str, float] = {}
         worst: dict[str, float] = {}
         for where in sorted(parts, key=lambda part: -part.units):
@@ -320,10 +322,10 @@ def variants(report: Report, where: Partition, repeats: int) -> None:
                 report.add(variant=str(shape), workload=name, rate=value)
 
 
-def others(report: Report, parts: Sequence[Partition], repeats: int) -> None:
+def others(report: Report, parts: Sequence[Partition], repeats: int, heads: Sequence[int]) -> None:
     """Other batches, on some levels, and which kernel is chosen."""
     for name, segments in OTHERS.items():
-        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=3)
+        problem = Problem(segments, *heads, 128, 32, torch.bfloat16, copies=3)
         for where in parts:
             row = rates(report, problem, name, where, repeats)
             with torch.cuda.stream(where.stream):
@@ -363,6 +365,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tune", action="store_true", help="other shapes of the Triton kernel")
+    parser.add_argument(
+        "--heads", type=int, nargs=2, default=(32, 8), help="query heads and KV heads of a rank"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -375,9 +380,9 @@ def main() -> None:
     with report.attempt("correctness"):
         correctness(report, some)
     with report.attempt("levels"):
-        levels(report, parts, arguments.repeats)
+        levels(report, parts, arguments.repeats, arguments.heads)
     with report.attempt("others"):
-        others(report, some, arguments.repeats)
+        others(report, some, arguments.repeats, arguments.heads)
     with report.attempt("host"):
         host(report)
     if arguments.tune:
