@@ -73,7 +73,7 @@ def test_pages_of_allowed_origins_may_read_what_the_fleet_itself_answers() -> No
 def test_metrics_need_no_key_and_count_the_replicas() -> None:
     status, headers, body = ask("/metrics", ("one",))
     assert status == 200
-    assert headers["content-type"].startswith("text/plain")
+    assert headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
 
 

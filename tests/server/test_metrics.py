@@ -363,6 +363,11 @@ def test_lanes_are_busy_no_longer_than_there_was_time(tiny):
     assert lanes <= {"prefill", "decode", "device"}
 
 
+def test_metrics_are_in_the_format_that_every_scraper_reads(tiny):
+    headers = tiny.request("/metrics")[1]
+    assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
 def test_nothing_is_created_and_buckets_are_fine_enough(tiny):
     text = tiny.request("/metrics")[2]
     assert "_created" not in text

@@ -33,7 +33,7 @@ from twolane.fleet.changes import BROADCAST_PATHS, LOST
 from twolane.fleet.forward import Forwarder
 from twolane.fleet.inquiry import GENERATING_PATHS, LANDMARKS, Inquiry
 from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
-from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
+from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
@@ -41,6 +41,7 @@ from twolane.router.state import RoutedRequest, total_load
 from twolane.router.table import SentRequest
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
+from twolane.server.ops.metrics import CONTENT_TYPE
 
 log = logging.getLogger("twolane.fleet")
 T = TypeVar("T")

@@ -13,7 +13,6 @@ from twolane.fleet.pool import Member, Phase
 from twolane.server.ops.metrics import START_BUCKETS
 
 PREFIX = "twolane:fleet_"
-CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 class ReplicaCollector(Collector):

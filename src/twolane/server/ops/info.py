@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST
 
 import twolane
 from twolane.router.state import ReplicaState, total_load
@@ -25,6 +24,7 @@ from twolane.server.openai.schemas import (
     Version,
 )
 from twolane.server.ops.docs import DOCS_HEADERS, described
+from twolane.server.ops.metrics import CONTENT_TYPE
 from twolane.server.service import Service
 
 
@@ -114,7 +114,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text form."""
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def add_admin_routes(app: FastAPI, service: Service) -> None:

@@ -24,6 +24,9 @@ from twolane.slo import Slo
 PREFIX = OURS
 MS = 1e-3
 """Seconds in a millisecond."""
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus' text format that every scraper reads; some refuse version 1.0.0 unless they ask for
+it."""
 # Steps of 1 ms up to 15 ms: quantiles are interpolated within a bucket, and SLOs of 10 ms are met.
 START_BUCKETS = (
     *(round(ms * MS, 3) for ms in range(1, 16)),
