@@ -134,6 +134,8 @@ def test_homes_of_only_so_many_responses_are_known(monkeypatch) -> None:
                 for id in ("resp_1", "resp_2")
             ]
             assert homes == [frozenset(), {"replica-1"}]
+            counting = call("/v1/responses/input_tokens", previous_response_id="resp_2")
+            assert (await known.ask(counting))[0].homes == {"replica-1"}
 
     asyncio.run(run())
 

@@ -327,3 +327,28 @@ def test_a_response_has_every_field_with_the_value_that_was_used(server):
     assert (response["metadata"], response["service_tier"]) == ({}, "default")
     _, _, cut = server.request("/v1/responses", {"input": "And Spain?", "max_output_tokens": 1})
     assert (cut["status"], cut["completed_at"], cut["user"]) == ("incomplete", None, None)
+
+
+def test_the_tokens_of_the_input_are_counted(client, server):
+    """As those of a response with the same fields, which may be longer than the context."""
+    fields = {"instructions": "Be brief.", "tools": [WEATHER], "tool_choice": "auto"}
+    first = ask(client, "And Spain?", **fields)
+    count = client.responses.input_tokens.count(model="parrot", input="And Spain?", **fields)
+    assert (count.object, count.input_tokens) == (
+        "response.input_tokens",
+        first.usage.input_tokens,
+    )
+    more = {"previous_response_id": first.id, "input": "And Spain?"}
+    counted = client.responses.input_tokens.count(model="parrot", **more).input_tokens
+    assert counted == ask(client, more.pop("input"), **more).usage.input_tokens
+    path = "/v1/responses/input_tokens"
+    status, _, answer = server.request(path, {"input": "a" * 25_000})
+    assert (status, answer["input_tokens"] > 20_000) == (200, True)
+    for body, param in (
+        ({"input": "Hi", "temperature": 0}, "temperature"),
+        ({"input": "Hi", "truncation": "auto"}, "truncation"),
+        ({"input": "Hi", "previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"input": "Hi", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ):
+        status, _, answer = server.request(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)

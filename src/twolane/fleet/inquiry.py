@@ -110,7 +110,7 @@ class Inquiry:
         """Return the replicas that have a request's adapter or earlier response; empty: any will
         do, or none has it and will say so."""
         response = known.previous_response_id
-        if path.startswith(f"{RESPONSES}/"):
+        if response is None and path.startswith(f"{RESPONSES}/"):
             response = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
         if (home := self._responses.get(response or "")) is not None:
             return frozenset((home,))

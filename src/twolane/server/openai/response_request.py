@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -42,7 +42,7 @@ from twolane.server.openai.structured import Schema
 from twolane.server.openai.tools import ambiguous
 
 SAME = (
-    *("model", "temperature", "top_p", "top_k", "seed", "priority", "stream"),
+    *("temperature", "top_p", "top_k", "seed", "priority", "stream"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
     *("logit_bias", "stop", "cache_salt"),
 )
@@ -136,20 +136,11 @@ Included = Literal[
 ]
 
 
-class ResponsesRequest(SamplingFields):
-    """The body of POST /v1/responses."""
+class InputTokensRequest(Body):
+    """The body of POST /v1/responses/input_tokens: the fields that are part of a prompt."""
 
-    inert = INERT.difference(REPEATED) | {"client_metadata"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "access_programs": (),
-        "background": (False,),
-        "background_options": (),
-        "context_management": ([],),
         "conversation": (),
-        "image": (),
-        "moderation": (),
-        "prompt": (),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
 
@@ -157,30 +148,15 @@ class ResponsesRequest(SamplingFields):
     input: Input
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: AnswerTokens | None = None
-    stop: Stop | None = None
-    cache_salt: CacheSalt | None = None
-    priority: Priority | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
-    include: list[Included] | None = None
-    """Without effect: thinking is shown as text, and the rest does not exist here."""
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    max_tool_calls: Whole | None = None
-    """Limit on calls of tools that OpenAI runs; without effect."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def tools_can_be_called(self) -> "ResponsesRequest":
+    def tools_can_be_called(self) -> Self:
         """Refuse different tools of one name, and a choice of tools that are not offered."""
         told = [one["function"] for tool in self.tools or () for one in tool.shown()]
         if twice := ambiguous((one["name"], one) for one in told):
@@ -205,7 +181,7 @@ class ResponsesRequest(SamplingFields):
         added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
         return [*(self.tools or ()), *added]
 
-    def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> "ResponsesRequest":
+    def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> Self:
         """Return the request with references replaced by the items.
 
         Args:
@@ -245,13 +221,18 @@ class ResponsesRequest(SamplingFields):
         Raises:
             ApiError: 400, it cannot be served; the field is named as it is here.
         """
+        try:
+            return ChatRequest.model_validate(self._chat_fields(history))
+        except ValidationError as error:
+            raise renamed(from_validation(error.errors())) from error
+
+    def _chat_fields(self, history: Sequence[Turn]) -> dict[str, Any]:
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         tools, choice = chat_tools(self.all_tools, self.tool_choice)
         form = None if self.text is None else self.text.format
-        body = {name: getattr(self, name) for name in SAME} | {
+        return {
             "model": self.model,
             "messages": joined([*first, *history, *self.turns]),
-            "max_completion_tokens": self.max_output_tokens,
             "tools": tools or None,
             "tool_choice": choice if tools else None,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -259,10 +240,44 @@ class ResponsesRequest(SamplingFields):
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        try:
-            return ChatRequest.model_validate(body)
-        except ValidationError as error:
-            raise renamed(from_validation(error.errors())) from error
+
+
+class ResponsesRequest(SamplingFields, InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    inert = INERT.difference(REPEATED) | {"client_metadata"}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **InputTokensRequest.unsupported,
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "image": (),
+        "moderation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+    }
+
+    max_output_tokens: AnswerTokens | None = None
+    stop: Stop | None = None
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
+    include: list[Included] | None = None
+    """Without effect: thinking is shown as text, and the rest does not exist here."""
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: Whole | None = None
+    """Limit on calls of tools that OpenAI runs; without effect."""
+
+    def _chat_fields(self, history: Sequence[Turn]) -> dict[str, Any]:
+        same = {name: getattr(self, name) for name in SAME}
+        limit = {"max_completion_tokens": self.max_output_tokens}
+        return {**super()._chat_fields(history), **same, **limit}
 
     def repeated(self, sampling: SamplingParams) -> dict[str, Any]:
         """Return the fields that the response repeats: all that Open Responses requires.

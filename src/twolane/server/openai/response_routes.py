@@ -10,7 +10,12 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
 from twolane.server.openai.response_items import Turn
-from twolane.server.openai.response_request import RENAMED, ResponsesRequest, renamed
+from twolane.server.openai.response_request import (
+    RENAMED,
+    InputTokensRequest,
+    ResponsesRequest,
+    renamed,
+)
 from twolane.server.openai.response_store import Json, ResponseStore
 from twolane.server.openai.response_tools import called_tools
 from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
@@ -58,6 +63,22 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
             partial(keep, store, [*history, *body.turns] if body.store is not False else None),
         )
         return await respond(request, generation, answer, streams=bool(body.stream))
+
+    @app.post(
+        "/v1/responses/input_tokens",
+        response_class=Response,
+        responses={200: {"description": "The count.", "content": OBJECT}, **ERRORS, **NO_KEY},
+    )
+    async def input_tokens(body: InputTokensRequest) -> Response:
+        """Count the tokens of a conversation of items, which may be longer than the context."""
+        service.check_model(body.model)
+        history = earlier(store, body.previous_response_id)
+        chat = body.resolved(store.finder()).as_chat(history)
+        try:
+            tokens = await service.prompts.count_chat(chat)
+        except ApiError as error:
+            raise renamed(error) from error
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
     @app.get("/v1/responses/{id}", response_class=Response, responses=STORED)
     async def stored(id: str, stream: bool = False) -> Response:
