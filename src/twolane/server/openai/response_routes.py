@@ -80,6 +80,12 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
             raise renamed(error) from error
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
+    _add_stored(app, store)
+
+
+def _add_stored(app: FastAPI, store: ResponseStore) -> None:
+    """Add the paths of the responses in memory."""
+
     @app.get("/v1/responses/{id}", response_class=Response, responses=STORED)
     async def stored(id: str, stream: bool = False) -> Response:
         """Return a response that is still in memory."""
