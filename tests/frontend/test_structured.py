@@ -127,6 +127,17 @@ NUMBERS = {"type": "object", "additionalProperties": INTEGER}
         ({"type": "array", "items": INTEGER, "uniqueItems": False, "minContains": 1}, "[1]", "1"),
         ({"type": "array", "items": INTEGER, "unevaluatedItems": {}}, "[1]", '["a"]'),
         ({"dependentRequired": {}, "not": False, "dependencies": {}, **INTEGER}, "1", '"a"'),
+        (
+            {"properties": {"a": INTEGER}, "unevaluatedProperties": False, "type": "object"},
+            *('{"a":1}', '{"b":1}'),
+        ),
+        (
+            {**NUMBERS, "unevaluatedProperties": False, "patternProperties": {"^a": {"not": {}}}},
+            *('{"b":1}', '{"a":1}'),
+        ),
+        ({"type": "object", "unevaluatedProperties": {"not": {}, "title": "x"}}, "{}", '{"b":1}'),
+        ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, "[1]", "[1,2]"),
+        ({"type": "array", "unevaluatedItems": INTEGER, "maxItems": 1}, "[1]", '["a"]'),
         ({"type": "string", "maxLength": 2.0, "enum": None, "format": None}, '"ab"', '"abc"'),
         ({"type": "object", "properties": None, "required": None, "items": None}, "{}", "1"),
         ({"const": None}, "null", "1"),
@@ -162,6 +173,40 @@ def test_what_generators_of_schemas_write_is_understood(takes, schema, yes, no):
     grammar = json_schema_grammar(schema)
     assert takes(grammar, yes)
     assert not takes(grammar, no)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"not": {}},
+        {"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False},
+        {"type": "array", "items": [INTEGER], "unevaluatedItems": False},
+        {"type": "string", "pattern": "^(?=a)b|c"},
+        {"type": "string", "pattern": "^(?=a)?b"},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "string", "pattern": "^(?=" + "[" * 2000},
+        {"type": "string", "pattern": "^(?!a)b"},
+    ],
+)
+def test_what_would_need_more_than_a_grammar_is_refused(schema):
+    with pytest.raises(FieldError):
+        made_grammar(lambda: json_schema_grammar(schema), "schema")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "yes", "no"),
+    [
+        (r"^(?=.*[A-Z])(?=.*\d)(?=.*[()|\]\\]).{4,}$", ("Ab1)", "1|aB"), ("ab1)", "Ab))", "A1)")),
+        (r"^(?=a|.\))(?=(?:.(\)|x)){2})", ("axbx", "b)cx"), ("cxbx", "axb", "ax")),
+        (r"^(?=.{3}$)(a|bb)+$", ("abb", "aaa"), ("bb", "abba")),
+    ],
+)
+def test_look_ahead_at_the_begin_of_a_pattern_is_understood(takes, pattern, yes, no):
+    """As Python's own expressions, on which the examples are tried."""
+    grammar = json_schema_grammar({"type": "string", "pattern": pattern, "minLength": 1})
+    for text in (*yes, *no):
+        assert bool(re.search(pattern, text)) == (text in yes)
+        assert takes(grammar, json.dumps(text)) == (text in yes), text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ llguidance matches regular languages, and look-around is beyond its syntax. Zod 
 schemas of all its users (https://github.com/colinhacks/zod, `core/regexes.ts`).
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -23,3 +24,40 @@ EQUAL: Mapping[str, str] = MappingProxyType(
     }
 )
 """Equivalents by expression."""
+LONGEST_SPLIT = 1024
+"""Characters of an expression up to which it is searched for look-ahead: that takes quadratic time
+in the worst case."""
+AHEAD = "(?="
+STRUCTURE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
+"""Escapes and classes, which are skipped, and the marks of groups and alternatives."""
+
+
+def without_look_ahead(expression: str) -> list[str]:
+    """Return expressions that match together what one with positive look-ahead at its begin
+    matches, as in those of passwords; another expression is returned alone."""
+    parts: list[str] = []
+    rest = expression[1:] if len(expression) <= LONGEST_SPLIT and expression[:1] == "^" else ""
+    while rest.startswith(AHEAD):
+        depth, end = 0, 0
+        for mark in STRUCTURE.finditer(rest):
+            depth += (mark[0] == "(") - (mark[0] == ")")
+            if depth == 0 and mark[0] == ")":
+                end = mark.end()
+                break
+        if end == 0:
+            return [expression]
+        parts.append(f"^(?:{rest[len(AHEAD) : end - 1]})")
+        rest = rest[end:]
+    if not parts or rest[:1] in ("*", "+", "?", "{") or _has_alternatives(rest):
+        return [expression]
+    return ["^" + rest, *parts]
+
+
+def _has_alternatives(expression: str) -> bool:
+    """Return whether an expression has alternatives outside of groups."""
+    depth = 0
+    for mark in STRUCTURE.finditer(expression):
+        depth += (mark[0] == "(") - (mark[0] == ")")
+        if mark[0] == "|" and depth == 0:
+            return True
+    return False

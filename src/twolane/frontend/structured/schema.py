@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twolane.frontend.structured.patterns import EQUAL
+from twolane.frontend.structured.patterns import EQUAL, without_look_ahead
 
 Json = dict[str, Any]
 
@@ -32,6 +32,15 @@ NULLS = frozenset({"const", "default", "type"})
 """Keywords whose null is kept; elsewhere generators write null for a missing value."""
 EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
 """Keywords without effect if empty."""
+BESIDE = frozenset(
+    {
+        *("$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "contains", "dependentSchemas"),
+        *("else", "if", "not", "oneOf", "then"),
+    }
+)
+"""Keywords with schemas that evaluate the same properties or items."""
+UNEVALUATED = {"unevaluatedItems": "items", "unevaluatedProperties": "additionalProperties"}
+"""Keywords by which one stands for them where nothing else evaluates the same value."""
 OF_CONTAINS = frozenset({"maxContains", "minContains"})
 """Keywords without effect without `contains`."""
 ANNOTATIONS = frozenset(
@@ -82,8 +91,11 @@ def plain_schema(schema: object) -> Json:
         return {}
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {schema!r}"[:100])
-    plain: Json = _plain(schema, schema)
-    return plain
+    plain = _plain(schema, schema)
+    if plain is False:
+        raise ValueError("the schema allows no value")
+    made: Json = plain
+    return made
 
 
 def with_objects_only(schema: Mapping[str, Any]) -> Json:
@@ -122,16 +134,36 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
         return schema
     plain = {name: _value(name, value, root) for name, value in schema.items()}
     plain = {name: value for name, value in plain.items() if not _says_nothing(name, value)}
+    if plain.keys() - ANNOTATIONS == {"not"} and _allows_all(plain["not"]):
+        return False  # Zod's z.never()
+    if not plain.keys() & BESIDE:
+        plain = _evaluated_here(plain)
     if "contains" not in plain:
         plain = {name: value for name, value in plain.items() if name not in OF_CONTAINS}
     if isinstance(form := plain.get("format"), str) and form in MOMENTS:
         plain = _also_matching(plain, MOMENTS[form])
+    if isinstance(pattern := plain.get("pattern"), str):
+        first, *more = without_look_ahead(pattern)
+        plain["pattern"] = first
+        for each in more:
+            plain = _also_matching(plain, each)
     names = plain.pop("propertyNames", None)
     return plain if names is None else _with_names(plain, names, root)
 
 
+def _evaluated_here(schema: Json) -> Json:
+    """Return a schema whose properties and items no other schema evaluates, with the older words
+    for the rest of them."""
+    plain = dict(schema)
+    for new, old in UNEVALUATED.items():
+        if new in plain and not isinstance(plain.get(old), list):
+            plain.setdefault(old, plain[new])
+            del plain[new]
+    return plain
+
+
 def _also_matching(schema: Json, pattern: str) -> Json:
-    """Return the schema with a pattern in place of its format."""
+    """Return the schema with one more pattern, which stands for its format if it has one."""
     others = {name: value for name, value in schema.items() if name != "format"}
     if "pattern" not in others:
         return {**others, "pattern": pattern}
