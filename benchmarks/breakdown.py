@@ -47,14 +47,14 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "norms": ((fused, "rms_norm"),),
     "head": ((GpuDecoder, "head"),),
 }
-"""What is left out of a step, by the name of the part."""
+"""Functions replaced to leave a part out of a step, by part."""
 ANCHOR = "_qkv_rope_write"
-"""A kernel that each layer has once."""
+"""Kernel that runs once in each layer."""
 
 
 @contextlib.contextmanager
 def without(part: str) -> Iterator[None]:
-    """Leave a part of the step out of what is queued."""
+    """Leave a part out of the steps queued within the block."""
     with contextlib.ExitStack() as stack:
         for owner, name in PARTS.get(part, ()):
             stack.enter_context(mock.patch.object(owner, name, nothing))
@@ -62,13 +62,13 @@ def without(part: str) -> Iterator[None]:
 
 
 def nothing(*arguments: Any, **_: Any) -> Any:
-    """Return where a norm would have been written, and no experts."""
+    """Return a norm's output buffer unwritten, and no experts."""
     return None if isinstance(arguments[0], Experts) else arguments[-1]
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute, and have the CUDA C++ read again."""
+    """Replace an attribute within the block, and have the CUDA C++ read again."""
     with mock.patch.object(owner, name, value):
         skinny_gemm.source.cache_clear()
         yield
@@ -76,14 +76,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def edited(old: str, new: str) -> Any:
-    """The CUDA C++ of the experts' products with a change."""
+    """Return the CUDA C++ of the experts' products with a change."""
     text = skinny_gemm.text()
     assert old in text, old
     return replaced(skinny_gemm, "text", lambda: text.replace(old, new))
 
 
 def ways() -> dict[str, Any]:
-    """What a step could do in another way."""
+    """Return the alternatives of a step by name."""
     groups = skinny_gemm.Groups
     return {
         "routing apart": replaced(experts, "routes_few", lambda *_: False),
@@ -109,19 +109,19 @@ class Steps:
             self.runner.steps.inputs.send(self.rows, self.bucket, padding, 0)
 
     def graph(self, queue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What `queue` launches, as a graph."""
+        """Return a graph of the launches of `queue`."""
         with torch.cuda.stream(self.stream):
             queue()
         return captured(self.stream, torch.cuda.graph_pool_handle(), queue)
 
     def forward(self, part: str = "") -> torch.cuda.CUDAGraph:
-        """The forward pass without a part."""
+        """Return the forward pass without a part."""
         steps = self.runner.steps
         with without(part):
             return self.graph(lambda: steps._forward(self.bucket, self.units, False))
 
     def seconds(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Median of a replay."""
+        """Return the median of a replay."""
         times = []
         with torch.cuda.stream(self.stream):
             for _ in range(REPLAYS + 2):
@@ -135,14 +135,14 @@ class Steps:
 
 
 def parts(steps: Steps) -> dict[str, float]:
-    """Milliseconds of a step, and what it saves to leave a part out."""
+    """Return the milliseconds of a step, and those saved by leaving each part out."""
     whole = steps.seconds(steps.forward())
     saved = {name: whole - steps.seconds(steps.forward(name)) for name in PARTS}
     return {"step": whole * 1e3} | {name: value * 1e3 for name, value in saved.items()}
 
 
 def otherwise(steps: Steps) -> dict[str, float]:
-    """Milliseconds of a step that does something in another way."""
+    """Return the milliseconds of a step with each alternative."""
     took = {"step": steps.seconds(steps.forward()) * 1e3}
     for name, way in ways().items():
         with way:
@@ -151,7 +151,7 @@ def otherwise(steps: Steps) -> dict[str, float]:
 
 
 def trace(steps: Steps) -> list[dict]:
-    """The kernels of a replayed step, in the order of their start."""
+    """Return the kernels of a replayed step, in the order of their start."""
     from torch.profiler import ProfilerActivity, profile
 
     graph = steps.forward()
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def by_parts(rig: Rig, rows: int) -> dict[str, Any]:
-    """What is known of a step of so many rows; more of few."""
+    """Return the figures of a step with this many rows; more for few rows."""
     found: dict[str, Any] = {}
     with gc_disabled():  # to free events while a graph is captured ends it
         steps = Steps(rig, rows)
@@ -269,7 +269,7 @@ def by_parts(rig: Rig, rows: int) -> dict[str, Any]:
 
 
 def show(found: Mapping[str, float] | list[dict]) -> None:
-    """Print times, or the kernels of a layer one a line."""
+    """Print times, or the kernels of a layer line by line."""
     if isinstance(found, Mapping):
         print({name: round(value, 3) for name, value in found.items()}, flush=True)
         return

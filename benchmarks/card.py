@@ -31,16 +31,16 @@ class Task(msgspec.Struct, frozen=True):
 
     panel: goodput.Panel
     system: str
-    """With its settings, several values of which are tried in turn."""
+    """System with its settings, several values of which are tried in turn."""
     uneven: Unevenness
     prompts: int | None
-    """Requests in a run; None: the panel's own number."""
+    """Number of requests in a run; None: the panel's own."""
     seeds: int
     work: Path
     out: Path
 
     def search(self) -> Search:
-        """What is searched."""
+        """Return the search of a task."""
         panel = self.panel
         slos = {"ttft": panel.ttft_ms / 1e3, "tbt": panel.tbt_ms / 1e3}
         if panel.per_1k_ms:
@@ -68,7 +68,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def searched(task: Task) -> str:
-    """Search, write the file of it; a line of what was found."""
+    """Search and write the results' file; return a line of results."""
     logging.disable(logging.WARNING)
     search, name = task.search(), searching.file_name(task.system)
     folder = task.work / task.panel.name / name
@@ -82,7 +82,7 @@ def searched(task: Task) -> str:
 
 
 def options() -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     add, usual = parser.add_argument, Unevenness()
     add("--panels", nargs="+", default=["qwen3-8b-azure-conv-9ms"], help="names, or patterns")

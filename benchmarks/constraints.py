@@ -35,7 +35,7 @@ from twolane.sampling import SamplingParams
 
 
 def listed(name: dict[str, object]) -> dict[str, object]:
-    """A schema of lists whose objects have such a name: no answer to it ends by itself."""
+    """Return a schema of lists of objects with such a name, to which no answer ends by itself."""
     properties = {
         "name": name,
         "kind": {"enum": ["one", "two", "three"]},
@@ -54,8 +54,8 @@ SCHEMAS = {
     "plain": listed({"type": "string"}),
     "bounded": listed({"type": "string", "maxLength": 40}),
 }
-"""A bound on the length of text is what masks take longest for: where little room is left, each
-token of the vocabulary is looked at."""
+"""Schemas by name. Masks take longest for a bound on the length of text: where little room is left,
+each token of the vocabulary is checked."""
 
 
 def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str | None) -> Submit:
@@ -71,7 +71,7 @@ def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str 
 
 
 async def gaps(client: EngineClient, submits: Sequence[Submit]) -> list[list[float]]:
-    """Seconds between the tokens of each request, from when all of them decode."""
+    """Return seconds between the tokens of each request, from when all of them decode."""
     times: list[list[float]] = [[] for _ in submits]
     ended = [asyncio.Event() for _ in submits]
 
@@ -97,7 +97,7 @@ async def gaps(client: EngineClient, submits: Sequence[Submit]) -> list[list[flo
 
 
 def figures(found: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Median and P99 of all gaps, in milliseconds."""
+    """Return median and P99 of all gaps, in milliseconds."""
     together = sorted(gap for each in found for gap in each)
     if not together:
         raise SystemExit("the requests never decoded all at once: give more --tokens")
@@ -145,7 +145,7 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
 
 
 def shown(runs: Mapping[int, Mapping[str, list[dict[str, float]]]]) -> dict[str, object]:
-    """The medians of all rounds, and their ratios to the batch without constrained rows."""
+    """Return the medians of all rounds, and their ratios to the batch without constrained rows."""
     found: dict[int, dict[str, dict[str, float]]] = {}
     for tied, run in runs.items():
         for name, rounds in run.items():
@@ -157,8 +157,8 @@ def shown(runs: Mapping[int, Mapping[str, list[dict[str, float]]]]) -> dict[str,
 
 
 def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
-    """Milliseconds until the masks of a step are there, by rows and threads: median and P99 of 100
-    steps."""
+    """Return milliseconds until the masks of a step are there, by rows and threads: median and P99
+    of 100 steps."""
     grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
     for threads, rows in itertools.product(given.threads, (1, 16, 64)):
         computing = Masks(lambda: None, threads)
@@ -177,14 +177,14 @@ def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
 
 
 def chosen(mask: bytes, start: int) -> int:
-    """A token that the mask allows: the first behind a place, so that rows differ."""
+    """Return an allowed token: the first after a position, so that rows differ."""
     allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
     return int(allowed[np.searchsorted(allowed, start % (8 * len(mask))) % len(allowed)])
 
 
 def upload_costs(given: argparse.Namespace) -> dict[str, object]:
-    """Milliseconds from when a step's masks are known to when the device has taken what they forbid
-    out of the logits: median and P99 of 50 steps."""
+    """Return the milliseconds from a step's masks being known to the device having applied them to
+    the logits: median and P99 of 50 steps."""
     device, vocab, costs = torch.device("cuda"), given.vocab_size, {}
     mask = bytes([0b10110101]) * -(-vocab // 8)
     for rows in (1, 16, 64):
@@ -244,7 +244,7 @@ def main() -> None:
 def parts_of(
     given: argparse.Namespace, tokenizer: str
 ) -> Sequence[Callable[[], dict[str, object]]]:
-    """What measures the parts of a step by themselves."""
+    """Return the measurements of a step's parts."""
     masks = partial(mask_costs, given, tokenizer)
     return (masks, partial(upload_costs, given)) if torch.cuda.is_available() else (masks,)
 

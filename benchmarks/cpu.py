@@ -38,7 +38,7 @@ ANSWER = 8
 """Output tokens of each prompt that comes meanwhile."""
 LANE_SYSTEMS = ("prefill-first", "static-split", "auto")
 DISAGGREGATED = "1P1D"
-"""Name of the way in which prefill and decode have halves of the cores, with a process each."""
+"""Name of the setup in which prefill and decode have a process with half of the cores each."""
 PAGE = 16
 """Tokens of a page of the KV cache on a CPU: the prefix cache holds whole pages."""
 TOKENS = 1000, 40_000
@@ -48,7 +48,7 @@ Measured = dict[str, float]
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What is asked of the engine."""
+    """The load and its settings."""
 
     model: str
     seconds: float
@@ -58,15 +58,15 @@ class Load(msgspec.Struct, frozen=True):
     rounds: on a shared machine one hiccup of the host in two minutes says nothing about lanes. The
     worst is shown, too."""
     prompt: int
-    """Tokens of each prompt that comes while others decode."""
+    """Tokens of each prompt that arrives while others decode."""
     every: float
     """Seconds between two such prompts."""
     output: int
     """Output tokens of each stream in the second question."""
     idle: float
-    """Seconds in which an idle engine is watched."""
+    """Seconds for which an idle engine is measured."""
     systems: tuple[str, ...] = LANE_SYSTEMS
-    """What the first question compares: systems, or `DISAGGREGATED`."""
+    """Systems that the first question compares, or `DISAGGREGATED`."""
 
     def tokens(self, rng: random.Random, n: int) -> list[int]:
         """Return a random prompt of n tokens."""
@@ -78,7 +78,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Stream:
-    """A request and when its tokens came."""
+    """A request and the arrival times of its tokens."""
 
     def __init__(self, client: EngineClient, prompt: list[int], output: int) -> None:
         self.prompt = prompt
@@ -112,7 +112,7 @@ async def start(model: str, system: str) -> EngineClient:
 
 
 async def load(asked: Load, system: str, seed: int) -> tuple[list[float], float]:
-    """Gaps of the decoding requests in seconds, and tokens per second."""
+    """Return gaps of the decoding requests in seconds, and tokens per second."""
     client = await start(asked.model, system)
     rng = random.Random(seed)
     most = int(asked.seconds * 100)
@@ -135,7 +135,7 @@ async def load(asked: Load, system: str, seed: int) -> tuple[list[float], float]
 
 
 async def lanes(asked: Load) -> tuple[Measured, list[Figure]]:
-    """The first question."""
+    """Answer the first question: gaps beside prefill, by system."""
     gaps: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
     longest: dict[str, list[float]] = {}
@@ -159,7 +159,7 @@ async def lanes(asked: Load) -> tuple[Measured, list[Figure]]:
 
 
 def compared(measured: Measured) -> list[Figure]:
-    """`static-split` beside the others."""
+    """Return the comparison of `static-split` with the others."""
 
     def ratio(what: str, system: str = "prefill-first") -> float:
         return measured[f"{system}, {what}"] / measured[f"static-split, {what}"]
@@ -209,7 +209,7 @@ def generate_speed(asked: Load, seed: int) -> float:
 
 
 async def base(asked: Load) -> tuple[Measured, list[Figure]]:
-    """The second question and the third."""
+    """Answer the second and third question: throughput, prefix cache, idle CPU."""
     client = await start(asked.model, "static-split")
     await streams(client, asked, 1, 99)
     one = statistics.median([await streams(client, asked, 1, seed) for seed in range(3)])

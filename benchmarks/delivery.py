@@ -1,4 +1,4 @@
-"""What a token's way from the engine to the client costs: `python benchmarks/delivery.py`.
+"""Cost of delivering a token from the engine to the client: `python benchmarks/delivery.py`.
 
 No model: a stand-in for the engine process makes every stream a token at the same moment, each
 `--step-ms`, and finds it when an engine that launches meanwhile does. The server in front of it is
@@ -40,15 +40,15 @@ from twolane.server.options import ServerOptions
 from twolane.server.run import serve
 
 MODEL = "qwen3-8b"
-"""The shape whose name and context the stand-in serves."""
+"""Shape whose name and context the stand-in serves."""
 TTFT = 0.15
 """Seconds until a request's first token, with the next tokens of all."""
 FOUND_SECONDS = 0.00035, 0.0002
-"""Least and mean further seconds (exponential) after which the end of a step is found: 0.5 ms
+"""Least and mean additional seconds (exponential) until the end of a step is found: 0.5 ms
 (median), 1.3 (P99), as beside prefill on an H200."""
 ENGINE, SERVER = "--engine", "--server"
 LOAD = ("--dataset", "azure-conv", "--max-input-len", "12000", "--num-warmups", "8")
-"""What is asked, as options of `twolane bench serve`."""
+"""Load as options of `twolane bench serve`."""
 READY = Ready(
     system="stand-in",
     device="nothing",
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measure(rate: float, prompts: int, step_ms: float, playout_ms: float) -> dict[str, object]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     with tempfile.TemporaryDirectory() as folder, served(step_ms, playout_ms) as server:
         result = Path(folder) / "result.json"
         before = cpu_seconds(server.process.pid)
@@ -112,7 +112,7 @@ class Served(msgspec.Struct):
 
 @contextlib.contextmanager
 def served(step_ms: float, playout_ms: float) -> Iterator[Served]:
-    """Run the server while the block lasts."""
+    """Run the server within the block."""
     command = [sys.executable, __file__, SERVER, f"{step_ms:g}", f"{playout_ms:g}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -134,7 +134,8 @@ def load(url: str, rate: float, prompts: int, result: Path) -> None:
 
 
 class Engine:
-    """A token for everybody, each `step_ms`, due `playout_ms` later, or when it is there."""
+    """A stand-in engine: a token for every request each `step_ms`, due `playout_ms` later or at
+    once."""
 
     def __init__(self, start: EngineStart, step_ms: float, playout_ms: float) -> None:
         context = zmq.Context.instance()
@@ -148,7 +149,7 @@ class Engine:
         self._random = random.Random(0)
         self._waiting: dict[str, tuple[float, int]] = {}
         self._left: dict[str, int] = {}
-        """Tokens to come, by request."""
+        """Remaining tokens by request."""
 
     def run(self) -> None:
         """Run until the API process is gone."""

@@ -1,4 +1,4 @@
-"""What the GPU lanes do: `python benchmarks/engine.py [--out results/engine-h200.json]`.
+"""Figures of the GPU lanes: `python benchmarks/engine.py [--out results/engine-h200.json]`.
 
 On one GPU that does nothing else, with dummy weights (random, never zeros) in the true shapes and
 a KV pool of random numbers. Times are the lanes' own: from the event before a launch to the event
@@ -67,7 +67,7 @@ class Rig:
     router_skew: float = 0.0
     adapter_slots: int = 0
     adapters: int = 0
-    """Number of adapters that slots have in turn."""
+    """Number of adapters, assigned to slots in rotation."""
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -101,7 +101,7 @@ class Rig:
         return self.machine.spec
 
     def close(self) -> None:
-        """May be called again."""
+        """Free the rig; may be called again."""
         if not hasattr(self, "lanes"):
             return
         self.lanes.close()
@@ -110,7 +110,8 @@ class Rig:
         torch.cuda.empty_cache()
 
     def take(self, slot: int, tokens: int, prompt: int) -> None:
-        """Pages for so many tokens, scattered over the pool; told with the slot's next launch."""
+        """Allocate pages for this many tokens, scattered over the pool; sent with the slot's next
+        launch."""
         pages = self.held[slot] = [self.free.pop() for _ in range(-(-tokens // PAGE))]
         sampling = Sampling(GREEDY, 0, prompt, ())
         adapter = slot % self.adapters if self.adapters else -1
@@ -120,7 +121,7 @@ class Rig:
         return self.lanes.launch(lane, units, self.untold.attach(work), ())
 
     def decode_rows(self, count: int, context: int, steps: int = 1) -> tuple[DecodeRow, ...]:
-        """Requests of so much context, with room for many more tokens."""
+        """Return requests with this much context and room for many more tokens."""
         for slot in range(count):
             self.take(slot, context + 512, context)
         if self.spec.moe is not None:
@@ -140,7 +141,7 @@ class Rig:
         return PromptRow(slot, reused, new, samples=True)
 
     def chunk(self, row: PromptRow) -> PromptChunk:
-        """Random tokens, other ones for each slot."""
+        """Return a chunk of random tokens, different for each slot."""
         tokens = np.random.default_rng(row.slot).integers(3, self.spec.vocab_size, row.count)
         return PromptChunk(tokens.tobytes())
 
@@ -164,7 +165,8 @@ def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
 
 
 def repeat(times: int, run: Callable[[], Ticket]) -> float:
-    """Median seconds of a launch, each queued behind another; the first two are not counted."""
+    """Return the median seconds of a launch, each queued behind another; the first two are not
+    counted."""
     tickets = [run()]
     for _ in range(times + 2):
         tickets.append(run())
@@ -174,7 +176,7 @@ def repeat(times: int, run: Callable[[], Ticket]) -> float:
 
 
 def decode_seconds(rig: Rig, rows: Sequence[DecodeRow], units: int, k: int = 4) -> float:
-    """One step, of k in a launch."""
+    """Return the seconds of one of k steps in a launch."""
     work = DecodeWork(tuple(replaced(row, k) for row in rows), k)
     return repeat(5, lambda: rig.launch("decode", units, work)) / k
 
@@ -184,7 +186,7 @@ def replaced(row: DecodeRow, steps: int) -> DecodeRow:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a large copy on the whole device."""
+    """Return bytes a second, read and written, of a large copy on the whole device."""
     x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     seconds = timed(lambda: y.copy_(x), 12)
@@ -192,7 +194,7 @@ def copy_bandwidth() -> float:
 
 
 def timed(run: Callable[[], object], times: int = 7) -> float:
-    """Median seconds on the current stream."""
+    """Return the median seconds on the current stream."""
     samples = []
     for _ in range(times + 2):
         a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -205,7 +207,8 @@ def timed(run: Callable[[], object], times: int = 7) -> float:
 
 
 def gemms(rig: Rig, tokens: int) -> tuple[Callable[[], object], float]:
-    """The bare matrix products of a pass of so many tokens, and their FLOPs; no head."""
+    """Return the matrix products of a pass with this many tokens, without the head, and their
+    FLOPs."""
     spec, weights = rig.spec, rig.machine.decoder.weights
 
     def wide(width: int) -> torch.Tensor:
@@ -287,7 +290,7 @@ def hybrid(rig: Rig, details: dict) -> list[Figure]:
 
 
 def decode_attention_of(rig: Rig, rows: Sequence[DecodeRow], units: int) -> Callable[[], None]:
-    """All layers' decode attention of these rows, on the current stream."""
+    """Return all layers' decode attention of these rows, on the current stream."""
     spec, runner = rig.spec, rig.lanes.runner
     slots = torch.arange(len(rows), dtype=torch.int32, device="cuda")
     lengths = torch.full_like(slots, rows[0].position + 1)
@@ -303,7 +306,7 @@ def decode_attention_of(rig: Rig, rows: Sequence[DecodeRow], units: int) -> Call
 
 
 def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict[str, float]:
-    """Seconds of all layers' decode attention and prefill attention, each alone."""
+    """Return seconds of all layers' decode attention and prefill attention, each alone."""
     spec, runner, whole = rig.spec, rig.lanes.runner, rig.machine.partitions.units
     shape = (spec.heads, spec.head_dim)
     new = row.count
@@ -325,7 +328,7 @@ def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict
 
 @dataclass
 class Both:
-    """Both lanes kept busy: what came of it."""
+    """Result of keeping both lanes busy."""
 
     tokens_s: float
     gaps: list[float]
@@ -371,7 +374,7 @@ def both_lanes(
 
 
 def idle_share(tickets: Sequence[Ticket]) -> float:
-    """Share of the time between the first start and the last end that nothing ran."""
+    """Return the share of the time between the first start and the last end that nothing ran."""
     busy = sum(t.seconds for t in tickets)
     return max(0.0, 1 - busy / (tickets[-1].end - tickets[0].start))
 
@@ -421,7 +424,7 @@ def switches(rig: Rig, details: dict) -> list[Figure]:
 
 
 def host(rig: Rig, details: dict) -> list[Figure]:
-    """Time of the host to launch a decode step."""
+    """Return the time of the host to launch a decode step."""
     figures = []
     for count, bar in ((64, 0.4), (256, 1.2)):
         rows = rig.decode_rows(count, 256)
@@ -469,12 +472,12 @@ def big(rig: Rig, details: dict) -> list[Figure]:
 
 @dataclass(frozen=True)
 class _Pace:
-    """What the parts of a forward pass take on one rig."""
+    """Times of the parts of a forward pass on one rig."""
 
     steps: dict[int, float]
     """Seconds of a decode step of 64 at 2,048 tokens, by SMs."""
     reads: dict[int, float]
-    """Bytes that decode attention reads in a second, by SMs."""
+    """Bytes per second that decode attention reads, by SMs."""
     prefill: float
     """Seconds of a prompt of 8,192 tokens."""
     reused: float
@@ -499,7 +502,7 @@ def _pace(rig: Rig) -> _Pace:
 
 
 def narrow(plain: Rig, details: dict) -> list[Figure]:
-    """Weights and KV cache in FP8 beside bfloat16, on one card."""
+    """Compare FP8 weights and KV cache with bfloat16 on one GPU."""
     wide = _pace(plain)
     plain.close()
     rig = Rig(plain.name, (24, 32), pages=6400, quantization="fp8", kv_cache_dtype="fp8")
@@ -516,7 +519,7 @@ def narrow(plain: Rig, details: dict) -> list[Figure]:
 
 
 def four_bits(plain: Rig, details: dict) -> list[Figure]:
-    """Weights in four bits beside the other rig's, on one card, both with KV in bfloat16."""
+    """Compare 4-bit weights with the other rig's on one GPU, both with KV in bfloat16."""
     wide, form = _pace(plain), plain.quantization or "bfloat16"
     plain.close()
     rig = Rig(plain.name, plain.decode_units, pages=plain.pages, quantization="int4")
@@ -532,7 +535,7 @@ def four_bits(plain: Rig, details: dict) -> list[Figure]:
 
 
 def _rig(part: str, model: str) -> Rig:
-    """What a part begins with."""
+    """Return the rig of a part."""
     if part == "fp8":
         return Rig(model, (24, 32), pages=6400)
     if part != "int4":

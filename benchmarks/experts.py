@@ -48,7 +48,7 @@ COUNTED = 40
 
 @dataclass(frozen=True)
 class Asked:
-    """Decode rows, alone or in a pass with tokens of one prompt, on some SMs."""
+    """A pass of decode rows, alone or with tokens of one prompt, on some SMs."""
 
     rows: int
     new: int
@@ -59,12 +59,12 @@ class Asked:
 
     @classmethod
     def parse(cls, text: str) -> "Asked":
-        """Return what `str` has made a text of."""
+        """Parse the text that `str` returns."""
         return cls(*(int(part) for part in text.replace(" on ", "+").split("+")))
 
     @property
     def launch(self) -> LaunchShape:
-        """The launch, as estimators are asked about it."""
+        """The launch of an estimator's query."""
         contexts = [CONTEXT - 1] * self.rows
         if not self.new:
             return decode_step(Load.decode(contexts))
@@ -72,7 +72,8 @@ class Asked:
 
 
 def step_bytes(rig: Rig, rows: int) -> float:
-    """Bytes that a decode step must read: weights of attention and active experts, head, KV."""
+    """Return bytes that a decode step must read: weights of attention and active experts, head,
+    KV."""
     moe, weights = rig.spec.moe, rig.machine.decoder.weights
     active = moe.active(rows) / moe.experts
     moved = weights.head.nbytes + rows * CONTEXT * rig.machine.page_token_bytes
@@ -83,14 +84,14 @@ def step_bytes(rig: Rig, rows: int) -> float:
 
 
 def fitting(rig: Rig, rows: Sequence[int]) -> list[int]:
-    """Those numbers of rows whose contexts fit the rig's pages, with a prompt beside them."""
+    """Return the numbers of rows whose contexts and a prompt fit the rig's pages."""
     free = rig.pages - PROMPTS[-1] // PAGE
     most = min(rig.slots - 1, free // -(-(CONTEXT + 512) // PAGE))
     return [count for count in rows if count <= most]
 
 
 def reading_rate() -> float:
-    """Bytes per second of a kernel that reads."""
+    """Return bytes per second of a kernel that reads."""
     data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
     view = data.view(torch.float32)
     total = torch.empty((), device="cuda")
@@ -121,7 +122,7 @@ def decode(rig: Rig, details: dict, rate: float) -> list[Figure]:
 
 
 def prefill(rig: Rig, details: dict) -> list[Figure]:
-    """Prompts of 8,192 tokens."""
+    """Measure prompts of 8,192 tokens."""
     row, units = rig.prompt(8192), rig.machine.partitions.units
     took = {
         share: repeat(3, lambda share=share: rig.launch("prefill", share, rig.prefill(row)))
@@ -147,7 +148,7 @@ def law(rig: Rig, details: dict) -> list[Figure]:
 
 
 def cliff(rig: Rig, details: dict) -> dict[Asked, float]:
-    """Seconds of passes of decode rows, alone and with the tokens of a prompt."""
+    """Return seconds of passes of decode rows, alone and with the tokens of a prompt."""
     units, narrow = rig.machine.partitions.units, min(rig.machine.partitions.decode_units)
     took: dict[Asked, float] = {}
     for rows in fitting(rig, CLIFF_ROWS):
@@ -206,7 +207,7 @@ def profile(rig: Rig, seconds: float, path: Path) -> Profile:
 
 
 def predictions(estimator: Calibrated, took: Mapping[Asked, float], details: dict) -> list[Figure]:
-    """What the calibrated estimator says of the passes that were measured."""
+    """Return the calibrated estimator's errors on the measured passes."""
     errors = {}
     print("rows + prompt tokens on SMs: measured, predicted, ms", flush=True)
     for asked, seconds in took.items():
@@ -225,8 +226,8 @@ def predictions(estimator: Calibrated, took: Mapping[Asked, float], details: dic
 
 
 def again(measured: Path, taken: Profile, out: Path | None) -> list[Figure]:
-    """Predict the passes of a file of results by another profile, which has seen the numbers of
-    experts that steps have read there, as one in use sees them."""
+    """Predict the passes of a results' file by another profile that has observed the counts of
+    experts in its steps, like one in use."""
     there = json.loads(measured.read_text())["details"]
     took = {Asked.parse(name): ms / 1e3 for name, ms in there["passes_ms"].items()}
     estimator, details = Calibrated(taken), {"measured": measured.name}
@@ -242,7 +243,7 @@ def again(measured: Path, taken: Profile, out: Path | None) -> list[Figure]:
 
 @dataclass
 class Report:
-    """What a file of results has: figures beside bars, and details."""
+    """Content of a results' file: figures with bounds, and details."""
 
     about: str
     out: Path | None
@@ -250,7 +251,7 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
 
     def keep(self, *more: Figure) -> None:
-        """Show these figures too, and write the file, if there is one, with all so far."""
+        """Print these figures, and write all figures so far to the file, if there is one."""
         self.figures.extend(more)
         show(more)
         if self.out:
@@ -268,7 +269,7 @@ def passes(rig: Rig, report: Report) -> dict[Asked, float]:
 
 
 def started(args: argparse.Namespace) -> Rig:
-    """Return the rig that is asked for."""
+    """Return the rig of the options."""
     if args.ranks > 1:
         return RankedRig(args.model, args.ranks, "nccl", quantization=args.quantization)
     form = {"quantization": args.quantization, "router_skew": args.router_skew}

@@ -44,32 +44,33 @@ FITTED = (
     *("whole_layer_seconds", "split_seconds", "sampling_seconds"),
 )
 OUTLIER = 0.4
-"""Of log(model / measured): what is farther off counts no more."""
+"""Bound on |log(model / measured)|, beyond which errors count no more."""
 ANCHOR = 0.1
-"""What a parameter's change costs, by its logarithm: what no sample tells stays as it is."""
+"""Penalty on the logarithm of a parameter's change, so that undetermined parameters keep their
+value."""
 DIGITS = 3
 
 
 class Case(NamedTuple):
-    """What a profile measured, as the simulated lanes are asked for it."""
+    """A profile's measurement, as work for the simulated lanes."""
 
     model: str
     what: str
-    """Kind of the launch, and of what ran beside it."""
+    """Kinds of the launch and of its corunner."""
     running: Sequence[tuple[Work, int]]
-    """That launch first, each on so many units."""
+    """Concurrent work with its units, the measured launch first."""
     seconds: float
     held_out: bool
 
 
 def profiles(card: str) -> Mapping[str, Path]:
-    """By model, the profiles of that card that ship."""
+    """Return the shipped profiles of that GPU by model."""
     paths = {model: SHIPPED / f"{model}-{card}.json" for model in MODELS}
     return {model: path for model, path in paths.items() if path.exists()}
 
 
 def cases(profiles: Mapping[str, Path]) -> list[Case]:
-    """All samples of these models' profiles."""
+    """Return all samples of these models' profiles."""
     found = []
     for model, path in profiles.items():
         for sample in Profile.read(path).samples:
@@ -83,7 +84,7 @@ def cases(profiles: Mapping[str, Path]) -> list[Case]:
 
 
 def figures(card: str) -> list[Case]:
-    """What `engine.py` measured on one such card; none without its file."""
+    """Return the figures of `engine.py` on such a GPU; empty without its file."""
     path = RESULTS / f"engine-{card}.json"
     if not path.exists():
         return []
@@ -119,7 +120,7 @@ def _prompt(model: str) -> PrefillWork:
 
 
 def _work(sample: Sample | Neighbour, kind: str) -> Work:
-    """Beside another lane's, a slice of any length is as good."""
+    """Return the work of a launch; beside another lane's, a slice of any length will do."""
     rows = [(n, r) for n, r, count in sample.runs for _ in range(count)]
     steps = tuple(DecodeRow(0, r, 1) for n, r in rows if n == 1)
     prompts = tuple(PromptRow(0, r, n, samples=True) for n, r in rows if n > 1)
@@ -133,7 +134,7 @@ def _work(sample: Sample | Neighbour, kind: str) -> Work:
 
 
 def errors(gpu: Gpu, cases: Sequence[Case]) -> Floats:
-    """log(model / measured) of each, without noise."""
+    """Return log(model / measured) of each case, without noise."""
     quiet = msgspec.structs.replace(gpu, noise=0.0)
     devices = {model: DeviceModel(quiet, SHAPES[model]) for model in {case.model for case in cases}}
     found = []
@@ -145,7 +146,7 @@ def errors(gpu: Gpu, cases: Sequence[Case]) -> Floats:
 
 
 def fit(gpu: Gpu, cases: Sequence[Case]) -> Gpu:
-    """The parameters with the least squares, those of each model and kind weighing alike."""
+    """Return the least-squares parameters; models and kinds have equal weight."""
     kinds = [case.what if case.what == "figures" else (case.model, case.what) for case in cases]
     weights = 1.0 / np.sqrt([Counter(kinds)[kind] for kind in kinds])
 
@@ -166,7 +167,7 @@ def fit(gpu: Gpu, cases: Sequence[Case]) -> Gpu:
 
 
 def table(gpu: Gpu, cases: Sequence[Case]) -> Mapping[str, Mapping[str, Sequence[float]]]:
-    """By model and by what: number of samples, bias and mean error in percent."""
+    """Return a table by model and kind: number of samples, bias and mean error in percent."""
     found: dict[str, dict[str, list[float]]] = {}
     missed = errors(gpu, cases)
     for case, error in zip(cases, missed.tolist(), strict=True):

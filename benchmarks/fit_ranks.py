@@ -1,4 +1,4 @@
-"""What several ranks add to the simulated H200's passes: `python benchmarks/fit_ranks.py`.
+"""Fits what several ranks add to the simulated H200's passes: `python benchmarks/fit_ranks.py`.
 
 Fits how fast products are whose rows 128 does not divide, and how long kernels of a pass wait
 behind a sum, to hybrid passes of Qwen3-14B on two H200s, with all sums and with none
@@ -34,37 +34,37 @@ MODEL, RANKS, UNITS = "qwen3-14b", 2, 132
 ROWS, CONTEXT = 10, 2048
 """Decode rows of every pass, and tokens that each of them reads."""
 FITTED = (192, 320, 512)
-"""Tokens of the passes that are fitted to, if they reuse none."""
+"""Tokens of the fitted passes without reused tokens."""
 BEFORE = {"bulk_bytes": math.inf, "pass_behind_seconds": 2.0e-6, "half_tile_share": 0.0}
-"""What makes the formulas those of before."""
+"""Parameters that restore the earlier formulas."""
 NAMES = "half_tile_share", "pass_behind_seconds"
 
 
 class Pass(NamedTuple):
-    """A hybrid pass by its tokens, decode rows included, and the tokens that its prompt reuses."""
+    """A hybrid pass by its tokens, decode rows included, and its prompt's reused tokens."""
 
     tokens: int
     reused: int
 
     @property
     def work(self) -> HybridWork:
-        """The pass as simulated lanes are asked for it."""
+        """The pass as work for the simulated lanes."""
         rows = tuple(DecodeRow(i, CONTEXT, 1) for i in range(ROWS))
         prompt = PromptRow(0, self.reused, self.tokens - ROWS, samples=True)
         return HybridWork(rows, (prompt,))
 
     @property
     def fitted(self) -> bool:
-        """Whether parameters are fitted to it."""
+        """Whether it is among the fitted passes."""
         return self.tokens in FITTED and not self.reused
 
 
 Seconds = Mapping[Pass, tuple[float, float]]
-"""Of each pass with nothing summed, and with all sums."""
+"""Seconds of each pass without and with all-reduces."""
 
 
 def measured() -> Seconds:
-    """The passes that were measured."""
+    """Return the passes that were measured."""
     took = {
         name: msgspec.json.decode((RESULTS / file).read_bytes())["figures"]["hybrid_ms"]
         for name, file in FILES.items()
@@ -76,7 +76,7 @@ def measured() -> Seconds:
 
 
 def simulated(gpu: Gpu, passes: Seconds) -> Seconds:
-    """What the device model says of the same passes, without noise."""
+    """Return the device model's seconds of the same passes, without noise."""
     found: dict[Pass, tuple[float, float]] = {}
     for summed in (False, True):
         changed = {"noise": 0.0}
@@ -93,8 +93,8 @@ def simulated(gpu: Gpu, passes: Seconds) -> Seconds:
 
 
 def fit(gpu: Gpu, passes: Seconds) -> Gpu:
-    """The parameters of least squares: of what passes take with nothing summed, and of what sums
-    add to them."""
+    """Return the least-squares parameters: first of the passes without all-reduces, then of
+    these."""
     fitted = {each: seconds for each, seconds in passes.items() if each.fitted}
 
     def changed(logs: Floats) -> Gpu:
@@ -116,7 +116,8 @@ def fit(gpu: Gpu, passes: Seconds) -> Gpu:
 
 
 def table(gpu: Gpu, passes: Seconds) -> list[dict[str, object]]:
-    """Milliseconds of each pass, measured and by the model, and by how many percent it is off."""
+    """Return a table of each pass's milliseconds, measured and modelled, and the error in
+    percent."""
     sums, model = 2 * SHAPES[MODEL].layers, simulated(gpu, passes)
     rows: list[dict[str, object]] = []
     for each, seconds in passes.items():
@@ -134,7 +135,7 @@ def table(gpu: Gpu, passes: Seconds) -> list[dict[str, object]]:
 
 
 def means(rows: list[dict[str, object]]) -> dict[str, float]:
-    """Mean of the absolute errors in percent, of the passes that were fitted to and of others."""
+    """Return the mean absolute errors in percent of the fitted passes and of the others."""
     found: dict[str, list[float]] = {}
     for row in rows:
         for name in ("alone", "summed"):

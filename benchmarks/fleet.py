@@ -40,9 +40,9 @@ from twolane.workload.spec import WorkloadSpec
 OUT = Path(__file__).parent / "results"
 SLOS = {"ttft": 1.0, "tbt": 0.05}
 GUESS = {"toolagent": 25.5, "conversation": 12.8}
-"""Requests a second of one replica at which the search for our own router begins."""
+"""Start rates per replica of the search for our own router, in requests per second."""
 BARS = {"round-robin": 1.3, "power-of-two": 1.3, "least-loaded": 1.1, "ray-prefix": 1.05}
-"""Our goodput over a router's should be at least this."""
+"""Least ratio of our goodput to each router's."""
 BESIDE = {
     "predicted": 1.0,
     "ray-prefix": 0.93,
@@ -50,20 +50,20 @@ BESIDE = {
     "power-of-two": 0.74,
     "least-loaded": 0.74,
 }
-"""Share of that guess at which the search for each router begins."""
+"""Start rates of the searches by router, as a share of ours."""
 PER_REPLICA = 150
-"""Requests of one run for each replica; at most `MOST_REQUESTS`."""
+"""Requests of a run per replica, up to `MOST_REQUESTS`."""
 MOST_REQUESTS = 1600
 PAGE = 32
-"""Tokens in a page where decisions are timed."""
+"""Tokens in a page for timing decisions."""
 QUEUED = 32
-"""Number of prompts that wait at each replica of the timed decisions."""
+"""Prompts queued at each replica for timing decisions."""
 PROMPT = 12_000
-"""Prompt of the timed decisions, in tokens."""
+"""Prompt tokens for timing decisions."""
 
 
 def searched(dataset: str, replicas: int, requests: int, guess: float, seeds: int = 1) -> Search:
-    """What is searched for each router."""
+    """Return the search for a router."""
     workload = WorkloadSpec(
         dataset=dataset,
         num_prompts=requests,
@@ -84,7 +84,7 @@ def searched(dataset: str, replicas: int, requests: int, guess: float, seeds: in
 
 
 def run(replicas: int, search: Search):
-    """Return what serves one workload with one router, for `find`."""
+    """Return a function for `find` that serves a workload with a router."""
 
     def serve(router: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]):
         config = SimulateConfig(
@@ -131,7 +131,7 @@ def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
 
 
 def against_bars(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
-    """Search our goodput, then see whether each other router holds that rate divided by its bar.
+    """Search our goodput, then check whether each other router holds that rate divided by its bar.
 
     A router that does not hold it has a goodput that ours exceeds by more than the bar.
     """
@@ -181,7 +181,8 @@ def at_rate(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
 
 
 def hit_rate(folder: Path, router: str, rates: Sequence[float]) -> float | None:
-    """The mean share of prompt tokens found in prefix caches, of each seed's run at the goodput."""
+    """Return the mean share of prompt tokens found in prefix caches, of each seed's run at the
+    goodput."""
     paths = [folder / f"{router}-seed{i}-rate{rate:.5f}.json" for i, rate in enumerate(rates)]
     if not all(path.exists() for path in paths):
         return None
@@ -190,7 +191,8 @@ def hit_rate(folder: Path, router: str, rates: Sequence[float]) -> float | None:
 
 
 def timed(replicas: int, rounds: int) -> dict[str, float]:
-    """CPU seconds of one decision among replicas with full digests, and of hashing the prompt."""
+    """Return the CPU seconds of a decision among replicas with full digests, and of hashing the
+    prompt."""
     draw, table = random.Random(0), Table()
     prompts = [[draw.randrange(30_000) for _ in range(PROMPT)] for _ in range(16)]
     for i in range(replicas):

@@ -1,4 +1,4 @@
-"""How far any router could go: `python benchmarks/fleet_bound.py [--replicas 4] [--out FILE]`.
+"""Upper bounds on any router: `python benchmarks/fleet_bound.py [--replicas 4] [--out FILE]`.
 
 A replica is reduced to one law: a prompt takes so many seconds by its new and reused tokens, what
 waits goes by deadline, and where not all can be in time the longest are given up. The pace is that
@@ -27,18 +27,18 @@ from twolane.workload.traces import TraceRequest
 BOUND = SLOS["ttft"]
 IN_TIME = 0.95
 SLICE = 0.05
-"""Seconds after which a server looks again what goes next."""
+"""Seconds between two scheduling points of a server."""
 PATIENCE = 2.0
 """A prompt is refused after this multiple of its bound, as by `auto`."""
 OWN = 8.0
-"""Weight of a prompt's own seconds against those that it waits, as in the router."""
+"""Weight of a prompt's own seconds relative to its waiting time, as in the router."""
 PACES = {
     "conversation": (1.20, PromptPace(3.8e-3, 1.93e-5, 9.5e-10)),
     "toolagent": (1.05, PromptPace(0.5e-3, 2.36e-5, 9.8e-10)),
 }
 """Factor and pace of each workload."""
 RANGES = {"conversation": (30.0, 80.0), "toolagent": (60.0, 160.0)}
-"""Requests a second of four replicas between which goodput is searched."""
+"""Range of the goodput search for four replicas, in requests per second."""
 
 
 @dataclass(eq=False)
@@ -47,12 +47,12 @@ class Prompt:
 
     due: float
     left: float
-    """Seconds of computing that are left."""
+    """Remaining seconds of computation."""
     begun: bool = False
 
 
 def given_up(prompts: Sequence[Prompt], at: float) -> list[Prompt]:
-    """The fewest prompts that must be late, from prompts in the order of their deadlines."""
+    """Return the fewest prompts that must be late, from prompts in order of their deadlines."""
     late: list[Prompt] = []
     yielding: list[Prompt] = []
     for prompt in prompts:
@@ -73,12 +73,12 @@ class Server:
 
     prompts: list[Prompt] = field(default_factory=list)
     blocks: set[int] = field(default_factory=set)
-    """Ids of the blocks that it was sent."""
+    """Ids of the blocks sent to it."""
     at: float = 0.0
     in_time: int = 0
 
     def advance(self, until: float) -> None:
-        """Serve until then, or until nothing waits."""
+        """Serve until a time, or until nothing waits."""
         while self.prompts and self.at < until:
             late = given_up(self.prompts, self.at)
             over = [each for each in late if self.at > each.due + (PATIENCE - 1) * BOUND]
@@ -95,7 +95,7 @@ class Server:
             self.in_time += self.at <= prompt.due
 
     def reused(self, request: TraceRequest) -> int:
-        """Tokens of the request's leading blocks that it was sent before."""
+        """Return the tokens of the request's leading blocks that were sent to it before."""
         known = 0
         for block in request.hash_ids:
             if block not in self.blocks:
@@ -105,7 +105,7 @@ class Server:
 
 
 class Offer(NamedTuple):
-    """A server for one request."""
+    """A server as a candidate for one request."""
 
     server: Server
     prompt: Prompt
@@ -115,7 +115,7 @@ Router = Callable[[Sequence[Offer], int], Offer]
 
 
 def round_robin(offers: Sequence[Offer], index: int) -> Offer:
-    """One server after the other."""
+    """Choose the servers in turn."""
     return offers[index % len(offers)]
 
 
@@ -133,13 +133,13 @@ def exact(offers: Sequence[Offer], index: int) -> Offer:
 
 
 def seconds(dataset: str, request: TraceRequest, reused: int) -> float:
-    """Seconds that a request's prompt takes."""
+    """Return seconds that a request's prompt takes."""
     factor, pace = PACES[dataset]
     return factor * pace.seconds(PromptWork.of(request.prompt_tokens - reused, reused))
 
 
 def routed(dataset: str, requests: Sequence[TraceRequest], replicas: int, router: Router) -> float:
-    """Share of the requests in time behind a router."""
+    """Return the share of requests in time with a router."""
     servers = [Server() for _ in range(replicas)]
     for index, request in enumerate(requests):
         now = request.arrival or 0.0
@@ -157,7 +157,7 @@ def routed(dataset: str, requests: Sequence[TraceRequest], replicas: int, router
 
 
 def pooled(dataset: str, requests: Sequence[TraceRequest], replicas: int) -> float:
-    """Share of the requests that one server with the speed of all has in time."""
+    """Return the share of requests in time at one server with the speed of all."""
     prompts: list[Prompt] = []
     now, lost = 0.0, 0
     for request, known in zip(requests, reused_tokens(requests), strict=True):
@@ -177,7 +177,7 @@ def pooled(dataset: str, requests: Sequence[TraceRequest], replicas: int) -> flo
 
 
 def goodput(dataset: str, seed: int, options: argparse.Namespace, share: Callable) -> float:
-    """The highest rate at which `share`, of the requests, is `IN_TIME`, to 0.5 %."""
+    """Return the highest rate at which the fraction `share` is `IN_TIME`, to 0.5 %."""
     low, high = (each * options.replicas / 4 for each in RANGES[dataset])
     spec = searched(dataset, options.replicas, options.requests, 1.0).workload
     while high > 1.005 * low:

@@ -68,7 +68,8 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
 
 
 def bodies(count: int, groups: int, shared: int, own: int, output: int, seed: int) -> list[dict]:
-    """Requests with prompts of token ids; each begins with one of a few shared parts."""
+    """Return requests with prompts of token ids, each beginning with one of a few shared
+    prefixes."""
     draw = random.Random(seed)
     parts = [[draw.randrange(1000, 30_000) for _ in range(shared)] for _ in range(groups)]
     return [
@@ -84,13 +85,13 @@ def bodies(count: int, groups: int, shared: int, own: int, output: int, seed: in
 
 
 async def members(session: aiohttp.ClientSession, url: str) -> list[dict]:
-    """What the fleet says of its servers."""
+    """Return the fleet's description of its servers."""
     async with session.get(url + "/fleet", timeout=aiohttp.ClientTimeout(total=10)) as answer:
         return (await answer.json())["replicas"]
 
 
 async def hurt(session: aiohttp.ClientSession, options: argparse.Namespace) -> list[dict]:
-    """Kill one server and stop another for a while, each at its time; return what was done."""
+    """Kill one server and stop another for a while, each at its time; return the events."""
     begun, done = time.perf_counter(), []
     faults = [(options.kill, "kill"), (options.stop and options.stop[0], "stop")]
     for at, kind in sorted((at, kind) for at, kind in faults if at is not None):
@@ -115,7 +116,7 @@ async def hurt(session: aiohttp.ClientSession, options: argparse.Namespace) -> l
 
 
 async def watch(session: aiohttp.ClientSession, url: str, seen: list[dict]) -> None:
-    """Record once a second which phases the servers are in, whenever that changes."""
+    """Record changes of the servers' phases, checked once a second."""
     begun = time.perf_counter()
     while True:
         now = {each["name"]: each["phase"] for each in await members(session, url)}
@@ -126,7 +127,7 @@ async def watch(session: aiohttp.ClientSession, url: str, seen: list[dict]) -> N
 
 
 async def drive(options: argparse.Namespace) -> tuple[list[dict], dict]:
-    """Send everything at its time; the rate of each part may differ."""
+    """Send all requests at their times; the rate of each part may differ."""
     draw, tasks, seen = random.Random(options.seed), [], []
     shape = options.groups, options.shared, options.own, options.output, options.seed
     sent = bodies(options.requests, *shape)
@@ -150,7 +151,7 @@ async def drive(options: argparse.Namespace) -> tuple[list[dict], dict]:
 
 
 def figures(results: list[dict]) -> dict:
-    """What came of all."""
+    """Return the figures of all requests."""
     ttfts = [each["ttft"] for each in results if each["ttft"] is not None]
     prompt = sum(each["prompt"] for each in results)
     return {

@@ -1,4 +1,4 @@
-"""Goodput of `auto` with FP8 beside bfloat16, on one card: `python benchmarks/formats.py`.
+"""Goodput of `auto` with FP8 and bfloat16 on one GPU: `python benchmarks/formats.py`.
 
 `--simulate h200` comes first, on a CPU: it writes what is to be expected, and where the searches on
 the GPU begin. Then the same command without it. Both formats have the same patterns of arrivals.
@@ -21,7 +21,7 @@ FORMATS = {"bf16": {}, "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}
 """The settings of each format, by the engine's names."""
 MODEL, DATASET, LONGEST = "qwen3-8b", "azure-conv", 12_000
 START = {"bf16": 22.0, "fp8": 44.0}
-"""Requests/s where simulated searches begin."""
+"""Start rates of simulated searches in requests/s."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _one(form: str, tbt: float, guess: float, given: argparse.Namespace) -> Found:
-    """The search of one format at a bound in milliseconds."""
+    """Search one format at a bound in milliseconds."""
     settings = FORMATS[form]
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
     target: dict[str, object] = {"serve": " ".join([given.model, given.flags, *flags])}
@@ -61,7 +61,7 @@ def _one(form: str, tbt: float, guess: float, given: argparse.Namespace) -> Foun
 
 
 def _expected(given: argparse.Namespace) -> dict[tuple[str, float], float]:
-    """Requests/s by format and bound: what was simulated of this card, times `--off`."""
+    """Return the simulated requests/s of this GPU by format and bound, times `--off`."""
     path = given.out / f"formats-simulated-{given.card}.json"
     if given.simulate or not path.exists():
         return {}

@@ -33,7 +33,7 @@ KEYS = (
     *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
     *("max_itl_ms", "max_client_loop_lag_ms", "request_throughput", "outcomes"),
 )
-"""Of a run, that are kept beside its trial."""
+"""Keys of a run that are kept with its trial."""
 
 
 class Panel(msgspec.Struct, frozen=True):
@@ -43,29 +43,30 @@ class Panel(msgspec.Struct, frozen=True):
     dataset: str
     tbt_ms: float
     start: float
-    """Requests a second where the searches begin."""
+    """Start rate of the searches in requests per second."""
     prompts: int
-    """Requests in a run: about half a minute of them."""
+    """Requests in a run: about half a minute."""
     budgets: str
-    """Of `chunked`: what `panels.py` has as best, and the next ones."""
+    """Budgets of `chunked`: the best one of `panels.py`, and its neighbours."""
     four: str
-    """Of the four papers' systems those that it has within a quarter of the best of them."""
+    """Those of the papers' systems that `panels.py` has within a quarter of the best."""
     ttft_ms: float = 1000
     per_1k_ms: float = 1000
     attainment: float = 0.99
     longest: int = 12_000
-    """Prompt tokens."""
+    """Longest prompt in tokens."""
     seeds: int | None = None
-    """Patterns of arrivals; by default `SEEDS`, simulated `SIMULATED_SEEDS`."""
+    """Number of arrival patterns; by default `SEEDS`, simulated `SIMULATED_SEEDS`."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         flat = "" if self.per_1k_ms else "-flat"
         return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms{flat}"
 
     def systems(self, results: Path | None) -> Sequence[str]:
-        """Who is searched; `results`: the folder of what was simulated, None to simulate.
+        """Return the systems to search; `results` is the folder of simulated results, None to
+        simulate.
 
         Raises:
             SystemExit: nothing of this panel was simulated.
@@ -80,8 +81,8 @@ class Panel(msgspec.Struct, frozen=True):
         return "auto", *chunked, max(four, key=lambda system: statistics.median(found[system]))
 
     def command(self, system: str, work: Path, results: Path | None) -> gpus.Command:
-        """The search of one system's goodput; without results on a simulated GPU. Otherwise it
-        begins at what was found on a GPU before, or on a simulated one."""
+        """Return the command that searches one system's goodput, on a simulated GPU without
+        results. Otherwise it begins at earlier results on a GPU, or at simulated ones."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
         guesses, seeds = [], self.seeds or SIMULATED_SEEDS
@@ -111,8 +112,8 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def _guesses(results: Path, panel: str, system: str, seeds: int) -> list[float]:
-    """What was measured before, seed by seed; where nothing was, what was simulated, in proportion;
-    none if that kept no rate."""
+    """Return start rates by seed from earlier measurements, or in proportion from simulated ones;
+    none if those held no rate."""
     simulated = _found(results / SIMULATED)[panel][system][:seeds]
     measured = _found(results / MEASURED).get(panel, {}).get(system, [])[:seeds]
     if len(simulated) < seeds or not all(simulated) or not all(measured):
@@ -124,7 +125,7 @@ def _guesses(results: Path, panel: str, system: str, seeds: int) -> list[float]:
 
 @functools.cache
 def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
-    """Requests a second by panel and system, of `chunked` with its best budget."""
+    """Return requests per second by panel and system, for `chunked` with its best budget."""
     panels: dict[str, dict[str, list[float]]] = {}
     for panel in PANELS:
         for path in sorted((saved / panel.name).glob("*.json")):
@@ -140,7 +141,7 @@ def _conversation(tbt_ms: float) -> Panel:
 
 
 def _flat(panel: Panel, start: float, prompts: int) -> Panel:
-    """The same without an allowance for new tokens, of which lower rates hold."""
+    """Return the panel without an allowance for new tokens, which holds lower rates."""
     own = {"start": start, "prompts": prompts, "per_1k_ms": 0}
     return msgspec.structs.replace(panel, ttft_ms=2000 if panel.model == _34B else 1000, **own)
 
@@ -160,7 +161,7 @@ _AZURE = (
     (Panel(_8B, _CODE, 12, 14, 450, "128/256/512", "muxwise/drift"), (6.5, 220)),
     (Panel(_8B, _CODE, 21, 18, 500, "256/512/1024", "drift/bullet"), (9, 300)),
 )
-"""And where searches with a flat bound begin, and the requests in their runs."""
+"""Panels with the start rates and run lengths of searches with a flat bound."""
 PANELS = (
     *(panel for panel, _ in _AZURE),
     *map(_conversation, (21, 50)),
@@ -182,7 +183,7 @@ class Found(msgspec.Struct):
     system: str
     about: Provenance
     goodput: list[float]
-    """Requests a second, for each seed that was searched to the end."""
+    """Requests per second for each completed seed."""
     runs: list[Run]
 
     @property
@@ -193,7 +194,7 @@ class Found(msgspec.Struct):
 
 
 def collected(panels: Iterable[Panel], work: Path, results: Path | None) -> list[Found]:
-    """What the folder has."""
+    """Return the results in the folder."""
     found = []
     for panel in panels:
         for system in panel.systems(results):
@@ -208,7 +209,7 @@ def collected(panels: Iterable[Panel], work: Path, results: Path | None) -> list
 
 
 def _about(summary: Path, now: Provenance) -> Provenance:
-    """The record of a search: date and commit are those of its last run."""
+    """Return the record of a search, with date and commit of its last run."""
     if not summary.exists():
         return now
     said = msgspec.json.decode(summary.read_bytes())["provenance"]
@@ -216,7 +217,7 @@ def _about(summary: Path, now: Provenance) -> Provenance:
 
 
 def _run(path: Path) -> Run:
-    """A run, whose lists of single latencies are dropped: hundreds of runs have to travel."""
+    """Return a run without its lists of latencies, since hundreds of runs must be transferred."""
     saved = msgspec.json.decode(path.read_bytes())
     if saved.keys() & set(SAMPLE_KEYS):
         saved = {key: value for key, value in saved.items() if key not in SAMPLE_KEYS}
@@ -226,7 +227,7 @@ def _run(path: Path) -> Run:
 
 
 def _best(summary: Path, system: str) -> tuple[str, list[float]]:
-    """Of the variants of a system the one with the highest median, and its goodput by seed."""
+    """Return the variant of a system with the highest median, and its goodput by seed."""
     if not summary.exists():
         return system, []
     said = msgspec.json.decode(summary.read_bytes())
@@ -235,7 +236,7 @@ def _best(summary: Path, system: str) -> tuple[str, list[float]]:
 
 
 def table(found: Sequence[Found]) -> str:
-    """Median and range of the seeds, a line for each panel and system."""
+    """Return median and range of the seeds, a line for each panel and system."""
     return "\n".join(
         f"| {one.panel} | `{one.system}` | {one.text} | {len(one.goodput)} | {len(one.runs)} |"
         for one in found
@@ -244,7 +245,7 @@ def table(found: Sequence[Found]) -> str:
 
 
 def main() -> None:
-    """Search what is missing, write the file."""
+    """Do the missing searches and write the file."""
     parser = gpus.options(__doc__, "goodput-work", MEASURED)
     parser.add_argument("--panels", nargs="+", help="only these, by name, or patterns of such")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")

@@ -1,4 +1,5 @@
-"""What benchmarks of servers on GPUs share: options, and commands side by side, one on each GPU."""
+"""Shared parts of benchmarks of servers on GPUs: options, and parallel commands, one on each
+GPU."""
 
 import argparse
 import contextlib
@@ -19,13 +20,13 @@ from twolane.estimate.profile import SHIPPED
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""
 POLL = 0.2
-"""Seconds between two looks at whether a command has ended."""
+"""Seconds between two checks whether a command has ended."""
 WARMUPS = 24
-"""Requests at once before what is measured: a server's and a client's first memory is slow."""
+"""Concurrent warm-up requests: a server's and a client's first memory is slow."""
 
 
 def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
-    """The options of a benchmark that goes on where it was ended, and has a folder of results."""
+    """Return the options of a resumable benchmark with a folder of results."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -44,12 +45,12 @@ def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
 
 
 def profile(model: str) -> str:
-    """The file of a model's profile on an H200."""
+    """Return the file of a model's profile on an H200."""
     return str(SHIPPED / f"{model}-h200.json")
 
 
 class Command(NamedTuple):
-    """What Python is called with, and where its output goes."""
+    """Arguments of the Python interpreter, and the file of the output."""
 
     arguments: Sequence[str]
     log: Path

@@ -1,4 +1,4 @@
-"""Figures of the house: how easily a stranger finds and reads things, counted in one checkout.
+"""Figures of readability: how easily a stranger finds and reads things, counted in one checkout.
 
     python benchmarks/house.py [CHECKOUT]
 
@@ -89,7 +89,7 @@ def long_functions(modules: Modules, triton: bool) -> list[str]:
 
 
 def repeated_classes(modules: Modules) -> list[str]:
-    """Names of classes that stand in more than one place."""
+    """Return names of classes that stand in more than one place."""
     places = defaultdict(list)
     for module, tree in modules.items():
         for node in ast.walk(tree):
@@ -111,7 +111,7 @@ def fragments(modules: Modules) -> list[str]:
 
 
 def imports(module: str, tree: ast.Module, known: Modules) -> Iterator[str]:
-    """The modules of this project that `module` imports anywhere, for types alone too."""
+    """Yield the modules of this project that `module` imports anywhere, for types alone too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -130,13 +130,13 @@ def imports(module: str, tree: ast.Module, known: Modules) -> Iterator[str]:
 
 
 def package(module: str) -> str:
-    """The package of a module, under its present name."""
+    """Return the package of a module, under its present name."""
     first = module.split(".")[0]
     return FORMER.get(first, first)
 
 
 def below(name: str) -> set[str]:
-    """Every package that `name` stands on, directly or through others."""
+    """Return every package that `name` stands on, directly or through others."""
     direct = ARROWS.get(name, [])
     return set(direct).union(*(below(each) for each in direct))
 
@@ -174,7 +174,8 @@ def _reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def settings(modules: Modules) -> Counter[str]:
-    """For each option of a command: the places where it is declared or handed over by its name.
+    """Return for each option of a command: the places where it is declared or handed over by its
+    name.
 
     A place is a parameter that carries `Option(...)`, a field of a class of settings, or a keyword
     argument `name=name`.
@@ -219,7 +220,7 @@ def largest_package(source: Path) -> tuple[int, str]:
 
 
 def figures(checkout: Path) -> Iterator[tuple[str, object, list[str]]]:
-    """Each figure: what is counted, the count, and what was counted."""
+    """Yield each figure: what is counted, the count, and what was counted."""
     source = checkout / "src/twolane"
     modules = read(source)
     graph = {name: set(imports(name, tree, modules)) for name, tree in modules.items() if name}

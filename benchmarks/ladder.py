@@ -55,7 +55,7 @@ Arrivals = Sequence[tuple[float, ToEngine]]
 
 
 class Ladder(NamedTuple):
-    """A system, the rates at which it is asked, and its bound on TBT."""
+    """A system, its rates of load, and its bound on TBT."""
 
     system: str
     rates: tuple[float, ...]
@@ -73,7 +73,7 @@ class Ladder(NamedTuple):
         return cls(system, tuple(map(float, rates.split(","))), *map(float, bound))
 
     def bound(self, given: argparse.Namespace) -> float:
-        """The bound on TBT in seconds."""
+        """Return the bound on TBT in seconds."""
         return (given.tbt_ms if self.tbt_ms is None else self.tbt_ms) / 1e3
 
 
@@ -158,7 +158,7 @@ class Kept:
 
 
 def asked_of(given: argparse.Namespace, ladder: Ladder, begin: float) -> list[TraceRequest]:
-    """The requests of all steps; the first step begins then."""
+    """Return the requests of all steps; the first step begins then."""
     requests: list[TraceRequest] = []
     for step, rate in enumerate(ladder.rates):
         count, first = max(1, round(rate * given.seconds)), begin + step * given.seconds
@@ -180,7 +180,7 @@ def asked_of(given: argparse.Namespace, ladder: Ladder, begin: float) -> list[Tr
 
 
 def messages(given: argparse.Namespace, requests: Sequence[TraceRequest], end: float) -> Arrivals:
-    """The requests as messages, and at the end an abort of each."""
+    """Return the requests as messages, and at the end an abort of each."""
     prompts = PromptMaker(given.vocab_range, given.seed)
     sent: list[tuple[float, ToEngine]] = []
     for index, request in enumerate(requests):
@@ -284,7 +284,7 @@ def shared_by(given: argparse.Namespace) -> int:
 
 
 def machine_of(given: argparse.Namespace, config: EngineConfig) -> tuple[Any, EngineConfig]:
-    """The machine, and the settings with a profile of it."""
+    """Return the machine, and the settings with a profile of it."""
     spec = SHAPES.get(given.model) or resolve(given.model, "dummy").spec()
     if given.simulate:
         gpu = GPUS[given.simulate]

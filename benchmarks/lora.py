@@ -40,7 +40,7 @@ def fill(rig: Rig) -> None:
 
 
 def step(rig: Rig, adapters: int, units: int) -> float:
-    """Seconds of a step whose rows have so many adapters in turn."""
+    """Return seconds of a step whose rows have so many adapters in turn."""
     rig.adapters = adapters
     rows = rig.decode_rows(ROWS, CONTEXT)
     seconds = decode_seconds(rig, rows, units)
@@ -50,7 +50,7 @@ def step(rig: Rig, adapters: int, units: int) -> float:
 
 
 def prompt(rig: Rig, adapters: int, new: int) -> float:
-    """Seconds of a prompt's prefill; with an adapter if there are any."""
+    """Return seconds of a prompt's prefill; with an adapter if there are any."""
     rig.adapters = adapters
     row = rig.prompt(new)
     seconds = repeat(
@@ -61,7 +61,7 @@ def prompt(rig: Rig, adapters: int, new: int) -> float:
 
 
 def hybrid(rig: Rig, adapters: int) -> float:
-    """Seconds of a pass of decode rows and a prompt, which have so many adapters."""
+    """Return seconds of a pass of decode rows and a prompt, which have so many adapters."""
     rig.adapters = adapters
     rows, row = rig.decode_rows(ROWS, CONTEXT), rig.prompt(NEW)
     work = HybridWork(rows, (row,), (rig.chunk(row),))

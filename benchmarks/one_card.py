@@ -61,7 +61,7 @@ on an H100 `--bounds 15 30` suit."""
 
 
 def part_files(folder: Path, parts: Sequence[Part]) -> dict[str, dict[str, float]]:
-    """Median goodput by part and system in a folder of results."""
+    """Return the median goodput by part and system in a folder of results."""
     found = {}
     for part in parts:
         if (path := folder / f"{part.name}.json").exists():
@@ -78,7 +78,8 @@ def run(
     guesses: dict[str, float],
     given: argparse.Namespace,
 ) -> Iterator[list[Found]]:
-    """`auto`, the others, and `auto` again unless it would only repeat: what was found so far."""
+    """Run `auto`, the others, and `auto` again unless it would only repeat; return the results so
+    far."""
     workload = WorkloadSpec(
         dataset=part.dataset,
         num_prompts=given.prompts or part.prompts,
@@ -109,7 +110,7 @@ def run(
 
 
 def ratios(found: Sequence[Found]) -> dict[str, float]:
-    """Median goodput of each system over that of `auto`, before and after the others."""
+    """Return the median goodput of each system over that of `auto`, before and after the others."""
     own = [rate for one in found if one.system == "auto" for rate in one.goodput]
     auto = statistics.median(own or [0.0])
     others = [one for one in found[1:] if one.system != "auto" and not one.interrupted]
@@ -117,7 +118,8 @@ def ratios(found: Sequence[Found]) -> dict[str, float]:
 
 
 def moved(found: Sequence[Found]) -> float | None:
-    """Goodput of `auto` after the others over that before; None: it ran once, or held none."""
+    """Return the goodput of `auto` after the others over that before; None: it ran once, or held
+    none."""
     ended = [one.median for one in found if one.system == "auto" and not one.interrupted]
     return ended[1] / ended[0] if len(ended) > 1 and ended[0] else None
 

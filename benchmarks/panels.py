@@ -45,7 +45,7 @@ class Panel(msgspec.Struct, frozen=True):
     tbts: tuple[float, ...]
     """TBT SLOs in seconds."""
     start: float
-    """Requests a second where the first search begins."""
+    """Start rate of the first search in requests per second."""
     prompts: int = 100
     """Requests in a run."""
     ttft: float = 1.0
@@ -56,13 +56,14 @@ class Panel(msgspec.Struct, frozen=True):
     gpu: str = "h200"
     tp: int = 1
     seeds: int = 2
-    """Patterns of arrivals, of which a point is the median: in half a minute there is luck."""
+    """Number of arrival patterns, of which a point is the median: in half a minute there is
+    luck."""
     saturated: bool = False
     """Whether the rate is far above what can be served and TTFT has no bound: a point is the number
     of requests served a second, the median of three seeds, or 0 where TBT was not kept."""
 
     def search(self, seed: int, quick: bool) -> Search:
-        """For all TBT SLOs; quick: for two of them, with short runs."""
+        """Return the search for all TBT SLOs, or with `quick` for two of them, with short runs."""
         return Search(
             target={"simulate": self.gpu, "model": self.model, "tp": self.tp},
             workload=WorkloadSpec(
@@ -116,24 +117,24 @@ PANELS = (
         for size, tbt, rate, prompts in (("8b", 0.05, 30.0, 400), ("70b", 0.1, 4.0, 200))
     ),
 )
-"""Those whose runs take longest come first."""
+"""Panels, those with the longest runs first."""
 QUICK = ("8b-azure-conv", "8b-azure-code")
 
 
 class Point(msgspec.Struct, frozen=True):
-    """What was found for one system, with its settings, at one SLO."""
+    """Result of one system, with its settings, at one SLO."""
 
     panel: str
     system: str
     tbt: float
     rates: list[float]
-    """Requests a second, one for each pattern of arrivals."""
+    """Requests per second for each arrival pattern."""
     goodput: float
-    """Their median."""
+    """Median of the rates."""
 
 
 def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
-    """One system's points."""
+    """Return one system's points."""
     panel, system, seed, quick, work = task
     if panel.saturated:
         return [served(panel, system, seed)]
@@ -148,7 +149,7 @@ def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
 
 
 def served(panel: Panel, system: str, seed: int) -> Point:
-    """What a system serves of more than it can."""
+    """Return the throughput of a saturated system."""
     search, (tbt,), rates = panel.search(seed, quick=False), panel.tbts, []
     run = goodput_cli.simulation(search)
     for each in range(seed, seed + 3):
@@ -158,12 +159,12 @@ def served(panel: Panel, system: str, seed: int) -> Point:
 
 
 class Verdict(NamedTuple):
-    """How `auto` compares."""
+    """Comparison of `auto` with the best systems."""
 
     shares: dict[str, float]
-    """Of the best, at each point where any system holds."""
+    """Shares of the best goodput, at each point where any system holds."""
     gains: dict[str, tuple[str, float]]
-    """By panel the best single other system (mean over SLOs), and how many times as good it is."""
+    """Best single other system (mean over SLOs) by panel, and the ratio to it."""
 
 
 Rates = dict[float, dict[str, float]]
@@ -171,7 +172,7 @@ Rates = dict[float, dict[str, float]]
 
 
 def by_panel(points: Iterable[Point]) -> dict[str, Rates]:
-    """What was found in each panel; settings count as systems of their own."""
+    """Return the results of each panel; settings count as systems of their own."""
     rates: dict[str, Rates] = {}
     for point in points:
         row = rates.setdefault(point.panel, {}).setdefault(point.tbt, {})
@@ -180,7 +181,7 @@ def by_panel(points: Iterable[Point]) -> dict[str, Rates]:
 
 
 def verdict(points: Iterable[Point]) -> Verdict:
-    """Of all panels."""
+    """Return the verdict over all panels."""
     shares, gains = {}, {}
     for panel, rates in by_panel(points).items():
         rows = list(rates.values())
@@ -195,7 +196,8 @@ def verdict(points: Iterable[Point]) -> Verdict:
 
 
 def table(points: Sequence[Point]) -> str:
-    """By panel, tightest TBT first: `auto`, the best other system at each SLO, and the verdict."""
+    """Return a table by panel, tightest TBT first: `auto`, the best other system at each SLO, and
+    the verdict."""
     judged, lines = verdict(points), []
     for panel, rates in by_panel(points).items():
         ordered = [rates[tbt] for tbt in sorted(rates)]
@@ -214,7 +216,8 @@ def table(points: Sequence[Point]) -> str:
 def draw(
     panels: Sequence[Panel], systems: Sequence[str], points: Sequence[Point], path: Path
 ) -> None:
-    """A figure, one axes a panel; of a system with several settings its best at each SLO."""
+    """Draw a figure with a panel in each axes; of a system with several settings the best at each
+    SLO."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -274,7 +277,7 @@ def _options() -> argparse.Namespace:
 
 
 def _changed(panel: Panel, given: argparse.Namespace) -> Panel:
-    """The panel as the options want it."""
+    """Return the panel with the options applied."""
     tbts = panel.tbts
     if given.bounds:
         tbts = tuple(tbt for tbt in tbts if round(tbt * 1e3, 6) in given.bounds)

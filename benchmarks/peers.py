@@ -1,4 +1,5 @@
-"""Another engine beside `auto` on one card: `python benchmarks/peers.py --command "vllm serve M"`.
+"""Another engine compared with `auto` on one GPU: `python benchmarks/peers.py --command "vllm serve
+M"`.
 
 `--command` starts any server with OpenAI's API. In this order, on one card: `auto` at every bound;
 the other engine with each value of `--sweep`, once, for one server serves all bounds; again, with
@@ -25,13 +26,13 @@ from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 
 COARSE, FINE = 0.2, 0.06
-"""Shares by which the rate that fails may be above the one that holds."""
+"""Relative distances between the rate that fails and the one that holds."""
 BUDGETS = "max-num-batched-tokens=128,192,256,384,512,1024"
-"""Flag of vLLM that decides between its TTFT and its TBT."""
+"""Flag of vLLM that trades TTFT against TBT."""
 
 
 class Row(msgspec.Struct):
-    """One bound on TBT."""
+    """Results at one bound on TBT."""
 
     tbt_ms: float
     best: str
@@ -48,12 +49,12 @@ class Row(msgspec.Struct):
 
 
 def best(found: Sequence[Found], tbt: float) -> Found:
-    """The setting with the highest median at a bound; of equals the first."""
+    """Return the setting with the highest median at a bound; of equals the first."""
     return max((one for one in found if one.tbt == tbt), key=lambda one: one.median)
 
 
 def compare(given: argparse.Namespace) -> tuple[list[Row], list[Found]]:
-    """Search in turn; the rows by bound, and what the sweep found."""
+    """Search in turn; return the rows by bound, and the results of the sweep."""
     tbts = tuple(tbt / 1e3 for tbt in given.tbt)
     workload = WorkloadSpec(
         dataset=given.dataset, num_prompts=given.prompts, max_input_len=given.longest
@@ -90,7 +91,7 @@ def compare(given: argparse.Namespace) -> tuple[list[Row], list[Found]]:
 
 
 def shown(row: Row) -> str:
-    """A line for the terminal."""
+    """Return a line for the terminal."""
     ratio = "none held" if row.ratio is None else f"{row.ratio:.2f}"
     engine = row.peer.engine_itl_ms or {}
     gaps = f"P99 gap {row.peer.client_p99_ms} ms at the client"

@@ -1,4 +1,5 @@
-"""What the simulator says before anything is run: `python benchmarks/predictions.py [--goodput]`.
+"""Predictions of the simulator before anything is measured: `python benchmarks/predictions.py
+[--goodput]`.
 
 Llama-3.1-70B on eight H100s and H200s (decode step, prefill, goodput with Tool&Agent), the steps
 and prefill of the papers' other models there, and two
@@ -29,7 +30,7 @@ LARGE = "llama-3.1-70b"
 
 
 class Simulated:
-    """A quiet device model, asked for single launches.
+    """A device model without noise for single launches.
 
     Args:
         gpu: its name.
@@ -70,7 +71,7 @@ def _prompt(new: int, reused: int) -> tuple[PromptRow, ...]:
 
 
 def launches() -> dict[str, float]:
-    """Milliseconds of single launches, tokens/s of prompts, and ratios."""
+    """Return milliseconds of single launches, tokens/s of prompts, and ratios."""
     found = {}
     for gpu in ("h100", "h200"):
         eight = Simulated(gpu, LARGE, 8)
@@ -95,7 +96,7 @@ def launches() -> dict[str, float]:
 
 
 def search(gpu: str, prompts: int) -> Search:
-    """Goodput of 70B on eight GPUs under Drift's and MuxWise's bounds."""
+    """Return the search for 70B on eight GPUs under Drift's and MuxWise's bounds."""
     return Search(
         target={"simulate": gpu, "model": LARGE, "tp": 8},
         workload=WorkloadSpec(dataset="toolagent", num_prompts=prompts),

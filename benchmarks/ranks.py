@@ -1,4 +1,4 @@
-"""What several GPUs do with one model: `python benchmarks/ranks.py qwen3-14b 2 [--out FILE]`.
+"""Figures of one model on several GPUs: `python benchmarks/ranks.py qwen3-14b 2 [--out FILE]`.
 
 On GPUs of one host that do nothing else, with dummy weights in the true shapes and a KV pool of
 random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
@@ -46,7 +46,7 @@ PAGE = 32
 POOL_TOKENS = 262_144
 """Tokens of the KV pool: 64 requests of 2K and a prompt of 8K have room."""
 SLOTS = 80
-"""Most requests at a time."""
+"""Most concurrent requests."""
 SHARE = 48
 """SMs of the decode lane beside prefill."""
 ROWS = (16, 64, 128, 256, 320, 512, 1024, 2048, 8192)
@@ -106,7 +106,8 @@ class RankedRig(Rig):
 
 
 def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[str, float]:
-    """Microseconds of an all-reduce by rows and SMs, as graphs of forty; one process a GPU."""
+    """Measure the microseconds of an all-reduce by rows and SMs, as graphs of forty; one process
+    per GPU."""
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
     channel = nccl.join(rank, ranks, dist.FileStore(str(folder / "ids"), ranks))
@@ -138,7 +139,7 @@ def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[s
 
 
 def all_reduces(ranks: int, hidden: int) -> dict[str, float]:
-    """What rank 0 of `time_all_reduces` has measured."""
+    """Return the measurements of rank 0 of `time_all_reduces`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--alone", str(ranks), folder, str(hidden)]
         others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, ranks)]
@@ -150,13 +151,13 @@ def all_reduces(ranks: int, hidden: int) -> dict[str, float]:
 
 
 def read_rate() -> float:
-    """Bytes a second that a kernel reads which only reads, on all SMs."""
+    """Return the bytes per second of a kernel that only reads, on all SMs."""
     x = torch.randn(1 << 31, device="cuda", dtype=torch.bfloat16).view(-1, 1 << 14)
     return x.nbytes / timed(lambda: x.view(torch.int32).amax(), 5)
 
 
 class Notes:
-    """What was found so far: printed as it comes, and written to a file.
+    """Results so far, printed at once and written to a file.
 
     Args:
         path: of the file, or None.
@@ -256,7 +257,7 @@ def quantiles(values: np.ndarray) -> dict[int, float]:
 
 
 def gaps(rig: RankedRig, rows, units: int, count: int = 300) -> np.ndarray:
-    """Milliseconds between the ends of steps of the decode lane alone."""
+    """Return milliseconds between the ends of steps of the decode lane alone."""
     work = DecodeWork(tuple(rows), 1)
     tickets = []
     for _ in range(count):
@@ -268,7 +269,7 @@ def gaps(rig: RankedRig, rows, units: int, count: int = 300) -> np.ndarray:
 
 
 def follower_use(rig: RankedRig, rows, units: int) -> dict[str, float]:
-    """Share of a core that rank 1 uses, with steps as fast as they go and at rest."""
+    """Return the share of a core that rank 1 uses, with steps as fast as they go and at rest."""
     pid = rig.machine.followers.processes[0].pid
     begun, used = time.monotonic(), cpu_seconds(pid)
     gaps(rig, rows, units, 200)

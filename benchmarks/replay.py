@@ -23,14 +23,14 @@ MODEL, SECONDS, SEED = "qwen3-8b", 180, 7
 LONGEST = 32_768
 """Prompt tokens."""
 DELIVERY_MS = 1.0
-"""How much less than the bound on TBT a server plans for, which a simulation does not: a twentieth
+"""Milliseconds by which a server plans below the TBT bound, and a simulation does not: a twentieth
 of it."""
 KEYS = (
     *("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "mean_itl_ms"),
     *("request_throughput", "output_throughput", "total_cached_tokens", "total_input_tokens"),
     *("outcomes", "duration"),
 )
-"""Of a result; all but the last two are compared."""
+"""Keys of a result; all but the last two are compared."""
 
 
 class Replay(msgspec.Struct, frozen=True):
@@ -42,18 +42,18 @@ class Replay(msgspec.Struct, frozen=True):
     dataset: str
     rate: float
     tbt_ms: float | None = None
-    """None: the system reads no SLOs."""
+    """TBT bound in milliseconds; None: the system uses no SLOs."""
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of its files."""
         return f"{self.system}-{self.dataset}"
 
     seconds: int = SECONDS
 
     @property
     def requests(self) -> list[str]:
-        """Words for what is asked."""
+        """Options of the workload."""
         return [
             *("--dataset", self.dataset, "--num-prompts", f"{round(self.rate * self.seconds)}"),
             *("--request-rate", f"{self.rate:g}", "--seed", f"{SEED}"),
@@ -61,7 +61,7 @@ class Replay(msgspec.Struct, frozen=True):
         ]
 
     def serve(self) -> list[str]:
-        """Words for `twolane serve`."""
+        """Return the arguments of `twolane serve`."""
         profile = gpus.profile(MODEL)
         return [
             *(MODEL, "--load-format", "dummy", "--device", "cuda", "--profile", profile),
@@ -70,7 +70,7 @@ class Replay(msgspec.Struct, frozen=True):
 
     @property
     def bench(self) -> list[str]:
-        """Words for `twolane`, but for address and file."""
+        """Return the arguments of `twolane` without address and file."""
         own = [
             "--prompt-format",
             "ids",
@@ -83,7 +83,7 @@ class Replay(msgspec.Struct, frozen=True):
 
     @property
     def simulate(self) -> list[str]:
-        """Words for `twolane`, but for the file."""
+        """Return the arguments of `twolane` without the file."""
         return ["simulate", MODEL, "--gpu", "h200", *self.requests, *self._served(DELIVERY_MS)]
 
     def _served(self, spared_ms: float) -> list[str]:
@@ -106,14 +106,14 @@ REPLAYS = (
 
 
 def measured(replay: Replay, work: Path) -> None:
-    """Serve and ask."""
+    """Serve the model and run the load."""
     file, log = work / f"{replay.name}-measured.json", work / f"{replay.name}-server.txt"
     with serving(replay.serve(), log) as server:
         _twolane([*replay.bench, "--base-url", server.url], file)
 
 
 def _twolane(words: Sequence[str], file: Path) -> None:
-    """Run it, and keep its result without the lists of single latencies."""
+    """Run `twolane`; return its result without the lists of latencies."""
     part = file.with_suffix(".part")
     line = [sys.executable, "-m", "twolane", *words, "--result-file", str(part)]
     subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
@@ -134,7 +134,7 @@ class Compared(msgspec.Struct):
 
 
 def compared(replay: Replay, work: Path) -> Compared | None:
-    """What was measured, if it was, and its simulation, made if it is missing."""
+    """Return the measured result, if any, and its simulation, made if missing."""
     real, made = work / f"{replay.name}-measured.json", work / f"{replay.name}-simulated.json"
     if not made.exists():
         _twolane(replay.simulate, made)
@@ -151,7 +151,7 @@ def compared(replay: Replay, work: Path) -> Compared | None:
 
 
 def table(rows: Iterable[Compared]) -> str:
-    """Measured / simulated, and how far the second is from the first."""
+    """Return a table of measured and simulated values and their ratio."""
     lines = []
     for row in rows:
         cells = []
@@ -165,7 +165,7 @@ def table(rows: Iterable[Compared]) -> str:
 
 
 def main() -> None:
-    """Do what is missing, write the file."""
+    """Do the missing runs and write the file."""
     parser = gpus.options(__doc__, "replay-work", "replay-h200")
     parser.add_argument("--length", type=int, default=SECONDS, help="seconds of a replay")
     parser.add_argument("--only", nargs="+", help="only these replays")

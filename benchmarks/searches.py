@@ -1,4 +1,5 @@
-"""What comparisons on one card share: a coarse search around a guess, with any kind of server."""
+"""Shared parts of comparisons on one GPU: a coarse search around a guess, with any kind of
+server."""
 
 import contextlib
 import statistics
@@ -14,7 +15,7 @@ from twolane.results.result import BenchConfig
 from twolane.workload.spec import WorkloadSpec
 
 WARMUPS = 24
-"""Requests that a server gets at once before its first run: its first memory is slow."""
+"""Concurrent warm-up requests before a server's first run: its first memory is slow."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -27,12 +28,12 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @property
     def slos(self) -> dict[str, float]:
-        """All but TBT, as a search names them."""
+        """Bounds but TBT, by their names in a search."""
         return {"ttft": self.ttft, **({"ttft_per_1k": self.per_1k} if self.per_1k else {})}
 
 
 class Found(msgspec.Struct):
-    """What a search found for one system at one bound."""
+    """Result of a search for one system at one bound."""
 
     system: str
     tbt: float
@@ -40,7 +41,7 @@ class Found(msgspec.Struct):
     """Requests/s, one for each pattern of arrivals; 0 where no rate held. Empty if the search was
     interrupted: then `runs` say how far it came."""
     server: str | None = None
-    """What served: program, version and flags."""
+    """Program, version and flags of the server."""
     client_p99_ms: float | None = None
     """P99 of the gaps that the client saw, in the run at the highest rate that held."""
     engine_itl_ms: dict[str, Any] | None = None
@@ -67,7 +68,7 @@ def search(
     seeds: int,
     tolerance: float,
 ) -> Search:
-    """A search that begins at a guess: two runs a pattern if the guess is right."""
+    """Return a search that begins at a guess: two runs a pattern if the guess is right."""
     several = len(bounds.tbts) > 1
     return Search(
         target=dict(target),
@@ -85,7 +86,7 @@ def search(
 def searched(
     asked: Search, systems: Sequence[str], folder: Path, load: BenchConfig, *, keep: bool = False
 ) -> list[Found]:
-    """Search each system; runs that the folder has are not repeated. Tells every run.
+    """Search each system, without repeating runs in the folder; print every run.
 
     With `keep`, Ctrl-C ends the search with the runs that it has; the caller asks
     `Found.interrupted` and stops.
@@ -121,7 +122,7 @@ def searched(
 
 
 def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found:
-    """The search's answer, with the gaps of the run at the highest rate that held."""
+    """Return the search's answer, with the gaps of the run at the highest rate that held."""
     found = Found(system, point.search.slos["tbt"], rates)
     held: list[tuple[float, dict[str, Any]]] = []
     runs: list[dict[str, Any]] = []

@@ -53,14 +53,14 @@ BATCHES: dict[str, list[Run]] = {
 }
 """Prefill batches that are sliced: new tokens, reused tokens and number of prompts."""
 WHOLE = "device"
-"""The lane of hybrid passes, which leave neither of the other two anything."""
+"""Lane of hybrid passes, which exclude the other two."""
 REPEATS = 5
 WARMUPS = 24
-"""Requests that a server gets at once before its runs."""
+"""Concurrent warm-up requests before a server's runs."""
 
 
 def sharing(trace: TraceFile) -> dict[str, float]:
-    """Utilisation and bubbles of a traced run, all as fractions."""
+    """Return utilisation and bubbles of a traced run, all as fractions."""
     launches = trace.launches
     begin, end = launches.span
     held = float((launches.units * launches.took).sum())
@@ -79,14 +79,15 @@ def sharing(trace: TraceFile) -> dict[str, float]:
 
 
 def _busy(start: np.ndarray, end: np.ndarray) -> float:
-    """Seconds in which at least one of these intervals runs; they are in order of their start."""
+    """Return seconds in which at least one of these intervals runs; they are in order of their
+    start."""
     latest = np.maximum.accumulate(end)
     gaps = start[1:] - latest[:-1]
     return float(latest[-1] - start[0] - gaps[gaps > 0].sum())
 
 
 def _idle_with_work(trace: TraceFile) -> float:
-    """Seconds in which no launch runs although a request decodes or waits."""
+    """Return seconds in which no launch runs although a request decodes or waits."""
     launches = trace.launches
     latest = np.maximum.accumulate(launches.end)
     idle = 0.0
@@ -99,7 +100,7 @@ def _idle_with_work(trace: TraceFile) -> float:
 
 
 def _value(gauge: tuple[np.ndarray, np.ndarray] | None, at: float) -> float:
-    """What a gauge said last."""
+    """Return the latest value of a gauge."""
     if gauge is None:
         return 0.0
     times, heights = gauge
@@ -108,7 +109,7 @@ def _value(gauge: tuple[np.ndarray, np.ndarray] | None, at: float) -> float:
 
 
 def traced(system: str, given: argparse.Namespace, folder: Path) -> TraceFile:
-    """The trace of one system under the load."""
+    """Return the trace of one system under the load."""
     path = folder / f"{system.partition(':')[0]}.json"
     workload = WorkloadSpec(
         dataset=given.dataset,
@@ -145,7 +146,7 @@ def traced(system: str, given: argparse.Namespace, folder: Path) -> TraceFile:
 
 @contextlib.contextmanager
 def rig(given: argparse.Namespace) -> Iterator[Rig]:
-    """Lanes without an engine."""
+    """Return lanes without an engine."""
 
     def quiet(stage: str, share: float) -> None:
         pass
@@ -165,7 +166,7 @@ def rig(given: argparse.Namespace) -> Iterator[Rig]:
 
 
 def slicing(made: Rig, runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds of a batch in one launch and layer by layer, on the whole device; medians.
+    """Return the median seconds of a batch in one launch and layer by layer, on the whole device.
 
     Of the slices also: `between`, the seconds in which the device ran none of them; `launching`,
     those of the host; `waited`, how many of them the device waited for.
@@ -244,7 +245,7 @@ def _save(
     shared: dict[str, dict[str, float]],
     costs: dict[str, dict[str, float]],
 ) -> None:
-    """Write what was measured so far, if asked for."""
+    """Write the results so far, if a file was named."""
     if given.out is None:
         return
     load_of = {"dataset": given.dataset, "rate": given.rate, "prompts": given.prompts}

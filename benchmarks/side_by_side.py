@@ -38,7 +38,7 @@ STEPS = 640
 """Output tokens of the requests whose decode step is measured: the first still decodes when the
 last prompt has been prefilled."""
 WARM_STEPS = 32
-"""Output tokens of the requests that warm a server up where no step is measured."""
+"""Output tokens of warm-up requests where no step is measured."""
 PROMPTS = 5
 """Number of long prompts."""
 
@@ -48,7 +48,7 @@ Rates = tuple[float, ...]
 
 
 class Asked:
-    """One engine, and what is searched of it."""
+    """One engine and its searches."""
 
     def __init__(
         self, engine: str, tbts_ms: Rates, guesses: Rates, prompts: Rates, work: Path
@@ -65,7 +65,7 @@ class Asked:
 
 
 class Engine(msgspec.Struct):
-    """What was measured of one engine at one bound; None: not yet, or at its first bound."""
+    """Results of one engine at one bound; None: not yet, or at its first bound."""
 
     name: str
     server: str
@@ -87,7 +87,7 @@ class Engine(msgspec.Struct):
 def measured(
     server: Server, asked: Asked, start_seconds: float, given: argparse.Namespace
 ) -> Iterator[Engine]:
-    """The engine after each figure, then the same with each further bound."""
+    """Yield the engine after each figure, then the same with each further bound."""
     load = BenchConfig(base_url=server.url, vocab_range=given.vocab_range)
     engine = Engine(
         asked.name, server.announcement, start_seconds, asked.tbts_ms[0], int(asked.prompts[0])
@@ -118,7 +118,7 @@ def measured(
 
 
 def held(server: Server, engine: Engine, guess: float, given: argparse.Namespace) -> Found:
-    """What a search at the engine's bound finds."""
+    """Search at the engine's bound; return the result."""
     workload = WorkloadSpec(
         dataset=given.dataset, num_prompts=engine.prompts, max_input_len=given.longest
     )
@@ -149,12 +149,12 @@ def cut_after(seconds: float) -> Iterator[None]:
 
 
 def passed(begun: float, within: float) -> bool:
-    """Whether a search that was cut had the time that it may take."""
+    """Return whether an interrupted search had used its time."""
     return bool(within) and time.monotonic() - begun >= within
 
 
 def sent(load: BenchConfig, count: int, prompt: int, output: int, at_once: int) -> list[Record]:
-    """Send requests of one length, so many at once; their records.
+    """Send requests of one length, this many concurrently; return their records.
 
     Raises:
         BenchError: one was not answered.
@@ -173,7 +173,8 @@ def sent(load: BenchConfig, count: int, prompt: int, output: int, at_once: int) 
 
 
 def step(records: list[Record]) -> float | None:
-    """Mean gap, in seconds, between the last first token and the first end; None: there is none."""
+    """Return the mean gap, in seconds, between the last first token and the first end; None: there
+    is none."""
     begin = max(one.token_times[0] for one in records)
     end = min(one.token_times[-1] for one in records)
     gaps = [
@@ -233,7 +234,7 @@ def _options() -> argparse.Namespace:
 
 
 def numbers(text: str) -> Rates:
-    """`12,9` as two numbers.
+    """Parse `12,9` as two numbers.
 
     Raises:
         ValueError: it is something else.
@@ -257,7 +258,7 @@ def main() -> None:
 def waited(
     asked: Asked, ready: Callable[[], Server], begun: float
 ) -> tuple[Asked, Server, float] | None:
-    """An engine once it is up, after how many seconds; None: it does not start."""
+    """Return an engine once it is up, after how many seconds; None: it does not start."""
     try:
         server = ready()
     except serve.BenchError as error:
@@ -275,7 +276,7 @@ def measure(
     engines: list[Engine],
     given: argparse.Namespace,
 ) -> None:
-    """Measure an engine that is up, which then is among the others; one that ends says so."""
+    """Measure an engine that is up and add it to the others; print its failure if it ends."""
     try:
         for engine in measured(server, asked, start_seconds, given):
             if not any(engine is one for one in engines):
@@ -287,7 +288,7 @@ def measure(
 
 
 def _save(engines: list[Engine], given: argparse.Namespace) -> None:
-    """Write what was measured so far."""
+    """Write the results so far."""
     workload = {"dataset": given.dataset, "seeds": given.seeds}
     shape = {"rows": given.rows, "context": given.context, "prompt": given.prompt}
     content = {"card": given.card, "tolerance": given.tolerance, **shape}

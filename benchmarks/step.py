@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measured(rig: Rig, scheme: str) -> dict:
-    """The figures of one rig, by SMs."""
+    """Return the figures of one rig, by SMs."""
     rows, found = rig.decode_rows(ROWS, CONTEXT), {}
     for units in rig.machine.partitions.decode_units:
         step = decode_seconds(rig, rows, units, STEPS)
@@ -63,7 +63,7 @@ def measured(rig: Rig, scheme: str) -> dict:
 
 
 def parts(rig: Rig, rows: Sequence[DecodeRow], units: int) -> dict[str, float]:
-    """Milliseconds of the parts of a step, each alone."""
+    """Return the milliseconds of the parts of a step, each alone."""
     machine, runner = rig.machine, rig.lanes.runner
     decoder, steps, products = machine.decoder, runner.steps, runner.steps.products(units)
     hidden = torch.randn(ROWS, rig.spec.hidden_size, dtype=torch.bfloat16, device="cuda")
@@ -78,12 +78,13 @@ def parts(rig: Rig, rows: Sequence[DecodeRow], units: int) -> dict[str, float]:
 
 
 def stream(rig: Rig, units: int) -> torch.cuda.Stream:
-    """A stream on this many SMs."""
+    """Return a stream on this many SMs."""
     return rig.machine.partitions.capture_stream("decode", units)
 
 
 def each_product(rig: Rig, units: int) -> dict[str, dict]:
-    """Each product behind a norm: the way that was chosen, and microseconds of every way."""
+    """Return for each product after a norm the chosen kernel, and the microseconds of each
+    kernel."""
     products: GpuProducts = rig.lanes.runner.steps.products(units)
     found = {}
     with torch.inference_mode(), torch.cuda.stream(stream(rig, units)):

@@ -36,7 +36,7 @@ class Search(NamedTuple):
 
     system: str
     goodput: list[float]
-    """Requests/s that held, one for each pattern of arrivals."""
+    """Requests/s that held for each arrival pattern."""
     where: str
     """Card, commit and date."""
 
@@ -151,16 +151,16 @@ FIGURES = ("step_ms", "first_token_ms")
 
 
 class Bracket(NamedTuple):
-    """What is known of a goodput, in requests/s."""
+    """Bounds on a goodput in requests/s."""
 
     low: float
-    """The highest rate that held."""
+    """Highest rate that held."""
     high: float
-    """The same, or the lowest rate that failed where nothing between was tried to its end."""
+    """The same, or the lowest rate that failed if no rate between was completed."""
 
     @classmethod
     def of(cls, found: dict[str, Any] | None) -> "Bracket":
-        """What a search says, even one that was cut."""
+        """Return the bounds from a search, even an interrupted one."""
         if found and any(found["goodput"]):
             return cls(median(found["goodput"]), median(found["goodput"]))
         runs = (found or {}).get("runs", [])
@@ -169,7 +169,7 @@ class Bracket(NamedTuple):
         return cls(max(held, default=0.0), min(failed, default=inf))
 
     def over(self, other: "Bracket") -> str:
-        """This over another; empty where nothing can be said."""
+        """Return the ratio to another as text; empty: unknown."""
         least = self.low / other.high if other.high else 0.0
         exact = self.low == self.high and other.low == other.high
         return (f"{least:.2f}" if exact else f"at least {least:.2f}") if least else ""
@@ -249,7 +249,7 @@ def ladders() -> Iterator[list[str]]:
 
 
 def agreed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rates that were asked, by one step each; one that failed in any run does not hold."""
+    """Return rates that were asked, by one step each; one that failed in any run does not hold."""
     held = {step["rate"]: True for step in steps}
     for step in steps:
         held[step["rate"]] &= step["holds"]
@@ -272,7 +272,8 @@ def lengths() -> Iterator[list[str]]:
 
 
 def _held(found: dict[str, Any]) -> str:
-    """The median goodput; of a search that was cut or in which no rate held, what is known."""
+    """Return the median goodput; of a search that was cut or in which no rate held, what is
+    known."""
     known = Bracket.of(found)
     if known.low == known.high:
         return f"{known.low:.1f}"
@@ -339,14 +340,14 @@ class Bound(NamedTuple):
     tbt: float
     auto: list[float]
     rival: str
-    """The best other system by its median."""
+    """Best other system by its median."""
     best: list[float]
     made: str
     """File, commit and date."""
 
     @property
     def ratio(self) -> float:
-        """Of the medians."""
+        """Ratio of the medians."""
         return median(self.auto) / median(self.best)
 
     @property
@@ -357,7 +358,7 @@ class Bound(NamedTuple):
 
 
 def _bounds() -> Iterator[Bound]:
-    """The simulated bounds with three patterns."""
+    """Yield the simulated bounds with three patterns."""
     for path, found in _files("panels-three-seeds/*.json"):
         rates: dict[float, dict[str, list[float]]] = defaultdict(dict)
         for point in found["points"]:
@@ -404,7 +405,7 @@ def means() -> Iterator[list[str]]:
 
 
 def _saturated() -> dict[tuple[str, float], dict[str, float]]:
-    """Requests served a second by panel and bound, where more arrives than can be served."""
+    """Return requests served a second by panel and bound, where more arrives than can be served."""
     panels: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)
     for point in read(SATURATED)["points"]:
         panels[point["panel"], point["tbt"]][point["system"]] = point["goodput"]
@@ -528,7 +529,7 @@ def _beside() -> Iterator[list[str]]:
 
 
 def _range(ratios: list[float], of: str) -> str:
-    """Median and range."""
+    """Return median and range."""
     return f"**{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} {of})"
 
 
@@ -625,13 +626,13 @@ def read(name: str) -> Any:
 
 
 def date(commit: str) -> str:
-    """The day of a commit, YYYY-MM-DD."""
+    """Return the day of a commit, YYYY-MM-DD."""
     command = ["git", "-C", str(ROOT), "log", "-1", "--format=%cs", commit, "--"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def table(name: str) -> str:
-    """One table as Markdown; columns of figures are aligned to the right."""
+    """Return one table as Markdown; columns of figures are aligned to the right."""
     header, rows = TABLES[name]
     body = list(rows())
     rule = ["---", *("---:" if re.match(r"[*\d]", cell) else "---" for cell in body[0][1:])]
@@ -639,7 +640,7 @@ def table(name: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with every table made anew."""
+    """Return the page with every table made anew."""
 
     def made(match: re.Match[str]) -> str:
         return f"<!-- {match[1]} -->\n{table(match[1])}\n<!-- end -->"

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measured(rank: int, store: dist.Store) -> dict[str, Any]:
-    """What rank 0 has measured; the other one waits."""
+    """Return the measurements of rank 0; the other one waits."""
     device = torch.device("cuda", rank)
     group = PeerGroup("transfer", rank, 2, dist.PrefixStore("pools", store))
     spec = SHAPES[SHAPE]

@@ -1,4 +1,4 @@
-"""What two GPUs serve, simulated, in four ways: `python benchmarks/two_gpus.py`.
+"""Goodput of two simulated GPUs in four setups: `python benchmarks/two_gpus.py`.
 
 Two replicas of lanes, lanes over two ranks, two replicas of chunked prefill, and prefill and decode
 on a GPU each (1P1D), under several TBT bounds. Each replica gets half of the requests at random, so
@@ -21,12 +21,12 @@ BUDGETS = "chunked:token_budget=128/256/512/1024"
 
 
 class Way(NamedTuple):
-    """A way to use two GPUs."""
+    """A setup of two GPUs."""
 
     systems: str
-    """System, with settings of which the best at each bound counts."""
+    """Systems with settings, of which the best at each bound counts."""
     target: Mapping[str, object]
-    """What differs from one simulated GPU."""
+    """Settings of the target that differ from one simulated GPU."""
     replicas: int = 1
 
 
@@ -40,7 +40,7 @@ WAYS = {
 
 
 def search(asked: argparse.Namespace, way: Way) -> Search:
-    """Goodput with one way, of one replica."""
+    """Return the search of one setup, for one replica."""
     return Search(
         target={"simulate": asked.gpu, "model": asked.model, **way.target},
         workload=WorkloadSpec(dataset=asked.dataset, num_prompts=asked.prompts),
