@@ -543,3 +543,26 @@ def test_two_tools_of_one_name_are_refused():
     asked = ResponsesRequest.model_validate({"input": [*added, user], "tools": as_items[:1]})
     [told] = asked.as_chat([]).tools
     assert told.function.description == "new"
+
+
+def test_what_proxies_add_to_the_parts_of_a_history_says_nothing():
+    """Claude Code sends the blocks of an answer again as its proxy wrote them."""
+    added = {"provider_specific_fields": {"a": 1}, "extra_content": {"google": {}}}
+    thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s", **added}
+    text = {"type": "text", "text": "Yes.", **added}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}, **added}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text], **added}
+    answer = {"role": "assistant", "content": [thinking, text, call]}
+    said = [*MESSAGES, answer, {"role": "user", "content": [result]}]
+    chat = MessagesRequest.model_validate({"max_tokens": 5, "messages": said})
+    assert [turn.role for turn in chat.as_chat(lambda _: False).messages][-2:] == [
+        "assistant",
+        "tool",
+    ]
+    assistant = {"role": "assistant", "content": [thinking, text]}
+    [_, turn] = turns_of(ChatRequest.model_validate({"messages": [*MESSAGES, assistant]}).messages)
+    assert (turn["content"], turn["reasoning_content"]) == (["Yes."], "Hm.")
+    output = {"type": "function_call_output", "call_id": "a", "output": [text], **added}
+    items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", **added}]
+    request = ResponsesRequest.model_validate({"input": [*items, output]})
+    assert [turn["role"] for turn in request.turns] == ["assistant", "tool"]

@@ -37,7 +37,12 @@ class Part(Body):
         "file": (),
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
-    inert = frozenset({"cache_control", "annotations", "logprobs", "closed"})
+    inert = frozenset(
+        {
+            *("annotations", "cache_control", "closed", "extra_content", "logprobs"),
+            *("provider_specific_fields", "signature"),
+        }
+    )
     null_is_unset = True
 
     type: Literal["text", "refusal", "input_text", "output_text", "thinking"]

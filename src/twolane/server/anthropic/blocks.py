@@ -10,7 +10,13 @@ from twolane.frontend.body import Body, wrong
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-BLOCK_INERT = frozenset({"cache_control", "citations", "caller", "toolset_name"})
+BLOCK_INERT = frozenset(
+    {
+        *("cache_control", "caller", "citations", "extra_content", "provider_specific_fields"),
+        "toolset_name",
+    }
+)
+"""Fields of blocks that the model does not see, those of proxies among them."""
 
 
 class TextBlock(Body):

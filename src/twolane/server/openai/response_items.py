@@ -11,7 +11,9 @@ from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qu
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-ITEM_INERT = frozenset({"id", "status", "phase", "caller", "async", "created_by"})
+PROXIES = frozenset({"extra_content", "provider_specific_fields"})
+"""Fields that proxies add to a history."""
+ITEM_INERT = PROXIES | {"id", "status", "phase", "caller", "async", "created_by"}
 """Fields of items that the model does not see."""
 
 
@@ -27,7 +29,7 @@ class TextPart(Body):
         "input_audio": (),
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
-    inert = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+    inert = PROXIES | {"annotations", "logprobs", "prompt_cache_breakpoint"}
     null_is_unset = True
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
