@@ -115,8 +115,7 @@ class Intake:
         self._state.hold(request, _compiler_of(request.id))
 
     def _worth_holding(self, request: Request, leader_id: str) -> bool:
-        """Return whether a request that waited for its leader would find full pages of its
-        prompt."""
+        """Return whether a request that waits for its leader finds full pages of its prompt."""
         kv, leader = self._state.kv, self._state.requests.get(leader_id)
         if leader is None or leader.generated or request.scores_prompt:
             return False

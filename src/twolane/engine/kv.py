@@ -157,8 +157,7 @@ class PrefixTree:
         return pages
 
     def nodes(self) -> Iterator[Node]:
-        """Yield all nodes, parents before children, with those that are forgotten and still
-        pinned."""
+        """Yield all nodes, parents before children, and those forgotten but still pinned."""
         roots = (self._root, *self._former_roots)
         stack = [node for root in roots for node in root.children.values()]
         while stack:

@@ -159,8 +159,7 @@ class Output(msgspec.Struct, frozen=True):
     times: Times | None = None
     """Seconds of the request's phases; given with `finish`."""
     due: float | None = None
-    """Time at which the API process delivers it, in seconds on the monotonic clock; None: at
-    once."""
+    """Seconds on the monotonic clock at which the API process delivers it; None: at once."""
 
 
 GRAMMAR = "grammar"

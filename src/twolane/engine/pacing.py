@@ -99,8 +99,7 @@ class Pacer:
     def release_ready(
         self, now: float, in_flight: Sequence[InFlightLaunch]
     ) -> Iterator[tuple[Request, Sampled]]:
-        """Remove and yield the held tokens that need not wait any longer, given the launches in
-        flight."""
+        """Remove and yield the held tokens that need not wait, given the launches in flight."""
         for request, sampled in list(self._held.items()):
             if request.phase is Phase.DECODE and self._too_early(request, now, in_flight):
                 continue

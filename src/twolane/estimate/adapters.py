@@ -63,8 +63,7 @@ class AdapterEstimator(Estimator):
         return (launch.kind, adapters.bit_length()) if adapters else None
 
     def _factor(self, launch: LaunchShape) -> float:
-        """Return the factor of the launch's kind and number of adapters, or of the nearest
-        number."""
+        """Return the factor of the launch's kind and of the nearest number of adapters."""
         if not (key := self._key(launch)):
             return 1.0
         known = [other for kind, other in self._logs if kind == launch.kind]

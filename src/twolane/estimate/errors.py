@@ -50,8 +50,7 @@ def table(profile: Profile) -> list[Errors]:
 
 
 def held_out(profile: Profile) -> dict[str, list[Sample]]:
-    """Return the held-out samples of each case; prefill also restricted to the batches of the
-    papers' figures."""
+    """Return each case's held-out samples, and those of prefill in the papers' figures."""
     cases = {
         case: [s for s in profile.samples if s.held_out and _case(s) == wanted]
         for case, wanted in CASES.items()

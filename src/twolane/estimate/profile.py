@@ -50,8 +50,7 @@ class ProfileError(ValueError):
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The device, model and versions that a profile is of. Profiles of another key predict nothing
-    here."""
+    """The device, model and versions of a profile. Those of another key predict nothing here."""
 
     device: str
     """Name of the GPU by its driver, or of the CPU."""

@@ -27,8 +27,7 @@ class Load:
 
     @classmethod
     def decode(cls, contexts: Sequence[int]) -> "Load":
-        """Return the load of a decode step over requests with these numbers of tokens in the KV
-        cache."""
+        """Return the load of a decode step over requests with these numbers of cached tokens."""
         load, count, reused = cls((1,) * len(contexts), contexts), len(contexts), sum(contexts)
         load.__dict__["_sums"] = count, reused, count, reused
         return load
@@ -81,8 +80,7 @@ class Load:
 
 
 class LaunchShape(NamedTuple):
-    """The properties of a launch that its seconds depend on, without its units and the work beside
-    it."""
+    """The properties of a launch that its seconds depend on, beside units and corunner."""
 
     kind: Kind
     load: Load

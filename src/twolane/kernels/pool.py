@@ -44,6 +44,5 @@ def values_of(pool: Pool) -> Tensor:
 
 
 def exponents_of(pool: Pool) -> Tensor:
-    """Return the exponents of a rounded pool; for any other the pool itself, which no kernel reads
-    so."""
+    """Return the exponents of a rounded pool; else the pool, which no kernel reads so."""
     return pool.exponents if isinstance(pool, RoundedPool) else pool

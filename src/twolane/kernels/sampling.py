@@ -403,8 +403,7 @@ def _narrow(
 
 @triton.jit
 def _kept(bits: tl.tensor, ids: tl.tensor, cut: tl.tensor, last: tl.tensor) -> tl.tensor:
-    """Return whether tokens are kept: weights above the cut, and those at it up to the id
-    `last`."""
+    """Return which tokens are kept: weights above the cut, and those at it up to the id `last`."""
     return (bits > cut) | ((bits == cut) & (ids <= last))
 
 
@@ -582,8 +581,7 @@ def _race(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Write the chunk's winner, in place of its most likely token, and its speed; greedy: its
-    logit."""
+    """Write the chunk's winner over its most likely token, and its speed; greedy: its logit."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)

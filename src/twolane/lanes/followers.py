@@ -85,8 +85,7 @@ class Heartbeat:
         self._heard = [now] * len(self._files)
 
     def silences(self, now: float) -> list[float]:
-        """Return the seconds since each rank last gave a sign of life; 0 for those that are
-        starting."""
+        """Return the seconds since each rank's last sign of life; 0 for those that are starting."""
         return [
             now - at if rank in self._known else 0.0 for rank, at in enumerate(self._heard, start=1)
         ]
@@ -172,8 +171,7 @@ class Followers:
             raise self._lost
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the cause of a lane's error: another rank, if one is found lost within a moment,
-        or `error`."""
+        """Return a lane's error, or the loss of another rank that is found within a moment."""
         if isinstance(error, RankLost):
             self._found_lost.wait(EXPLAIN_SECONDS)
         return self._lost or error

@@ -162,8 +162,7 @@ class Decoder:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
     def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
-        """Return all heads' queries over their root mean square, and all heads' keys, of all
-        ranks."""
+        """Return all heads' queries, then keys, of all ranks, over their root mean squares."""
         parts = qk[:, : self.spec.heads], qk[:, self.spec.heads :]
         means = torch.stack(
             [

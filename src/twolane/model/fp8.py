@@ -24,8 +24,7 @@ def widen(values: Tensor) -> Tensor:
 
 
 def scale_of(largest: Tensor) -> Tensor:
-    """Return the scale, float32, that maps this largest magnitude onto the largest number of
-    e4m3."""
+    """Return the float32 scale that maps this largest magnitude onto e4m3's largest number."""
     return largest.float().clamp(min=LEAST) / LARGEST
 
 
@@ -66,8 +65,7 @@ def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_heads(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values that `quantise_heads` rounded, [..., k], exact in bfloat16 and everything
-    wider."""
+    """Return the values of `quantise_heads`, [..., k], exact in bfloat16 and everything wider."""
     return torch.ldexp(widen(values), exponents[..., None].int()).to(dtype)
 
 

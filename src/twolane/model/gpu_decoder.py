@@ -309,8 +309,7 @@ class Workspace:
         return self._logits[:count].view(parts, rows, width)
 
     def fixed(self) -> "Workspace":
-        """Return the present buffers, even if these grow later: for graphs, which know
-        addresses."""
+        """Return the present buffers, even if they grow later: graphs know their addresses."""
         same = copy.copy(self)
         same._buffers = dict(self._buffers)
         return same
@@ -585,8 +584,7 @@ class GpuDecoder:
             yield ("linear" if partial else operation), matrix
 
     def _without_attention(self, products: GpuProducts, count: int) -> Callable[[], None]:
-        """Return a function that queues norms and products of the first layers, for this many
-        random rows."""
+        """Return a function that queues norms and products of the first layers, on random rows."""
         rank, ranks = self.shard.rank, self.shard.size
         alone = Silent(rank, ranks) if ranks > 1 else None  # each rank times its own
         workspace = Workspace(self.spec, self.dtype, self.device, alone)

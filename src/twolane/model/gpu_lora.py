@@ -170,8 +170,7 @@ class GpuAdaptedProducts(GpuProducts):
             expand_silu(matrices, self._tiles, gate_up, out)
 
     def _shrunk(self, x: Activations, weight: Stored) -> AdapterMatrices | None:
-        """Run the first of the adapters' two kernels; return the adapters' matrices for this
-        weight, if any."""
+        """Run the first adapter kernel; return the adapters' matrices for this weight, if any."""
         assert isinstance(weight, Matrix)
         matrices = self._pool.matrices.get(weight)
         if matrices is not None:

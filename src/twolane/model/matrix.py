@@ -79,8 +79,7 @@ class Matrix:
         return Matrix(self.values.to(device), self.scheme, *moved)
 
     def dequantised(self) -> Tensor:
-        """Return the dequantised matrix [rows, columns]: float32, or the values of a plain
-        scheme."""
+        """Return the dequantised matrix [rows, columns]: float32, or a plain scheme's values."""
         if self.scales is None:
             return self.values
         if self.scheme.startswith("int4_gpu"):
@@ -153,8 +152,7 @@ class Matrix:
 
 
 def _shared_columns(scheme: Scheme) -> int:
-    """Return the number of neighbouring columns of a row that share a scale; 1 where all do or
-    there is none."""
+    """Return how many neighbouring columns of a row share a scale; 1 if all or none do."""
     if scheme in ("fp8_block128", "fp8_row128"):
         return fp8.BLOCK
     return next((size for size, name in GROUPS.items() if name == scheme), 1)
@@ -202,8 +200,7 @@ def concatenated(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def _with_zeros(matrix: Matrix) -> Matrix:
-    """Return a matrix of four bits with a zero point for each group, in the middle if it has
-    none."""
+    """Return a matrix of four bits with a zero point for each group, the middle by default."""
     if matrix.zeros is not None:
         return matrix
     assert matrix.scales is not None

@@ -238,8 +238,7 @@ class Experts:
     def _combined(
         self, x: Tensor, active: "ActiveRows", buffers: MlpBuffers, products: "GpuProducts"
     ) -> "Combination":
-        """Return the experts of the normalised rows `x` [T, hidden], which the buffers have room
-        for."""
+        """Compute the experts of the normalised rows `x` [T, hidden], with the lane's buffers."""
         from twolane.kernels.activations import Quantised
         from twolane.kernels.experts.products import combined, norm_and_combined, routes_few
 

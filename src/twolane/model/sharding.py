@@ -101,8 +101,7 @@ class Shard:
         return 1.0 / self.spec.q_size, 1.0 / (copies * self.spec.kv_size)
 
     def left_out(self, name: str) -> bool:
-        """Return whether another rank adds this tensor: a bias is added to a sum once, by rank
-        0."""
+        """Return whether another rank adds this tensor: rank 0 adds a bias to a sum, once."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
 
 

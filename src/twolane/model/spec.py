@@ -266,8 +266,7 @@ class ModelSpec:
         return dense + more * self.expert_layers
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
-        """Return the bytes of one token's keys and values in all layers, at `itemsize` bytes an
-        element."""
+        """Return the bytes of a token's keys and values, at `itemsize` bytes an element."""
         return round(2 * self.layers * self.kv_size * itemsize)
 
     def kv_itemsize(self, cache: str, itemsize: int) -> float:

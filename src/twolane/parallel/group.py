@@ -50,8 +50,7 @@ class Group(Protocol):
         """Have this thread use that lane's channel from now on."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum over all ranks, added in rank order, so that its bits depend on nothing
-        else."""
+        """Return the sum over all ranks, added in rank order, so that its bits are the same."""
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's tensor; the others' give its shape and type."""

@@ -99,8 +99,7 @@ class Rig:
             self.lanes.rest(POLL_SECONDS)
 
     def decode_rows(self, runs: Sequence[Run]) -> tuple[DecodeRow, ...]:
-        """Return the rows of a decode step of requests with this many tokens in the cache before
-        it."""
+        """Return the rows of a decode step after this many tokens in the cache of each request."""
         rows: list[DecodeRow] = []
         for _, context, count in runs:
             for _ in range(count):

@@ -122,8 +122,7 @@ def work_through(
     seconds: float,
     progress: Progress,
 ) -> int:
-    """Measure the points that are not in the profile yet; return their number. Saves every few
-    seconds."""
+    """Measure the points that the profile lacks; return their number. Saves every few seconds."""
     done, begun, spent = profile.done(), time.monotonic(), profile.seconds
     left = [point for point in points if point.name not in done]
     profile.planned = len(points)

@@ -1,5 +1,4 @@
-"""Messages from the process that computes prompts to the one that decodes: slices that have
-ended."""
+"""Messages from the process that computes prompts to the one that decodes: ends of slices."""
 
 import os
 import threading

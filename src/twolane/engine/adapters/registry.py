@@ -35,8 +35,7 @@ class LoadedAdapter:
     """Digest of its files, by which its pages are known."""
 
     def salt(self, cache_salt: str | None) -> bytes:
-        """Return the salt of a request's pages, which only requests of this adapter and tenant
-        share."""
+        """Return the salt that pages of this adapter and tenant share."""
         return salt_bytes(cache_salt, self.digest)
 
 
@@ -70,8 +69,7 @@ class AdapterRegistry:
         return self._loaded.get(name)
 
     def name_of(self, salt: bytes) -> str | None:
-        """Return the name of the adapter with pages of this salt; None if they are the base
-        model's."""
+        """Return the name of the adapter with pages of this salt; None for the base model."""
         return self._names.get(adapter_of(salt))
 
     def digests(self) -> dict[str, str]:

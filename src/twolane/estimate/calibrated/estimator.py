@@ -156,8 +156,7 @@ class _LinearBase:
         return self._models[query.launch.kind].predict(self._features(query), query.units)
 
     def states(self, query: _Query) -> list[list[float]]:
-        """Return the processes' state at each of the units; beside the other lane, with both lanes'
-        rates."""
+        """Return the state at each of the units; beside the other lane, with both lanes' rates."""
         launch, units, corunner, _ = query
         kind = launch.kind
         sizes = self._sizes(launch, units)
@@ -223,8 +222,7 @@ class _LinearBase:
     def _steps(
         self, load: Load, context: int, units: Sequence[int], experts_read: float | None = None
     ) -> Rows:
-        """Return the terms of Equation 2 for `context` tokens, and what products of more rows
-        take."""
+        """Return Equation 2's terms for `context` tokens, and those of products of more rows."""
         rows = self._computed.rows(load)
         ways = _ways(rows, self._computed.steps)
         active = self._active(load.requests) if experts_read is None else (experts_read,)

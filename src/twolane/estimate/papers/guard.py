@@ -145,8 +145,7 @@ def _power_of_four(tokens: int) -> int:
 
 
 def _place(cell: Cell) -> list[float]:
-    """Return a cell's coordinates for distances to others: new tokens and units make the most of
-    it."""
+    """Return a cell's coordinates for distances: new tokens and units make the most of it."""
     new, reused, batch, context, units = cell
     return [2 * new, reused / 2, batch, context / 2, 4 * log2(units)]
 

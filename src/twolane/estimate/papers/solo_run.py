@@ -138,8 +138,7 @@ def step_features(load: Load) -> list[float]:
 
 
 def pass_features(computed: Computed, load: Load) -> list[float]:
-    """Return the terms of Equation 1 over the chunks and of Equation 2 over the decode rows of a
-    hybrid batch."""
+    """Return Equation 1's terms over the chunks and Equation 2's over the decode rows."""
     steps, pairs = load.decoding, computed.pairs(load.chunks, rows=load.new)
     end = step_features(steps)
     return [*pairs, computed.tokens(load) - steps.requests, *end]

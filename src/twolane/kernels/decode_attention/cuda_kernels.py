@@ -102,8 +102,7 @@ def arguments(
     scale: float,
     exponents: torch.Tensor | None = None,
 ) -> ctypes.Structure:
-    """Return the kernel's second parameter; `scale` is base e, `exponents` those of a rounded
-    pool."""
+    """Return the second parameter; `scale` is base e, `exponents` those of a rounded pool."""
     tensors = (
         q,
         tables,

@@ -33,8 +33,7 @@ class TritonTuning:
 
 
 def tuning(tile_bytes: int) -> TritonTuning:
-    """Return the settings that fit 227 KB of shared memory an SM, for pages of this many bytes a KV
-    head."""
+    """Return settings for 227 KB of shared memory an SM and this size of a KV head's pages."""
     if tile_bytes <= 8 << 10:
         return TritonTuning(workers=12, warps=1, stages=6)
     if tile_bytes <= 16 << 10:

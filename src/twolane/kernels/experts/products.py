@@ -149,8 +149,7 @@ def _multiplied(
     buffers: ExpertBuffers,
     products: GpuProducts,
 ) -> Combination:
-    """Multiply the sorted entries, or the batch's rows where `chosen` spreads these, with both
-    matrices."""
+    """Multiply the sorted entries, or the batch's rows if `chosen` spreads them, twice."""
     routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
         act = buffers.act

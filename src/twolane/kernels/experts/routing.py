@@ -51,8 +51,7 @@ class Routing:
     chosen: Tensor
     """The expert of each entry, int32 [rows, per_token]; `experts` where a row is not active."""
     positions: Tensor
-    """Index of each entry among those sorted by expert, int32 [rows, per_token]; -1 if not
-    active."""
+    """Index of each entry among those sorted by expert, int32 [rows, per_token]; -1: inactive."""
     tokens: Tensor
     """The row of each sorted entry, int32 [rows * per_token]."""
     ends: Tensor
@@ -101,7 +100,7 @@ class Routing:
 
     @property
     def experts_read(self) -> Tensor:
-        """Number of experts that had rows, summed over all launches since it was set to 0: int32
+        """Number of experts that had rows, summed over launches since it was set to 0: int32
         [1]."""
         return self.groups[2:3]
 

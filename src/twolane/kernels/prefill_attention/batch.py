@@ -21,8 +21,7 @@ class PrefillWorkspace:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return at least `elements` elements, the same memory at each call; old contents
-        remain."""
+        """Return `elements` elements or more, the same memory at each call; contents remain."""
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < elements:
             held = torch.empty(elements, dtype=dtype, device=self.device)
@@ -135,8 +134,7 @@ def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, l
 
 
 def places(sizes: Sequence[int]) -> list[int]:
-    """Return the offsets of parts of this many int32, each a multiple of 16 bytes, and their
-    end."""
+    """Return the offsets, multiples of 16 bytes, of parts of this many int32, and their end."""
     starts: list[int] = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
     return starts
 

@@ -170,8 +170,7 @@ def choose(
 
 
 def _choose(batch: AttentionBatch) -> tuple[Backend, str]:
-    """Return the backend as `choose`, but Triton where FA3's tiles, of one head each, would be
-    rather empty."""
+    """Return `choose`'s backend, but Triton where FA3's tiles, of one head each, are sparse."""
     best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
     if best == "flashinfer" and fa3.filled(batch) < FILLED:
         return "triton", "few new tokens: the heads of a group share a tile"

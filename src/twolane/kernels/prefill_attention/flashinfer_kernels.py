@@ -415,8 +415,7 @@ def _paged(batch: AttentionBatch, units: int) -> Schedule:
 
 
 def _parts(batch: AttentionBatch, plan: Schedule) -> list[Ints]:
-    """Return the lists of a plan to upload, with those of fronts, pieces and merges if there are
-    any."""
+    """Return a plan's lists to upload: of the tiles, and of fronts, pieces and merges if any."""
     parts = _lists(plan.main, batch.page_size)
     if plan.fronts is not None:
         pieces, rows = plan.fronts.items.copy(), tile_tokens(batch.dim)

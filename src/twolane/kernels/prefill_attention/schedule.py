@@ -143,8 +143,7 @@ def _cost(low: Ints, high: Ints, costs: Costs) -> Ints:
 
 
 def _candidates(cost: Ints, mean: float, units: int) -> Sequence[int]:
-    """Return the numbers of longest tiles that may be split: those of the last round, those too
-    long."""
+    """Return how many of the longest tiles may be split: the last round's, those too long."""
     counts = {len(cost) % units, int((cost > mean).sum()), int((cost > mean / 2).sum())}
     return sorted(count for count in counts if 0 < count <= 2 * units)
 

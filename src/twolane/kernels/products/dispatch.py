@@ -77,8 +77,7 @@ ROWS = (*skinny_gemm.ROWS, 256)
 MARGIN = 1.02
 """A less common way is chosen if it is faster by this factor: noise does not choose."""
 LAYER_MARGIN = 1.003
-"""A less common way is chosen for whole layers, whose times are steadier, if it is faster by this
-factor."""
+"""`MARGIN` of whole layers, whose times are steadier."""
 _REPEATS, _LAYER_REPEATS = 3, 7
 APART = 0.02
 """Relative difference of a product to the library's beyond which it is wrong, not only rounded."""

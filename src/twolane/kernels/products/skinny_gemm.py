@@ -73,8 +73,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Unique name among tiles of the same rows: s or p, swapped or plain, g if gated,
-        `block_n`."""
+        """Unique name among tiles of equal rows: s or p (swapped, plain), g if gated, `block_n`."""
         return f"{'s' if self.swap else 'p'}{'g' if self.gated else ''}{self.block_n}"
 
     @property
@@ -447,8 +446,7 @@ def _described(
 
 @cache
 def _encoder() -> Any:
-    """Return the driver's cuTensorMapEncodeTiled: the binding's own passes it a map that is not
-    aligned."""
+    """Return the driver's cuTensorMapEncodeTiled: the binding's passes an unaligned map."""
     from cuda.bindings import driver
 
     found = nvrtc.cuda_checked(driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))

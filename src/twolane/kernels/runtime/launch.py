@@ -17,8 +17,7 @@ _forms: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def power_of_2(n: int) -> int:
-    """Return the smallest power of 2 that is not below `n`; Triton's own takes as long as the rest
-    of a launch."""
+    """Return the least power of 2 that is not below `n`; Triton's own takes far longer."""
     return 1 << (n - 1).bit_length()
 
 
@@ -46,8 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 def _property(argument: Any) -> Any:
-    """Return the argument property that Triton 3.6 specialises on: a tensor's type and alignment;
-    of ints 1, multiples, width."""
+    """Return what Triton 3.6 specialises on: type, alignment; of ints 1, multiples, width."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):

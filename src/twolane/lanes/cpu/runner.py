@@ -249,8 +249,7 @@ class Runner:
         return hidden
 
     def _rows(self, places: Sequence[tuple[int, int, int]]) -> _PassRows:
-        """Build the rows of a pass from the slot, first position and number of tokens of each
-        segment."""
+        """Build a pass's rows from the slot, first position and token count of each segment."""
         pages, adapters = self._slots.pages, self._slots.adapters
         segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
         batch = Batch.build(segments, self._kv.page_size)

@@ -291,8 +291,7 @@ class DecodeGraphs:
         return self.ring[step * width : (step + 1) * width]
 
     def rows(self, bucket: int, count: int, units: int) -> DecodeRows:
-        """Return the first rows of the inputs, laid out for this many, as they are at each
-        replay."""
+        """Return the first rows of the inputs, laid out for `count`, as at each replay."""
         slots, positions, lengths = (view[:count] for view in self.inputs.views(bucket)[:3])
         tables = self._slots.tables
         return DecodeRows(self._decoder, tables, slots, positions, lengths, self.scratch, units)

@@ -155,8 +155,7 @@ class HybridGraphs:
         return [slots, places, places + 1, *prompts]
 
     def _owners_of(self, work: HybridWork, size: int, adapted: bool) -> Sequence[Ints]:
-        """Return the request slot of each row of a pass and of its padding; None without
-        adapters."""
+        """Return the request slot of each row of a padded pass; None without adapters."""
         if not adapted:
             return (np.zeros(0, dtype=np.int32),)
         rows = [(row.slot, 1) for row in work.decode]

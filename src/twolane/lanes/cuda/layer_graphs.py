@@ -257,8 +257,7 @@ class LayerGraphs:
         self._tiles.of_first(len(owners)).arrange(owners, self._slots.adapters)
 
     def _products(self, units: int, size: int, adapted: bool) -> GpuProducts:
-        """Return the products of a pass of `size` rows, whose tiles are arranged before its
-        layers."""
+        """Return the products of a pass of `size` rows, whose tiles are arranged before it."""
         products = self._steps.products(units)
         if not adapted:
             return products

@@ -148,8 +148,7 @@ class CudaMachine:
         return max(0, self.free_bytes() - beside - kinds * GRAPH_BYTES)
 
     def free_bytes(self) -> int:
-        """Return the bytes left of this process's share of the device's memory, and of each other
-        rank's."""
+        """Return the bytes left of this process's share of the memory and each other rank's."""
         free, total = torch.cuda.mem_get_info(self.device)
         own = int(free - (1 - self._utilization) * total)
         return own if self.least_free is None else min(own, self.least_free)

@@ -30,8 +30,7 @@ FOLLOWER = "twolane.lanes.cuda.follower"
 def load_rank(
     settings: DeviceSettings, rank: int, progress: Callable[[str, float], None]
 ) -> tuple[object, ...]:
-    """Return the arguments of a rank's `CudaMachine`: its part of the model, on the GPU of its
-    number."""
+    """Return the arguments of a rank's `CudaMachine`: its part of the model, on its GPU."""
     torch.cuda.set_device(rank)
     spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
     share, ranks = settings.gpu_memory_utilization, settings.tensor_parallel_size

@@ -422,8 +422,7 @@ class CudaRunner:
         return partial(self._choose, ends, logits, (slots, positions), read, place)
 
     def _embeddings(self, hidden: Tensor, places: Sequence[SamplingPoint]) -> dict[int, Tensor]:
-        """Return the hidden states [R, hidden] that are asked for, by row, on their way to the
-        host."""
+        """Return the hidden states [R, hidden] asked for, by row, on their way to the host."""
         sampling_of = self.slots.host.sampling_of
         asked = [i for i, p in enumerate(places) if sampling_of(p.slot).params.embeds]
         rows = {i: hidden[i : i + 1] for i in asked}

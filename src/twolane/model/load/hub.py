@@ -199,8 +199,7 @@ def _directory(name: str, path: Path) -> ModelSource:
 
 
 def _download(repo: str, config_only: bool) -> Path:
-    """Download a snapshot of a Hugging Face repository: config, safetensors, tokenizer, nothing
-    else."""
+    """Download a snapshot of a Hugging Face repository: only config, safetensors, tokenizer."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     log.info("fetching %s from the Hugging Face hub", repo)

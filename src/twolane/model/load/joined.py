@@ -24,8 +24,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, spec: ModelSpec) -> Place | None:
-    """Return the place of a module in checkpoints of a family that joins modules; None if it is
-    stored by itself."""
+    """Return a module's place in another one, for families that join modules; else None."""
     for joined, parts in _parts(spec).items():
         if joined == _QKV and spec.family != "phi3":
             continue  # GLM joins gate and up alone

@@ -347,16 +347,11 @@ def _layer(
     for kind, module in modules.items():
         name = f"model.layers.{i}.{kind}"
         if name in found:
-            a, b = (_matrix(tensors, f"{_PREFIX}{name}.lora_{end}.weight") for end in "AB")
+            a, b = (tensors[f"{_PREFIX}{name}.lora_{end}.weight"].float() for end in "AB")
             b = b * config.scale(name)
             sections = layer.setdefault(module.product, [])
             sections += _sections(f"model.layers.{i}.", module, a, b, shard, dtype)
     return layer
-
-
-def _matrix(tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return a tensor as float32."""
-    return tensors[name].float()
 
 
 def _sections(

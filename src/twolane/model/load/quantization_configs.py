@@ -192,8 +192,7 @@ _WHERE = "config.json: quantization_config"
 
 
 def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config itself where one holds it, as the first versions of compressed-tensors
-    wrote."""
+    """Return the config that another holds, as compressed-tensors' first versions wrote."""
     inner = raw.get("quantization_config")
     return {**raw, **inner} if isinstance(inner, Mapping) else raw
 
@@ -324,8 +323,7 @@ def _of_all(
     *,
     head: bool = False,
 ) -> Quantization:
-    """Return the quantisation of all linear modules of the layers, or of some names, in one of a
-    method's formats."""
+    """Return the quantisation of linear modules, all or some by name, in one format."""
     named, ignored = _checked(targets), _checked(left)
     groups = tuple(ModuleGroup(form, named) for form in forms)
     return Quantization(groups, ignored, head=head, by_pattern=False, unused=unused)

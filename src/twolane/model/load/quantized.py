@@ -81,8 +81,7 @@ def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """Read a matrix stored as [columns, rows], eight columns in a word of the numbers, eight rows
-    in one of the zeros."""
+    """Read [columns, rows]: words of eight columns, and for zeros of eight rows."""
     numbers, scales = _halves(tensors["qweight"].t()), tensors["scales"].t()
     zeros = _halves(_zero_words(format, tensors["qzeros"])).t()
     return _ordered(format, numbers, scales, zeros, tensors, "g_idx")
@@ -107,8 +106,7 @@ _CENTRED = 0x77777777, 0x88888888 - 2**32
 
 
 def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """Read a matrix stored as [rows, columns], eight columns in a word of the numbers, eight rows
-    in one of the zeros."""
+    """Read [rows, columns]: words of eight columns, and for zeros of eight rows."""
     numbers, zeros = _halves(tensors["weight_packed"]), None
     if tuple(tensors["weight_shape"].tolist()) != tuple(numbers.shape):
         raise ValueError(

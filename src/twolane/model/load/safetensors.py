@@ -101,8 +101,7 @@ def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
 
 
 def _placed(name: str) -> str:
-    """Return the tensor's name in a whole model: those of embeddings are stored without their
-    place."""
+    """Return the tensor's name in a whole model; embeddings are stored without their place."""
     return f"model.{name}" if name.startswith(BARE) else name
 
 

@@ -15,7 +15,6 @@ from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
 from twolane.model.spec import ModelSpec
 
-_MLP = "mlp"
 _STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -91,7 +90,7 @@ def has_stacks(source: TensorSource) -> bool:
 
 def _in_stack(name: str) -> bool:
     """Return whether a tensor holds all experts."""
-    return any(f".{_MLP}.{stack}" in name for stack in _STACKS)
+    return any(f".mlp.{stack}" in name for stack in _STACKS)
 
 
 def _places(spec: ModelSpec, there: set[str]) -> Iterator[tuple[str, _Place]]:
@@ -106,7 +105,7 @@ def _places(spec: ModelSpec, there: set[str]) -> Iterator[tuple[str, _Place]]:
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}"
         for part, stack, first, rows in parts:
-            if (whole := f"{prefix}.{_MLP}.{stack}") not in there:
+            if (whole := f"{prefix}.mlp.{stack}") not in there:
                 continue
             for number in range(spec.moe.experts):
                 weight = f"{prefix}.{names.expert.format(number)}.{part}.weight"
@@ -126,6 +125,6 @@ def _misshapen(source: TensorSource, spec: ModelSpec, stacks: set[str]) -> Itera
 
 def _routers(spec: ModelSpec, stacks: set[str]) -> dict[str, str]:
     """Return the routers beside stacks by name, with the names under which they are stored."""
-    prefixes = {stack.split(f".{_MLP}.")[0] for stack in stacks}
-    own, stored = expert_names(spec).router, f"{_MLP}.gate"
+    prefixes = {stack.split(".mlp.")[0] for stack in stacks}
+    own, stored = expert_names(spec).router, "mlp.gate"
     return {f"{p}.{own}.weight": f"{p}.{stored}.weight" for p in prefixes if own != stored}

@@ -173,8 +173,7 @@ def _open(
     stack: ExitStack,
     stored: Quantization | None,
 ) -> tuple[ModelSpec, TensorSource, Quantization | None]:
-    """Open a model; return its spec, its tensors, and the formats of its linear modules (None:
-    floats)."""
+    """Open a model: its spec, its tensors, and the formats of linear modules (None: floats)."""
     if dummy:
         spec = skewed(source.spec(), router_skew)
         return spec, _dummy(spec, seed, device), None

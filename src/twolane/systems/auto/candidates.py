@@ -155,8 +155,7 @@ class Candidates:
         return found
 
     def _temporal(self, alone: float) -> Candidate:
-        """Return the candidate with as many layers between two steps as the bound allows, at least
-        one."""
+        """Return the candidate with the most layers between two steps within the bound, or one."""
         layer = self._layer_alone(alone)
         layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
         gap = self.step + layers * layer

@@ -57,8 +57,7 @@ class _Queued:
 
     @property
     def yields(self) -> bool:
-        """Whether it may be late for others, or be refused: no part of it was computed or
-        delivered."""
+        """Whether it may be late or refused: no part of it was computed or delivered."""
         return not (self.request.started or self.request.generated)
 
     def hurried(self, done: float) -> bool:

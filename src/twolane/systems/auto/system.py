@@ -233,8 +233,7 @@ def _outdated(current: CurrentChoice, made_for: tuple[object, ...], now: float) 
 
 
 def _no_room(view: View, decode: Load, prompts: Prompts, target: TbtTarget) -> bool:
-    """Return whether decode, with the requests that would join it, could not keep the bound even
-    alone."""
+    """Return whether decode, with the requests that would join it, misses the bound alone."""
     joined = Load.decode([*decode.r, *prompts.joiners])
     then = view.estimator.predict(decode_step(joined), view.units, bound=True)
     return then is not None and then > target.bound

@@ -37,8 +37,7 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        """Launch a pass: a token for each decoding request, and as much prefill as the budget
-        leaves."""
+        """Launch a pass: a token for each decoding request, and prefill within the budget."""
         lane = view.lanes["device"]
         if not lane.due(view.now, self.lead_seconds):
             return Plan(wake_at=lane.due_at(self.lead_seconds)), None

@@ -60,8 +60,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _slice(view: View, prompts: PrefillJob, rows: Sequence[RequestView]) -> tuple[int, str]:
-    """Return the number of layers that fit between two decode steps, at least one, and the
-    reason."""
+    """Return how many layers fit between two decode steps, at least one, and the reason."""
     slo = tbt_slo(rows)
     if math.isinf(slo):
         return view.layers, "no TBT bound"

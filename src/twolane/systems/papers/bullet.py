@@ -110,8 +110,7 @@ class BulletMemory:
 
 @dataclass(frozen=True, slots=True)
 class BulletWork:
-    """The prefill batch that is open or about to open, and the requests whose TTFT it
-    determines."""
+    """The prefill batch, open or about to be, and the requests whose TTFT it determines."""
 
     prompts: PrefillJob
     chunks: tuple[Chunk, ...]
@@ -121,8 +120,7 @@ class BulletWork:
     requests: Sequence[RequestView]
     """Requests in the batch and, if it is a new one, those behind it in the queue."""
     shares: Sequence[float]
-    """First-token time of each request, as a multiple of the batch's remaining time after
-    `start`."""
+    """Each request's first-token time, in multiples of the batch's time left after `start`."""
     percentile: float
     """Percentile of TTFT over those requests."""
 
@@ -194,8 +192,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a batch ends earlier where a further request raises its predicted rate by less than
     1 %: arithmetic intensity has its limit there under the execution state (§3.3.2)."""
     partition: bool = True
-    """Whether units are partitioned; false: both lanes on all units (Figure 23: with the scheduler
-    only)."""
+    """Whether units are partitioned; false: scheduler only (Figure 23), lanes on all units."""
     schedule: bool = True
     """Whether prompts are reordered and decode may pause; false: neither (Figure 23: with
     partitions only; if `partition` is false, too: naive)."""
@@ -256,8 +253,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return BulletWork(prompts, chunks, start, requests, shares, PERCENTILE), memory
 
     def _latencies(self, view: View, memory: BulletMemory) -> dict[str, tuple[int, float]]:
-        """Return the latencies of the first waiting requests, predicted once; empty if none is
-        known."""
+        """Return the first waiting requests' latencies, predicted once; empty if unknown."""
         known: dict[str, tuple[int, float]] = {}
         for request in view.waiting[:MOST_PREDICTED]:
             entry, new = memory.latencies.get(request.id), request.new
@@ -274,8 +270,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _ordered(
         self, view: View, latencies: Mapping[str, tuple[int, float]], start: float
     ) -> list[RequestView]:
-        """Return the waiting requests in the order of service; the first of them fits into
-        memory."""
+        """Return the waiting requests in order of service; the first of them fits into memory."""
         waiting = list(view.waiting)
         if not self.schedule or not latencies:
             return waiting
@@ -336,8 +331,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return shared_levels(view) if self.partition else [(view.units, view.units)]
 
     def _ttft(self, work: BulletWork, seconds: Floats) -> Floats:
-        """Return predicted TTFT as a share of its SLO if the batch takes `seconds`; both are
-        [levels]."""
+        """Return predicted TTFT / SLO if the batch takes `seconds`; both are [levels]."""
         arrivals = np.array([request.arrival for request in work.requests])
         due = np.array([self._due(request) for request in work.requests])
         latency = work.start + np.outer(seconds, work.shares) - arrivals
