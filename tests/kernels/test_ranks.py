@@ -277,12 +277,12 @@ def test_sums_are_chosen_for_the_decode_lane_and_for_the_whole_device(
         channel = self.workspace.channel
         assert isinstance(channel, TwoShot)
         right = "joined" if products.units < 132 and rows == 4 else "nccl"
-        return 0.5 if channel.way(rows) == right else 1.0
+        return 0.5 if channel.method(rows) == right else 1.0
 
     def capture(self: DecodeGraphs, stream: object, units: int, _: object) -> None:
         channel = self.workspace.channel
         assert isinstance(channel, TwoShot)
-        captured[units] = [channel.way(rows) for rows in self.buckets]
+        captured[units] = [channel.method(rows) for rows in self.buckets]
 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(DecodeGraphs, "_tune", lambda *_: None)

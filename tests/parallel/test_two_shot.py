@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from twolane.parallel.channel import Silent
 from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
-from twolane.parallel.two_shot import LARGEST_BYTES, WAYS, TwoShot, Way
+from twolane.parallel.two_shot import LARGEST_BYTES, SUM_METHODS, SumMethod, TwoShot
 
 WIDTH = 64
 CPU = torch.device("cpu")
@@ -44,9 +44,9 @@ class Mapped(TwoShot):
         self.shared.append(len(tensor))
 
 
-def as_told(channel: Mapped, times: dict[Way, float]) -> Callable[[int], float]:
-    """Layers take this long, by the way that they are summed now."""
-    return lambda rows: times[channel.way(rows)]
+def as_told(channel: Mapped, times: dict[SumMethod, float]) -> Callable[[int], float]:
+    """Layers take this long, by the method that they are summed now."""
+    return lambda rows: times[channel.method(rows)]
 
 
 def sums(channel: Mapped, buffer: Tensor, rows: tuple[int, ...]) -> list[int]:
@@ -57,25 +57,27 @@ def sums(channel: Mapped, buffer: Tensor, rows: tuple[int, ...]) -> list[int]:
     return channel.shared
 
 
-def made(nccl: Told, ways: Sequence[Way] = WAYS, *, before: str = "", problem: str = "") -> Mapped:
+def made(
+    nccl: Told, methods: Sequence[SumMethod] = SUM_METHODS, *, before: str = "", problem: str = ""
+) -> Mapped:
     """Where the other rank has mapped its memory, or has run into a problem, perhaps before."""
     store = dist.HashStore()
     for when, told in (("before", before), ("mapped", problem)):
         dist.PrefixStore(when, store).set(f"rank-{1 - nccl.rank}", told)
-    return Mapped(nccl, store, ways)
+    return Mapped(nccl, store, methods)
 
 
 def test_the_fastest_way_is_chosen_for_each_number_of_rows() -> None:
     channel = made(nccl := Told())
     buffer = channel.buffer(16, WIDTH, torch.bfloat16, CPU)
-    fastest: dict[int, Way] = {1: "joined", 2: "two-shot", 8: "nccl", 16: "joined"}
+    fastest: dict[int, SumMethod] = {1: "joined", 2: "two-shot", 8: "nccl", 16: "joined"}
 
     def seconds(rows: int) -> float:
-        return 0.5 if channel.way(rows) == fastest[rows] else 1.0
+        return 0.5 if channel.method(rows) == fastest[rows] else 1.0
 
     times = channel.choose(tuple(fastest), seconds)
     assert times[2] == {"nccl": 1.0, "two-shot": 0.5, "joined": 1.0}
-    assert {rows: channel.way(rows) for rows in fastest} == fastest
+    assert {rows: channel.method(rows) for rows in fastest} == fastest
     assert {rows for rows in fastest if channel.mapped(buffer[:rows])} == {1, 16}
     assert sums(channel, buffer, tuple(fastest)) == [1, 2, 16]
     assert nccl.summed == [8]
@@ -85,28 +87,28 @@ def test_a_gain_within_what_timings_vary_is_none() -> None:
     channel = made(Told())
     channel.buffer(16, WIDTH, torch.bfloat16, CPU)
     channel.choose((1,), as_told(channel, {"nccl": 1.0, "two-shot": 0.995, "joined": 0.992}))
-    assert channel.way(1) == "nccl"
+    assert channel.method(1) == "nccl"
     channel.choose((1,), as_told(channel, {"nccl": 1.0, "two-shot": 0.995, "joined": 0.985}))
-    assert channel.way(1) == "joined"
+    assert channel.method(1) == "joined"
 
 
 def test_rank_0_decides_for_all() -> None:
     """Whatever another rank has measured: else one would wait where the others are not."""
-    said = tuple(WAYS.index(way) for way in ("nccl", "two-shot", "joined"))
+    said = tuple(SUM_METHODS.index(method) for method in ("nccl", "two-shot", "joined"))
     channel = made(Told(rank=1, said=said))
     channel.buffer(16, WIDTH, torch.bfloat16, CPU)
-    times: dict[Way, float] = {"nccl": 1.0, "two-shot": 0.5, "joined": 0.7}
+    times: dict[SumMethod, float] = {"nccl": 1.0, "two-shot": 0.5, "joined": 0.7}
     channel.choose((1, 8, 16), as_told(channel, times))
-    assert [channel.way(rows) for rows in (1, 8, 16)] == ["nccl", "two-shot", "joined"]
+    assert [channel.method(rows) for rows in (1, 8, 16)] == ["nccl", "two-shot", "joined"]
 
 
-@pytest.mark.parametrize("way", ["two-shot", "joined"])
-def test_one_way_is_taken_without_timing(way: Way) -> None:
-    channel = made(Told(), (way,))
+@pytest.mark.parametrize("method", ["two-shot", "joined"])
+def test_one_way_is_taken_without_timing(method: SumMethod) -> None:
+    channel = made(Told(), (method,))
     buffer = channel.buffer(16, WIDTH, torch.bfloat16, CPU)
     assert channel.choose((1, 8), lambda rows: pytest.fail("was timed")) == {}
-    assert [channel.way(rows) for rows in (1, 8)] == [way, way]
-    assert (channel.mapped(buffer[:8]) is not None) == (way == "joined")
+    assert [channel.method(rows) for rows in (1, 8)] == [method, method]
+    assert (channel.mapped(buffer[:8]) is not None) == (method == "joined")
 
 
 def test_nothing_is_shared_before_it_is_chosen() -> None:
@@ -157,10 +159,10 @@ def test_a_process_makes_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
         PeerGroup("second", 0, 1, dist.HashStore())
 
 
-@pytest.mark.parametrize("way", ["two-shot", "joined"])
-def test_sharing_that_was_asked_for_is_refused_where_one_cannot(way: Way) -> None:
-    channel = made(Told(), (way,), problem="peer access is not supported")
-    with pytest.raises(RuntimeError, match=f"{way} sums: peer access is not supported"):
+@pytest.mark.parametrize("method", ["two-shot", "joined"])
+def test_sharing_that_was_asked_for_is_refused_where_one_cannot(method: SumMethod) -> None:
+    channel = made(Told(), (method,), problem="peer access is not supported")
+    with pytest.raises(RuntimeError, match=f"{method} sums: peer access is not supported"):
         channel.buffer(4, WIDTH, torch.bfloat16, CPU)
 
 

@@ -171,10 +171,10 @@ def ranks() -> str:
         return f"one: several need as many GPUs of one host ({names[0]})"
     if len(names) > 1:
         return f"none of all {count} GPUs, which are not alike: {', '.join(names)}"
-    from twolane.lanes.cuda.ranks import ways_to_sum
+    from twolane.lanes.cuda.ranks import sum_methods
 
     try:
-        return f"up to {count} GPUs, which sum by {ways_to_sum(count)} ({names[0]})"
+        return f"up to {count} GPUs, which sum by {sum_methods(count)} ({names[0]})"
     except RuntimeError as error:
         return f"none: {error}"
 

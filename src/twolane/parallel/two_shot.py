@@ -18,9 +18,9 @@ from twolane.parallel.group import meet
 from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
 
 log = logging.getLogger("twolane.cuda")
-Way = Literal["nccl", "two-shot", "joined"]
-"""A way to sum: NCCL, PyTorch's two-shot all-reduce, or one launch with the norm behind it."""
-WAYS: tuple[Way, ...] = get_args(Way)
+SumMethod = Literal["nccl", "two-shot", "joined"]
+"""A method to sum: NCCL, PyTorch's two-shot all-reduce, or one launch with the norm behind it."""
+SUM_METHODS: tuple[SumMethod, ...] = get_args(SumMethod)
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
 ALIGNED_BYTES = 16
@@ -51,7 +51,7 @@ class TwoShot:
     Args:
         channel: of the same ranks and the same lane.
         store: where they meet to map each other's memory.
-        ways: what `choose` decides between; one alone is taken for every sum that can go so.
+        methods: what `choose` decides between; one alone is taken for every sum that can go so.
         flag_bytes: bytes of flags that others set, for kernels that sum by themselves.
     """
 
@@ -59,18 +59,18 @@ class TwoShot:
         self,
         channel: Channel,
         store: dist.Store,
-        ways: Sequence[Way],
+        methods: Sequence[SumMethod],
         flag_bytes: int = 0,
     ) -> None:
         self.rank, self.size = channel.rank, channel.size
         self._flag_bytes, self._addresses = flag_bytes, (0,) * self.size
-        self._channel, self._store, self._ways = channel, store, ways
+        self._channel, self._store, self._methods = channel, store, methods
         self._buffer: Tensor | None = None
         """Memory that all ranks map; None if they cannot."""
         self._group: PeerGroup | None = None
         """The ranks as PyTorch knows them, for as long as this lives."""
-        self._chosen: dict[int, Way] = {}
-        """Way of each sum by its number of elements; other sums go by NCCL."""
+        self._chosen: dict[int, SumMethod] = {}
+        """Method of each sum by its number of elements; other sums go by NCCL."""
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Channel.buffer`: mapped by all ranks, once."""
@@ -85,8 +85,8 @@ class TwoShot:
             problem = self._problem("mapped", own)
         if not problem:
             self._buffer = buffer
-        elif len(self._ways) == 1:
-            raise RuntimeError(f"{self._ways[0]} sums: {problem}")
+        elif len(self._methods) == 1:
+            raise RuntimeError(f"{self._methods[0]} sums: {problem}")
         else:
             log.warning("all-reduces use NCCL only: %s", problem)
         return self._channel.buffer(rows, width, dtype, device) if buffer is None else buffer
@@ -98,7 +98,7 @@ class TwoShot:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Channel.all_reduce`."""
-        if self._way(tensor) != "nccl":
+        if self._method(tensor) != "nccl":
             self._sum(tensor)
         else:
             self._channel.all_reduce(tensor)
@@ -113,7 +113,7 @@ class TwoShot:
 
     def choose(
         self, rows: Sequence[int], seconds: Callable[[int], float]
-    ) -> Mapping[int, Mapping[Way, float]]:
+    ) -> Mapping[int, Mapping[SumMethod, float]]:
         """Choose for each number of rows how they are summed: rank 0's clock decides for all.
 
         Args:
@@ -121,43 +121,43 @@ class TwoShot:
             seconds: times layers with this many rows, on the lane's stream, summed as they are now.
 
         Returns:
-            Seconds by rows and by way, where there is a choice.
+            Seconds by rows and by method, where there is a choice.
         """
         if self._buffer is None:
             return {}
         numbers = {count: self._buffer[:count].numel() for count in rows}
         shared = [count for count in rows if self._shared(self._buffer[:count])]
-        if len(self._ways) == 1:
-            self._chosen = {numbers[count]: self._ways[0] for count in shared}
+        if len(self._methods) == 1:
+            self._chosen = {numbers[count]: self._methods[0] for count in shared}
             return {}
-        times: dict[int, dict[Way, float]] = {}
+        times: dict[int, dict[SumMethod, float]] = {}
         for count in shared:
             times[count] = {}
-            for way in self._ways:
-                self._chosen[numbers[count]] = way
-                times[count][way] = seconds(count)
-        best = [self._ways.index(_fastest(by_way)) for by_way in times.values()]
+            for method in self._methods:
+                self._chosen[numbers[count]] = method
+                times[count][method] = seconds(count)
+        best = [self._methods.index(_fastest(by_method)) for by_method in times.values()]
         decided = torch.tensor([*best, 0], dtype=torch.int32, device=self._buffer.device)
         self._channel.broadcast(decided)
-        for count, way in zip(times, decided.tolist(), strict=False):
-            self._chosen[numbers[count]] = self._ways[way]
+        for count, method in zip(times, decided.tolist(), strict=False):
+            self._chosen[numbers[count]] = self._methods[method]
         return times
 
-    def way(self, rows: int) -> Way:
-        """Return the way in which this many rows of the buffer are summed."""
+    def method(self, rows: int) -> SumMethod:
+        """Return the method by which this many rows of the buffer are summed."""
         assert self._buffer is not None
-        return self._way(self._buffer[:rows])
+        return self._method(self._buffer[:rows])
 
     def mapped(self, tensor: Tensor) -> Mapped | None:
         """Return the addresses of these partial sums on all ranks, for a kernel that sums them by
         itself; None if `all_reduce` sums them."""
-        if self._way(tensor) != "joined":
+        if self._method(tensor) != "joined":
             return None
         assert self._buffer is not None
         flags = tuple(address + self._buffer.nbytes for address in self._addresses)
         return Mapped(self.rank, self._addresses, flags)
 
-    def _way(self, tensor: Tensor) -> Way:
+    def _method(self, tensor: Tensor) -> SumMethod:
         return self._chosen.get(tensor.numel(), "nccl") if self._shared(tensor) else "nccl"
 
     def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -186,6 +186,6 @@ class TwoShot:
         )
 
 
-def _fastest(seconds: Mapping[Way, float]) -> Way:
-    """Return the fastest way, with NCCL's seconds counted a little lower than they are."""
-    return min(seconds, key=lambda way: seconds[way] * (GAIN if way == "nccl" else 1.0))
+def _fastest(seconds: Mapping[SumMethod, float]) -> SumMethod:
+    """Return the fastest method, with NCCL's seconds counted a little lower than they are."""
+    return min(seconds, key=lambda method: seconds[method] * (GAIN if method == "nccl" else 1.0))

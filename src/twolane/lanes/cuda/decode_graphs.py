@@ -212,10 +212,12 @@ class DecodeGraphs:
         self._tune(stream, units)
         with torch.cuda.stream(stream):
             times = channel.choose(self.buckets, partial(self._layer_seconds, self.products(units)))
-        for rows, by_way in times.items():
-            text = ", ".join(f"{way} {seconds * 1e6:.1f}" for way, seconds in by_way.items())
-            way = channel.way(rows)
-            log.info("all-reduce: %d rows on %d SMs: %s; us a layer: %s", rows, units, way, text)
+        for rows, by_method in times.items():
+            text = ", ".join(
+                f"{method} {seconds * 1e6:.1f}" for method, seconds in by_method.items()
+            )
+            method = channel.method(rows)
+            log.info("all-reduce: %d rows on %d SMs: %s; us a layer: %s", rows, units, method, text)
 
     def _layer_seconds(self, products: GpuProducts, rows: int) -> float:
         """Return the seconds of a layer without attention for this many rows of zeros, on torch's

@@ -20,7 +20,7 @@ from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
 from twolane.parallel.nccl import Communicator, NcclError, join, version
 from twolane.parallel.peer_memory import map_each_other
-from twolane.parallel.two_shot import WAYS, TwoShot
+from twolane.parallel.two_shot import SUM_METHODS, TwoShot
 
 T = TypeVar("T")
 FOLLOWER = "twolane.lanes.cuda.follower"
@@ -75,13 +75,17 @@ def connect(
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
     if all_reduce != "nccl":
         here = dist.PrefixStore("two-shot", store)
-        ways = WAYS if all_reduce == "auto" else tuple(way for way in WAYS if way == all_reduce)
+        methods = (
+            SUM_METHODS
+            if all_reduce == "auto"
+            else tuple(m for m in SUM_METHODS if m == all_reduce)
+        )
         channel, flags = channels[CHANNELS["decode"]], flag_bytes(shard.size)
-        machine.step_channel = TwoShot(channel, here, ways, flags)
+        machine.step_channel = TwoShot(channel, here, methods, flags)
     return min(int(free) for _, free in notes)
 
 
-def ways_to_sum(ranks: int) -> str:
+def sum_methods(ranks: int) -> str:
     """Return a description of how the first GPUs of this host can sum.
 
     Raises:
