@@ -109,6 +109,34 @@ def test_a_server_that_says_no_landmarks_delays_a_request_for_a_moment_only(monk
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": [16, 32], "hashes": [1]},
+        {"tokens": [2, 2], "hashes": [1, 2]},
+        {"tokens": [0], "hashes": [1]},
+        {"tokens": [4], "hashes": [1]},
+        {"prompt_tokens": 0},
+        {"prompt_tokens": 10**18},
+        "[" * 100_000,
+    ],
+    ids=range(7),
+)
+def test_landmarks_that_no_prompt_has_are_not_believed(wrong) -> None:
+    said = wrong if isinstance(wrong, str) else json.dumps({**FOUND, **wrong})
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        out.write(whole(said.encode()))
+
+    async def run() -> None:
+        async with fleet_of(*two(script)) as fleet:
+            asked, ask = await told(fleet, call(prompt="a"))
+            assert asked.body == call(prompt="a").body
+            assert ask.landmarks == Landmarks()
+
+    asyncio.run(run())
+
+
 def test_a_request_for_an_adapter_is_at_home_where_that_is_loaded() -> None:
     async def run() -> None:
         async with fleet_of(*two()) as fleet:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import OrderedDict
 from contextlib import suppress
+from itertools import pairwise
 
 import aiohttp
 import msgspec
@@ -15,7 +16,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.calls import ClientCall, forwarded_headers
 from twolane.fleet.pool import Member, Pool
-from twolane.router.state import RoutedRequest
+from twolane.router.state import LARGEST, RoutedRequest
 
 LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Paths whose prompts have landmarks, with the last part of the replica's path that computes
@@ -61,6 +62,15 @@ class _Landmarks(msgspec.Struct):
     tokens: list[int]
     hashes: list[int]
     token_ids: list[int] | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether there are as many prefixes as hashes, shortest first and within the prompt."""
+        lengths = (0, *self.tokens, self.prompt_tokens + 1)
+        ascending = all(shorter < longer for shorter, longer in pairwise(lengths))
+        return (
+            len(self.tokens) == len(self.hashes) and ascending and 0 < self.prompt_tokens < LARGEST
+        )
 
 
 class Inquiry:
@@ -134,9 +144,10 @@ class Inquiry:
             ):
                 if answer.status != 200:  # the replica that it is sent to says what is wrong
                     return None
-                return msgspec.json.decode(await answer.read(), type=_Landmarks)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+                found = msgspec.json.decode(await answer.read(), type=_Landmarks)
+        except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return None
+        return found if found.sound else None
 
 
 def _bound(path: str, asked: str) -> float | None:

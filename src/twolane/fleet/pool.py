@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 
 from twolane.common.checked_json import UNREADABLE
 from twolane.fleet.changes import Changes
@@ -16,7 +15,7 @@ from twolane.fleet.hosts import Hosts, ReplicaAddress
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.process import StartError
 from twolane.fleet.scale import Trend, wanted
-from twolane.router.state import ReplicaState
+from twolane.router.state import ReplicaState, read_state
 from twolane.router.table import Table
 
 log = logging.getLogger("twolane.fleet")
@@ -209,7 +208,7 @@ class Pool:
             ):
                 if answer.status != 200:
                     return None
-                return msgspec.json.decode(await answer.read(), type=ReplicaState)
+                return read_state(await answer.read())
         except (aiohttp.ClientError, OSError, *UNREADABLE):
             return None
 

@@ -11,6 +11,8 @@ from twolane.engine.messages import Ready, Stats
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
+LARGEST = 1e15
+"""Largest number, in whatever unit, that is believed of a replica."""
 FORMAT = 3
 """Version of `ReplicaState`; a router skips replicas with another one."""
 
@@ -74,6 +76,29 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
             slo=ready.slo,
             digest=None if known == prefixes.version else prefixes.digest(),
         )
+
+
+def read_state(data: bytes) -> ReplicaState:
+    """Decode what a replica says of its state.
+
+    Raises:
+        msgspec.ValidationError: it has numbers that no server has and a router cannot compute with.
+        Exception: one of `UNREADABLE`: it is no state.
+    """
+    state = msgspec.json.decode(data, type=ReplicaState)
+    pace, slo, prompts = state.prompt_pace, state.slo, state.yielding or ()
+    counts = (
+        *(state.running, state.waiting, state.prefilling, state.pages, state.pages_free),
+        *(*state.queued, pace.prompt, pace.token, pace.pair, state.attainment or 0.0),
+        *(slo.ttft or 0.0, slo.ttft_per_token, slo.tbt or 0.0, slo.tpot or 0.0),
+        *(number for prompt in prompts for number in (prompt.new, prompt.reused)),
+    )
+    believed = all(-1.0 <= number <= LARGEST for number in counts)  # sums of fractions may round
+    believed = believed and all(abs(prompt.left) <= LARGEST for prompt in prompts)
+    sizes = (state.page_size, state.page_size if state.digest is None else state.digest.page_size)
+    if not believed or not all(1 <= size <= LARGEST for size in sizes):
+        raise msgspec.ValidationError("the state of a replica has numbers that no server has")
+    return state
 
 
 def total_load(states: Sequence[ReplicaState]) -> dict[str, int]:
