@@ -70,5 +70,5 @@ def test_nothing_changes_while_a_replica_starts() -> None:
 
 
 def test_bounds_that_contradict_are_refused() -> None:
-    with pytest.raises(FieldError, match="replicas is 2"):
+    with pytest.raises(FieldError, match="between min-replicas and max-replicas, not 2"):
         _ = FleetOptions(replicas=2, max_replicas=1).bounds
