@@ -30,6 +30,8 @@ PORT = "{port}"
 """Placeholder for the port in a server's command."""
 READY_SECONDS = 1200.0
 """Seconds that a server of another kind may take to become ready."""
+VERSION_PATHS = ("/version", "/server_info")
+"""Where servers tell their version, the first that does: vLLM and Twolane, SGLang."""
 POLL_SECONDS = 0.2
 """Seconds between two checks of readiness."""
 STOP_SECONDS = 30.0
@@ -163,13 +165,14 @@ def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> No
 
 
 def _version(url: str) -> str:
-    """Return the version in a server's /version, or an empty text."""
-    status, body = _answer(f"{url}/version")
-    try:
-        said = msgspec.json.decode(body, type=dict[str, Any])
-    except UNREADABLE:
-        return ""
-    return str(said.get("version", "")) if status == HTTPStatus.OK else ""
+    """Return the version that a server tells at one of `VERSION_PATHS`, or an empty text."""
+    for path in VERSION_PATHS:
+        status, body = _answer(url + path)
+        with contextlib.suppress(*UNREADABLE):
+            said = msgspec.json.decode(body, type=dict[str, Any])
+            if status == HTTPStatus.OK and (version := said.get("version")):
+                return str(version)
+    return ""
 
 
 def _answer(url: str) -> tuple[int, bytes]:
