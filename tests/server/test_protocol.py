@@ -566,3 +566,19 @@ def test_what_proxies_add_to_the_parts_of_a_history_says_nothing():
     items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", **added}]
     request = ResponsesRequest.model_validate({"input": [*items, output]})
     assert [turn["role"] for turn in request.turns] == ["assistant", "tool"]
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_stand_beside_the_type_of_the_format(kind):
+    """As in llama.cpp's server."""
+
+    def asked(**form):
+        return {"messages": MESSAGES, "response_format": {"type": kind, **form}}
+
+    schema = {"type": "object", "required": ["a"]}
+    request = ChatRequest.model_validate(asked(schema=schema))
+    assert request.response_format.constraint().schema == schema
+    both = asked(schema=schema, json_schema={"name": "a", "schema": schema})
+    assert refusal(ChatRequest, both).param == "response_format.schema"
+    free = asked(type="text", schema=schema)
+    assert refusal(ChatRequest, free).param == "response_format.schema"

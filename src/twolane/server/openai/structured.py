@@ -31,11 +31,16 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    """The schema where llama.cpp has it, also for a `json_object`."""
 
     @model_validator(mode="after")
     def schema_where_it_belongs(self) -> "ResponseFormat":
         """Refuse the type "json_schema" without a schema, and a schema with another type."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.schema_ is not None:
+            if self.type == "text" or self.json_schema is not None:
+                raise wrong("schema", "cannot be combined with json_schema or text")
+        elif (self.type == "json_schema") != (self.json_schema is not None):
             raise wrong("json_schema", 'is required with the type "json_schema", and only there')
         return self
 
@@ -43,7 +48,7 @@ class ResponseFormat(Body):
         """Return the constraint on the answer; None: free text."""
         if self.type == "text":
             return None
-        schema = None if self.json_schema is None else self.json_schema.schema_
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
         return jobs.Schema(ANY_OBJECT if schema is None else schema)
 
 
