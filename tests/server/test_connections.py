@@ -153,9 +153,13 @@ def test_trailers_are_no_request_line():
 @pytest.mark.parametrize(
     ("head", "status", "reason"),
     [
-        (b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n", 505, "HTTP/2.0 is not served, but HTTP/1.1"),
-        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2.0 is not served"),
-        (b"GET /health HTTP/0.9\r\n\r\n", 505, "HTTP/0.9 is not served"),
+        (
+            b"GET /health HTTP/2.0\r\nHost: x\r\n\r\n",
+            505,
+            "HTTP/2.0 is not supported: send",
+        ),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505, "HTTP/2.0 is not supported"),
+        (b"GET /health HTTP/0.9\r\n\r\n", 505, "HTTP/0.9 is not supported"),
         (JSON + b"Transfer-Encoding: gzip\r\n\r\n", 501, "Only Transfer-Encoding: chunked"),
         (b"GET /health HTTP/1.1\r\nA: " + b"b" * 70_000, 431, "Receive buffer too long"),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "Missing mandatory Host: header"),

@@ -449,7 +449,7 @@ def test_errors_repeat_little_of_what_came():
     ],
 )
 def test_half_of_an_emoji_is_told_with_its_field(text, param):
-    with pytest.raises(ApiError, match="has half of a surrogate pair") as refused:
+    with pytest.raises(ApiError, match="has a lone surrogate") as refused:
         strict_json.parse(text.encode())
     assert refused.value.param == param
     assert refused.value.message.startswith(f"{param or 'the body'} has")

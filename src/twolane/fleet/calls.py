@@ -132,9 +132,9 @@ async def start_answer(send: Send, status: int, headers: list[tuple[bytes, bytes
     await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def answer_json(send: Send, status: int, content: object) -> None:
-    """Send an answer with a JSON body."""
-    await answer(send, status, msgspec.json.encode(content), "application/json")
+async def answer_json(send: Send, content: object) -> None:
+    """Send an answer with status 200 and a JSON body."""
+    await answer(send, 200, msgspec.json.encode(content), "application/json")
 
 
 async def answer(send: Send, status: int, body: bytes, content_type: str) -> None:

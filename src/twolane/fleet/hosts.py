@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from twolane.common.errors import FieldError
@@ -49,20 +49,15 @@ class LocalHosts:
 
     Args:
         arguments: of `twolane serve`.
-        environment: variables beside those of this process.
     """
 
-    def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
-        self._environment = environment
         self._processes: dict[str, ReplicaProcess] = {}
 
     async def start(self, name: str) -> ReplicaAddress:
         """See `Hosts.start`."""
-        arguments = self._arguments, "127.0.0.1", self._environment
-        process = await asyncio.to_thread(ReplicaProcess, *arguments)
+        process = await asyncio.to_thread(ReplicaProcess, self._arguments, "127.0.0.1")
         self._processes[name] = process  # so that it can be stopped before it serves
         return ReplicaAddress(await asyncio.to_thread(process.wait_for_url), process.pid)
 
@@ -84,15 +79,13 @@ class LocalHosts:
 class Actor:
     """The Ray actor that holds one replica, which is killed with it."""
 
-    def start(
-        self, arguments: Sequence[str], host: str | None, environment: Mapping[str, str]
-    ) -> ReplicaAddress:
+    def start(self, arguments: Sequence[str], host: str | None) -> ReplicaAddress:
         """Start the replica on the actor's machine, listening at `host` or at the node's
         address."""
         import ray
 
         host = host or ray.util.get_node_ip_address()
-        self._process = ReplicaProcess(arguments, host, environment)
+        self._process = ReplicaProcess(arguments, host)
         return ReplicaAddress(self._process.wait_for_url(), self._process.pid)
 
     def alive(self) -> bool:
@@ -114,7 +107,6 @@ class RayHosts:
         gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
         replicas: how many there are at the start.
         most: how many replicas there may be.
-        environment: variables beside those of this process.
 
     Raises:
         ValueError: Ray is not installed.
@@ -130,7 +122,6 @@ class RayHosts:
         gpus: float,
         replicas: int,
         most: int,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         try:
             import ray
@@ -150,7 +141,6 @@ class RayHosts:
         self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
         self._host = "127.0.0.1" if address is None else None
         self._arguments = list(arguments)
-        self._environment = dict(environment or {})
         self._actors: dict[str, Any] = {}
 
     async def start(self, name: str) -> ReplicaAddress:
@@ -158,8 +148,7 @@ class RayHosts:
         actor = self._class.remote()
         try:
             await self._placed(name, actor)
-            arguments = self._arguments, self._host, self._environment
-            started: ReplicaAddress = await actor.start.remote(*arguments)
+            started: ReplicaAddress = await actor.start.remote(self._arguments, self._host)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise StartError(str(error).strip().splitlines()[-1]) from error

@@ -94,9 +94,9 @@ class Ingress:
         elif path == "/metrics":
             await answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
-            await answer_json(send, 200, self.overview())
+            await answer_json(send, self.overview())
         elif path in LOADS:
-            await answer_json(send, 200, self.load())
+            await answer_json(send, self.load())
         elif path == "/dashboard" or path.startswith("/dashboard/"):
             await refuse(ApiError(501, NO_DASHBOARD, code="not_served"), path, send)
         else:
@@ -128,7 +128,7 @@ class Ingress:
     async def _probe(self, path: str, send: Send) -> None:
         live = path in ("/livez", "/health/live")
         if live or self._pool.serving:
-            await answer_json(send, 200, {"status": "ok"})
+            await answer_json(send, {"status": "ok"})
         else:
             await refuse(ApiError(503, "no replica is ready", code="unavailable"), path, send)
 

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from twolane.common.resources import PR_SET_PDEATHSIG
@@ -33,14 +33,12 @@ class ReplicaProcess:
     Args:
         arguments: of `twolane serve`, without host and port.
         host: address to listen on.
-        environment: variables beside those of this process.
     """
 
     def __init__(
         self,
         arguments: Sequence[str],
-        host: str = "127.0.0.1",
-        environment: Mapping[str, str] | None = None,
+        host: str,
     ) -> None:
         words = ["serve", *arguments, "--host", host, "--port", "0"]
         command = [sys.executable, "-c", LAUNCH, str(os.getpid()), *words]
@@ -49,7 +47,6 @@ class ReplicaProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
 

@@ -174,7 +174,9 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
         saved.found.append(SearchResult(summary["search"], goodput, about))
         for key in ("slos", "attainment"):
             if saved.found[0].search[key] != summary["search"][key]:
-                raise FieldError("RUN", f"{folder} was searched with other {key}: report it apart")
+                raise FieldError(
+                    "RUN", f"{folder} was searched with other {key}: report it by itself"
+                )
     for path in sorted(folder.glob("*.trace.json")):
         _add_trace(saved, before + _stem(path), path)
         saved.beside.add(before + _stem(path))
@@ -182,7 +184,7 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
 
 def _add_trace(saved: Saved, name: str, path: Path) -> None:
     if name in saved.traces:
-        raise FieldError("trace_file", f"has two that are called {name}; name them: NAME={path}")
+        raise FieldError("trace_file", f"has two traces called {name}: write NAME={path}")
     saved.traces[name] = path
 
 

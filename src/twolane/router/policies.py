@@ -11,6 +11,11 @@ from twolane.router.table import ReplicaView
 MOST_LANDMARKS = 1 << 17
 """Most landmarks in a replica's tree, since clients choose how many prompts there are."""
 
+IMBALANCE = 10
+"""Difference of open requests from which the load counts as uneven, Ray's default."""
+LEAST_MATCH = 0.1
+"""Least share of the prompt that must match, Ray's default."""
+
 
 class Policy(Protocol):
     """A routing policy; `views` are in order of their names."""
@@ -57,24 +62,18 @@ class LeastLoaded:
 class RayPrefixAware:
     """Ray Serve LLM's `PrefixCacheAffinityRouter` as its documentation describes it.
 
-    While the numbers of open requests differ by less than `imbalanced`, the replica that was sent
-    most of the prompt's beginning gets it, if that is at least `match` of the prompt; else the
-    replica whose tree is smallest. Otherwise power of two choices. Its tree holds what was sent,
-    not what replicas still have; here in landmarks (docs.ray.io, "PrefixCacheAffinityRouter for LLM
-    inference optimization").
+    While the numbers of open requests differ by less than `IMBALANCE`, the replica that was sent
+    most of the prompt's beginning gets it, if that is at least `LEAST_MATCH` of the prompt; else
+    the replica whose tree is smallest. Otherwise power of two choices. Its tree holds what was
+    sent, not what replicas still have; here in landmarks (docs.ray.io, "PrefixCacheAffinityRouter
+    for LLM inference optimization").
 
     Args:
-        imbalanced: difference of open requests from which the load counts as uneven.
-        match: least share of the prompt that must match.
-        seed: of the draws.
         most: landmarks of a replica; beyond, those that were put in first are forgotten.
     """
 
-    def __init__(
-        self, imbalanced: float = 10, match: float = 0.1, seed: int = 0, most: int = MOST_LANDMARKS
-    ) -> None:
-        self._imbalanced, self._match = imbalanced, match
-        self._two = PowerOfTwo(seed)
+    def __init__(self, most: int = MOST_LANDMARKS) -> None:
+        self._two = PowerOfTwo()
         self._trees: dict[str, dict[int, int]] = {}
         """By replica: the landmarks sent to it, with the tokens between each and the one before."""
         self._sizes: dict[str, int] = {}
@@ -89,11 +88,11 @@ class RayPrefixAware:
 
     def _pick(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> ReplicaView:
         loads = [view.open for view in views]
-        if max(loads) - min(loads) >= self._imbalanced:
+        if max(loads) - min(loads) >= IMBALANCE:
             return self._two.pick(views)
         matched = [self._matched(view.name, request) for view in views]
         longest = max(matched)
-        if longest >= self._match * request.prompt_tokens:
+        if longest >= LEAST_MATCH * request.prompt_tokens:
             best = [view for view, found in zip(views, matched, strict=True) if found == longest]
         else:
             sizes = [self._sizes.get(view.name, 0) for view in views]

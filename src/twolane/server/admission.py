@@ -56,7 +56,7 @@ class Admission:
         """
         most = min(self.max_queue, self._max_per_key or self.max_queue)
         if count > most:
-            message = f"{param}: {count} answers are more than may wait at once ({most})"
+            message = f"{param}: {count} answers exceed the {most} that may wait at once"
             raise ApiError(400, message, code="too_many_answers", param=param)
 
     def enter(
@@ -75,11 +75,11 @@ class Admission:
         """
         self.check_count(count, param)
         if self.waiting + count > self.max_queue:
-            message = f"the queue is full: {self.waiting} requests wait, {self.max_queue} may"
+            message = f"the queue is full: {self.waiting} of {self.max_queue} requests wait"
             raise self._full(message, "queue_full")
         mine = self._waiting_of[key]
         if self._max_per_key is not None and mine + count > self._max_per_key:
-            message = f"{mine} requests of this API key wait, and {self._max_per_key} may"
+            message = f"this API key's queue is full: {mine} of {self._max_per_key} requests wait"
             raise self._full(message, "key_queue_full")
         self._waiting_of[key] += count
         if self.waiting == 0:

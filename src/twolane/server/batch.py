@@ -81,7 +81,7 @@ async def run_batch(
     # Appended to, so that a start that fails takes nothing from a file that was there before.
     with source.open("rb") as lines, target.open("ab", buffering=0) as out:
         if os.path.sameopenfile(lines.fileno(), out.fileno()):
-            raise ValueError(f"{target} is the file of the requests: write the answers elsewhere")
+            raise ValueError(f"the answers cannot be written to the requests' file {target}")
         with progress_bars() as show:
             started = await start_engine(config, show, options.log_level)
         service = service_of(started, config, options)

@@ -243,8 +243,9 @@ class Service:
 
     def _check_amount(self, asked: int, most: int, param: str) -> None:
         if asked > most:
-            message = f"{param}: the answer could have {asked} log-probabilities, over {most}"
-            raise ApiError(400, f"{message}: lower it", code="invalid_value", param=param)
+            amount = f"{asked} log-probabilities, more than {most}"
+            message = f"{param} is too large: the answer could have {amount}"
+            raise ApiError(400, message, code="invalid_value", param=param)
 
     def _traces(
         self,

@@ -103,34 +103,33 @@ class Texts:
         return name in (self._loaded.tool_variables if tools else self._loaded.variables)
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, client: str = "", long: bool = False
+        self, text: str, *, add_special_tokens: bool = True, client: str = ""
     ) -> list[int]:
         """Return the tokens of a plain prompt.
 
         Args:
             text: the prompt.
             add_special_tokens: whether to put those around it that the model expects.
-            client: who asks; all clients have their turns.
-            long: whether it waits with long texts, however long it is.
+            client: who asks; clients are served in rotation.
 
         Raises:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
             QueueFull: too many texts wait.
         """
         job = Encode(text, add_special_tokens)
-        return unpacked((await self._encoded(job, TOKENIZER, client, long)).tokens)
+        return unpacked((await self._encoded(job, TOKENIZER, client)).tokens)
 
     async def chat(
-        self, messages: Sequence[Message], *, client: str = "", long: bool = False, **how: Any
+        self, messages: Sequence[Message], *, client: str = "", **options: Any
     ) -> list[int]:
-        """Return the tokens of a conversation; `how` has arguments of `TextCodec.chat`.
+        """Return the tokens of a conversation; `options` are arguments of `TextCodec.chat`.
 
         Raises:
             TextError: see `TextCodec.chat`; or the template failed or took too much.
             QueueFull: too many texts wait.
         """
-        job = Chat([dict(message) for message in messages], how)
-        return unpacked((await self._encoded(job, TEMPLATE, client, long)).tokens)
+        job = Chat([dict(message) for message in messages], options)
+        return unpacked((await self._encoded(job, TEMPLATE, client)).tokens)
 
     async def listed(self, job: Encode | Chat, client: str = "") -> Listed:
         """Return the tokens of a text or conversation as its `listing` asks, in the queue of long
@@ -139,7 +138,7 @@ class Texts:
         Raises:
             TextError, QueueFull: see `chat`.
         """
-        listed = await self._ask(job, TEMPLATE, client, True)
+        listed = await self._ask(job, TEMPLATE, client, long=True)
         assert isinstance(listed, Listed)
         return listed
 
@@ -150,7 +149,7 @@ class Texts:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
             QueueFull: too many texts wait.
         """
-        decoded = await self._ask(Decode(packed(tokens)), TOKENIZER, client, True)
+        decoded = await self._ask(Decode(packed(tokens)), TOKENIZER, client, long=True)
         assert isinstance(decoded, Decoded)
         return decoded.text
 
@@ -159,12 +158,12 @@ class Texts:
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _encoded(self, job: Encode | Chat, what: str, client: str, long: bool) -> Encoded:
-        encoded = await self._ask(job, what, client, long)
+    async def _encoded(self, job: Encode | Chat, what: str, client: str) -> Encoded:
+        encoded = await self._ask(job, what, client)
         assert isinstance(encoded, Encoded)
         return encoded
 
-    async def _ask(self, job: Job, what: str, client: str, long: bool) -> Result:
+    async def _ask(self, job: Job, what: str, client: str, *, long: bool = False) -> Result:
         if self._queues is None:
             raise no_tokenizer()
         try:

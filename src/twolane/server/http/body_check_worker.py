@@ -42,7 +42,7 @@ def check_parts(body: Any) -> None:
         (text, MOST_TEXT, "characters of text"),
     ):
         if amount > most:
-            message = f"the body has {amount} {what}, and {most} are the most that are read"
+            message = f"the body has {amount} {what}; at most {most} are allowed"
             raise ApiError(413, message, code="body_too_large")
 
 

@@ -131,7 +131,7 @@ def check_head(head: bytes) -> None:
     if rest or any(b"\n" in line for line in lines):
         raise h11.RemoteProtocolError("a line of the head does not end with CRLF")
     if other := OTHER_VERSION.fullmatch(lines[0]):
-        message = f"{other['version'].decode()} is not served, but HTTP/1.1 and HTTP/1.0 are"
+        message = f"{other['version'].decode()} is not supported: send HTTP/1.1 or HTTP/1.0"
         raise h11.RemoteProtocolError(message, error_status_hint=505)
     names = {line.partition(b":")[0].lower() for line in lines[1:]}
     if any(name[:1] in (b" ", b"\t") for name in names):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from twolane.common.surrogates import HALF_PAIR
+from twolane.common.surrogates import LONE_SURROGATE
 from twolane.frontend.body import Location, field_name, shortened
 from twolane.server.http.errors import ApiError
 
@@ -90,21 +90,21 @@ def check_pairs(text: str, made: Any) -> None:
     except msgspec.ValidationError:  # of numbers
         raise
     except msgspec.DecodeError as error:
-        param = field_name(half_pair(made) or ())
-        message = f"{param or 'the body'} has half of a surrogate pair, as of an emoji cut in two"
+        param = field_name(lone_surrogate(made) or ())
+        message = f"{param or 'the body'} has a lone surrogate, as of an emoji cut in two"
         raise ApiError(400, message, code="invalid_value", param=param) from error
 
 
-def half_pair(made: Any) -> Location | None:
+def lone_surrogate(made: Any) -> Location | None:
     """Return the path to a lone surrogate: to its string, or to the object with it in a key."""
     left: list[tuple[Location, Any]] = [((), made)]
     while left:
         place, value = left.pop()
-        if isinstance(value, str) and HALF_PAIR.search(value):
+        if isinstance(value, str) and LONE_SURROGATE.search(value):
             return place
         parts: Iterable[tuple[str | int, Any]] = ()
         if isinstance(value, dict):
-            if any(map(HALF_PAIR.search, value)):
+            if any(map(LONE_SURROGATE.search, value)):
                 return place
             parts = value.items()
         elif isinstance(value, list):
@@ -118,13 +118,13 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of its pairs.
 
     Raises:
-        ValueError: a key comes twice, and which one is meant cannot be known.
+        ValueError: a key is repeated, and which one is meant cannot be known.
     """
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shortened(twice)!r} comes twice")
+        raise ValueError(f"the key {shortened(twice)!r} is repeated")
     return made
 
 
