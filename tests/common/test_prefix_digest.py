@@ -40,18 +40,18 @@ def test_the_digest_follows_the_tree() -> None:
         assert allocation is not None
         kv.share(allocation, prompt, len(prompt))
         kv.give_up(allocation)
-    book.change(watcher.news())
+    book.change(watcher.take_changes())
     both = {h for prompt in prompts for h in Landmarks.of([*prompt, 0], PAGE).hashes}
     assert book.digest().as_set() == both
     first = book.digest()
     assert book.digest() is first
     assert kv.allocate(list(range(5000, 5900))) is not None  # the oldest leaves are evicted
-    book.change(watcher.news())
+    book.change(watcher.take_changes())
     left = book.digest()
     assert left.version != first.version
     assert left.as_set() < both
     kv.forget_prefixes()
-    book.change(watcher.news())
+    book.change(watcher.take_changes())
     assert book.digest().as_set() == frozenset()
 
 

@@ -101,15 +101,15 @@ def loaded(
     for _, done in registry._loading.values():
         done.exception()
     registry.settle(lambda: named)
-    [news], registry.news = registry.news, []
-    assert news.loaded == (news.problem is None)
-    return news.problem
+    [result], registry.results = registry.results, []
+    assert result.loaded == (result.problem is None)
+    return result.problem
 
 
 def unloaded(registry: AdapterRegistry, name: str, named: set[int]) -> list[str | None]:
     registry.unload(name)
     registry.settle(lambda: named)
-    problems, registry.news = [news.problem for news in registry.news], []
+    problems, registry.results = [result.problem for result in registry.results], []
     return problems
 
 
@@ -147,7 +147,7 @@ def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended():
     assert "still use it" in loaded(registry, "a", "two", {first.slot})
     assert registry.settle(set)
     assert not lanes.slots
-    registry.news = []
+    registry.results = []
     assert loaded(registry, "a", "two") is None
     assert registry.find("a").salt(None) != first.salt(None)
     assert unloaded(registry, "b", set()) == ["no adapter 'b' is loaded"]
@@ -199,5 +199,5 @@ def test_a_request_for_an_adapter_that_is_not_there_is_refused():
     world = World(policy(RANDOM, 0), random.Random(0), adapted=True)
     submit = world.submits[3]
     world.engine.take([type(submit)("x", [5, 6, 7], submit.params, lora="nobody")])
-    [refused] = world.engine.news().refused
+    [refused] = world.engine.outputs().refused
     assert (refused.code, refused.field) == ("unknown_model", "model")

@@ -160,7 +160,7 @@ def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
             engine.take([message for message in arrived if message is not None])
             engine.reap()
             engine.carry_out(engine.plan())
-            if (news := engine.news()) is not None:
+            if (news := engine.outputs()) is not None:
                 front.receive(decode(news))
             engine.state.kv.check()
             for lane in lanes.runnable():

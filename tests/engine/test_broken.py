@@ -39,7 +39,7 @@ def run(decoder: Decoder, system: str, submits: list[Submit]) -> tuple[Engine, d
             engine.reap()
             while engine.carry_out(engine.plan()):
                 pass
-            if (news := engine.news()) is not None:
+            if (news := engine.outputs()) is not None:
                 for event in (*news.outputs, *news.refused):
                     events[event.id].append(event)
             if lanes.runnable():

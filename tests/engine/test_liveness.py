@@ -67,7 +67,7 @@ def turn(engine: Engine) -> list[LaneWait] | None:
     """One turn with a ping; the answer to it."""
     engine.take([Ping()])
     engine.reap()
-    news = engine.news()
+    news = engine.outputs()
     while engine.carry_out(engine.plan()):
         pass
     assert news is not None
@@ -84,7 +84,7 @@ def test_who_does_not_ask_is_not_answered() -> None:
     engine = make_engine(HeldLanes())
     engine.take([submit("a", 16, 8)])
     assert engine.plan() != Plan()
-    news = engine.news()
+    news = engine.outputs()
     assert news is not None
     assert news.waits is None
 

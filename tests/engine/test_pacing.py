@@ -54,7 +54,7 @@ def test_a_token_is_due_a_while_after_it_was_made() -> None:
     assert isinstance(lanes, SimLanes)
     lanes.advance(100.0)  # it is found late
     engine.reap()
-    news = engine.news()
+    news = engine.outputs()
     assert news is not None
     assert news.outputs[0].due == pytest.approx(flight.ticket.times[-1] + 0.5 + 0.975 * 0.021)
     assert news.outputs[0].due < 100.0
@@ -124,7 +124,7 @@ def test_news_of_a_turn_have_each_token_with_its_time() -> None:
         engine.carry_out(engine.plan())
         lanes.advance(lanes.clock() + 0.1)
         engine.reap()
-    news = engine.news()
+    news = engine.outputs()
     assert news is not None
     free, *bound = sorted(news.outputs, key=lambda output: (output.id != "free", output.due or 0.0))
     assert (free.due, len(free.tokens), free.finish) == (None, 3, "length")

@@ -310,7 +310,7 @@ def small_engine(
 def news_of(request: Submit) -> Outputs:
     engine = small_engine()
     engine.take([request])
-    news = engine.news()
+    news = engine.outputs()
     assert news is not None
     return news
 
@@ -457,7 +457,7 @@ def test_tokens_are_as_old_as_the_device_made_them() -> None:
         engine.carry_out(engine.plan())
         engine.state.lanes.advance(engine.state.now() + 1.0)
         engine.reap()
-        news = engine.news()
+        news = engine.outputs()
         ended = news and news.outputs[0].times
     gaps = engine.state.pacer.gaps
     assert gaps.total == gaps.above(0.019, 4) == 4

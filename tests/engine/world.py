@@ -24,7 +24,7 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
-    AdapterNews,
+    AdapterResult,
     Finish,
     LoadAdapter,
     Output,
@@ -292,7 +292,7 @@ class World:
         changed |= engine.carry_out(plan)
         for launch in plan.launches:
             self.seen[f"level {launch.lane} {launch.units}"] += 1
-        news = engine.news()
+        news = engine.outputs()
         if news is not None:
             assert not news.refused, news.refused
             self._note_adapters(news.adapters)
@@ -305,7 +305,7 @@ class World:
         self.check()
         return changed
 
-    def _note_adapters(self, adapters: Sequence[AdapterNews]) -> None:
+    def _note_adapters(self, adapters: Sequence[AdapterResult]) -> None:
         """Load another version under the name of an adapter that has been unloaded."""
         for told in adapters:
             assert told.problem is None

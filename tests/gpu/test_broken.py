@@ -62,11 +62,11 @@ def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str,
         engine.reap()
         while engine.carry_out(engine.plan()):
             pass
-        if (news := engine.news()) is not None:
+        if (news := engine.outputs()) is not None:
             for event in (*news.outputs, *news.refused):
                 events[event.id].append(event)
         lanes.rest(0.0005)
-    if (news := engine.news()) is not None:
+    if (news := engine.outputs()) is not None:
         for event in (*news.outputs, *news.refused):
             events[event.id].append(event)
     events[""] = [engine.stats().broken]

@@ -81,10 +81,10 @@ def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) ->
 class Leaving(serving.LocalPort):
     """Every third request is aborted when it has a few tokens."""
 
-    def send(self, news: Outputs) -> None:
+    def send(self, outputs: Outputs) -> None:
         """What an aborted one has still got is no news."""
         left = self.finish.keys()
-        super().send(replace(news, outputs=[o for o in news.outputs if o.id not in left]))
+        super().send(replace(outputs, outputs=[o for o in outputs.outputs if o.id not in left]))
         for name in sorted(self._unfinished):
             if int(name) % 3 == 0 and len(self.tokens[name]) >= LEFT_AT:
                 self._now.append(Abort(name))

@@ -97,9 +97,9 @@ class LocalPort:
         messages, self._now = self._now, []
         return messages if self._unfinished else None
 
-    def send(self, news: Outputs) -> None:
-        assert not news.refused, news.refused
-        for output in news.outputs:
+    def send(self, outputs: Outputs) -> None:
+        assert not outputs.refused, outputs.refused
+        for output in outputs.outputs:
             self.tokens[output.id] += output.tokens
             self.logprobs[output.id] += output.logprobs or ()
             if output.prompt_logprobs is not None:

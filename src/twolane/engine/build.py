@@ -53,7 +53,7 @@ class Built:
 def build(
     config: EngineConfig, notify: Callable[[], None], progress: Callable[[str, float], None]
 ) -> Built:
-    """Load the model and make the lanes; `notify` is called when a lane has news.
+    """Load the model and make the lanes; `notify` is called when a ticket has results.
 
     Raises:
         ValueError: a setting is wrong; the message names it.

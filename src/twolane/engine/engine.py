@@ -90,9 +90,9 @@ class Engine:
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """Handle the messages of the API process; return whether anything changed."""
-        news = False
+        received = False
         for message in messages:
-            news = self._changed = True
+            received = self._changed = True
             if isinstance(message, Submit):
                 self._intake.submit(message)
             elif isinstance(message, Vocabulary):
@@ -114,7 +114,7 @@ class Engine:
                 self._end(message.id, "stop", message.tokens)
         changed = self._masks.take() | self._intake.take_compiled()
         self._changed |= changed
-        return changed or news
+        return changed or received
 
     def reap(self) -> bool:
         """Deliver finished work; return whether there was any."""
@@ -143,24 +143,24 @@ class Engine:
         self._changed |= changed
         return changed
 
-    def news(self) -> Outputs | None:
+    def outputs(self) -> Outputs | None:
         """Return the message of this turn to the API process; None if nothing has changed."""
         if not self._changed:
             return None
         self._changed = False
         state, stats = self.state, self.stats()
-        adapters, self.adapters.news = self.adapters.news, []
+        adapters, self.adapters.results = self.adapters.results, []
         unchanged = not (state.outputs or state.refused or adapters) and stats == self._sent_stats
         if unchanged and not self._pinged:
             return None
-        news = Outputs(
+        outputs = Outputs(
             list(state.outputs.values()),
             state.refused,
             stats,
             state.launches,
             lane_waits(state) if self._pinged else None,
             list(state.lanes.silences()) if self._pinged else [],
-            self._landmarks.news(),
+            self._landmarks.take_changes(),
             adapters,
         )
         self._pinged = False
@@ -173,7 +173,7 @@ class Engine:
                 pages_used=stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached,
                 pages_cached=stats.kv_pages_cached,
             )
-        return news
+        return outputs
 
     def stats(self) -> Stats:
         """Return the current gauges and counters."""

@@ -14,13 +14,13 @@ class Port(Protocol):
     def receive(self) -> Sequence[ToEngine] | None:
         """Return the messages since the last call without blocking; None ends the loop."""
 
-    def send(self, news: Outputs) -> None:
+    def send(self, outputs: Outputs) -> None:
         """Send a message to the API process."""
 
     def wait(self, wake_at: float | None) -> None:
-        """Sleep until a message arrives, a lane has news, or the lanes' clock reaches `wake_at`.
+        """Sleep until a message arrives, a ticket has results, or the clock reaches `wake_at`.
 
-        Messages and news since the last `receive` end the wait at once.
+        Messages and results since the last `receive` end the wait at once.
         """
 
 
@@ -43,8 +43,8 @@ def turn(
     """Make one turn; return the plan if it did nothing, else None."""
     engine.take(messages)
     engine.reap()
-    if (news := engine.news()) is not None:
-        send(news)
+    if (outputs := engine.outputs()) is not None:
+        send(outputs)
     engine.publish()
     plan = engine.plan()
     return None if engine.carry_out(plan) else plan

@@ -3,7 +3,7 @@
 A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
 `Vocabulary`, `Abort`, `Finish`, `Watch`, `LoadAdapter`, `UnloadAdapter` and `Ping`; the engine
 sends `Progress` while it starts, `Ready` once, then one `Outputs` for every turn of its loop that
-has news. For every `Submit` the engine sends exactly one ending: an `Output` with a `finish`
+has results. For every `Submit` the engine sends exactly one ending: an `Output` with a `finish`
 reason, or a `Refused`; after an `Abort` it sends nothing more for that request except the `Output`
 with finish "abort".
 """
@@ -76,7 +76,7 @@ class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Load a LoRA adapter; answered by one `AdapterNews`."""
+    """Load a LoRA adapter; answered by one `AdapterResult`."""
 
     name: str
     path: str
@@ -84,7 +84,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Unload a LoRA adapter when its last request has ended; answered then by one `AdapterNews`."""
+    """Unload a LoRA adapter when its last request has ended; one `AdapterResult` answers then."""
 
     name: str
 
@@ -234,7 +234,7 @@ class Launched(msgspec.Struct, frozen=True):
     """The plan's."""
 
 
-class AdapterNews(msgspec.Struct, frozen=True):
+class AdapterResult(msgspec.Struct, frozen=True):
     """Result of a `LoadAdapter` or an `UnloadAdapter`."""
 
     name: str
@@ -257,7 +257,7 @@ class LaneWait(msgspec.Struct, frozen=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The news of one turn of the loop."""
+    """The results of one turn of the loop."""
 
     outputs: list[Output]
     refused: list[Refused]
@@ -271,7 +271,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     landmarks: dict[int, int] = {}
     """Changes of the prefix tree's landmarks (`common/prefix_digest.py`): length in pages by hash,
     0 for what is gone."""
-    adapters: list[AdapterNews] = []
+    adapters: list[AdapterResult] = []
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

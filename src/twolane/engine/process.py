@@ -69,7 +69,7 @@ class ZmqPort:
 
     Args:
         start: the addresses of the API process's sockets.
-        waker: wakes the loop when a lane has news.
+        waker: wakes the loop when a ticket has results.
     """
 
     def __init__(self, start: EngineStart, waker: Waker) -> None:
@@ -98,9 +98,9 @@ class ZmqPort:
             except zmq.Again:
                 return messages
 
-    def send(self, news: Outputs) -> None:
+    def send(self, outputs: Outputs) -> None:
         """See `Port.send`."""
-        self.tell(news)
+        self.tell(outputs)
 
     def tell(self, message: FromEngine) -> None:
         """Send any message to the API process."""

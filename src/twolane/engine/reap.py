@@ -28,7 +28,7 @@ def reap(state: State) -> bool:
     # latest first shows the end of each launch that another one, seen to have begun, waited for.
     # Delivery goes in launch order.
     polled = [(flight, *_poll(flight)) for flight in reversed(state.in_flight)]
-    news = False
+    found = False
     for flight, done, steps in reversed(polled):
         for step, at in steps:
             _deliver(state, flight, step, at)
@@ -36,8 +36,8 @@ def reap(state: State) -> bool:
             _settle(state, flight)
         if done or steps:
             state.progressed[flight.launch.lane] = state.now()
-            news = True
-    return _deliver_held(state) or news
+            found = True
+    return _deliver_held(state) or found
 
 
 def _poll(flight: InFlightLaunch) -> tuple[bool, list[tuple[Step, float]]]:

@@ -273,8 +273,8 @@ class State:
         all."""
         self._leave(request)
         key = request.id, request.due
-        news = self.outputs.get(key) or Output(request.id, [], due=request.due)
-        self.outputs[key] = replace(news, finish=reason, times=request.times())
+        output = self.outputs.get(key) or Output(request.id, [], due=request.due)
+        self.outputs[key] = replace(output, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
@@ -307,12 +307,14 @@ class State:
     def add_output(self, request: Request, sampled: Sampled) -> None:
         """Add a token, which `request.tokens` already has, to the outputs of this turn."""
         key = request.id, request.due
-        news = self.outputs.get(key)
-        if news is None and sampled.logprobs is None and request.generated > 1:
-            news = Output(request.id, [sampled.token], due=request.due)
+        output = self.outputs.get(key)
+        if output is None and sampled.logprobs is None and request.generated > 1:
+            output = Output(request.id, [sampled.token], due=request.due)
         else:
-            news = _with_token(news or Output(request.id, [], due=request.due), request, sampled)
-        self.outputs[key] = news
+            output = _with_token(
+                output or Output(request.id, [], due=request.due), request, sampled
+            )
+        self.outputs[key] = output
 
     def drop_empty_batches(self) -> None:
         """Drop the open and the parked batch if their last request has left."""
@@ -349,21 +351,21 @@ class State:
         return views
 
 
-def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
+def _with_token(output: Output, request: Request, sampled: Sampled) -> Output:
     """Return a request's output with its latest token added."""
     first = request.generated == 1
     asked = request.sampling.params.prompt_logprobs is not None
-    logprobs = news.logprobs
+    logprobs = output.logprobs
     if sampled.logprobs is not None:
         logprobs = [*(logprobs or ()), sampled.logprobs]
     return Output(
-        id=news.id,
-        tokens=[*news.tokens, sampled.token],
-        cached=request.cached if first else news.cached,
+        id=output.id,
+        tokens=[*output.tokens, sampled.token],
+        cached=request.cached if first else output.cached,
         logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs if first and asked else news.prompt_logprobs,
-        embedding=sampled.embedding if first else news.embedding,
-        due=news.due,
+        prompt_logprobs=request.prompt_logprobs if first and asked else output.prompt_logprobs,
+        embedding=sampled.embedding if first else output.embedding,
+        due=output.due,
     )
 
 

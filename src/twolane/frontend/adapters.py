@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from twolane.engine.messages import AdapterNews, LoadAdapter, ToEngine, UnloadAdapter
+from twolane.engine.messages import AdapterResult, LoadAdapter, ToEngine, UnloadAdapter
 
 
 class AdapterRefused(ValueError):
@@ -63,7 +63,7 @@ class Adapters:
         """
         await self._change(name, "", UnloadAdapter(name))
 
-    def take(self, news: Iterable[AdapterNews]) -> None:
+    def take(self, news: Iterable[AdapterResult]) -> None:
         """Record the results of loading and unloading."""
         for told in news:
             path, waiting = self._changing.pop(told.name)

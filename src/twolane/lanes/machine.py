@@ -71,7 +71,7 @@ class Machine(Protocol):
 
         Args:
             sizes: of KV pool and slots.
-            notify: called from a lane's thread whenever a ticket has news.
+            notify: called from a lane's thread whenever a ticket has results.
             progress: called with the steps of the start.
         """
         ...

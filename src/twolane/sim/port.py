@@ -12,7 +12,7 @@ class SimPort:
     Args:
         lanes: whose clock it is.
         arrivals: (seconds, message), in order of time; read one message ahead.
-        hear: called with (seconds, news) as news come.
+        hear: called with (seconds, outputs) as outputs come.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class SimPort:
             self._next = next(self._arrivals, None)
         return due
 
-    def send(self, news: Outputs) -> None:
+    def send(self, outputs: Outputs) -> None:
         """See `Port.send`."""
-        self._hear(self._lanes.clock(), news)
+        self._hear(self._lanes.clock(), outputs)
 
     def wait(self, wake_at: float | None) -> None:
         """See `Port.wait`: jump to the next event."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from twolane.common.errors import FieldError
 from twolane.common.page_hash import adapter_of, salt_bytes
-from twolane.engine.messages import AdapterNews
+from twolane.engine.messages import AdapterResult
 from twolane.model.load.adapter_files import digest_of
 
 
@@ -61,8 +61,8 @@ class AdapterRegistry:
         self._loading: dict[str, tuple[int, Future[bytes]]] = {}
         self._leaving: dict[str, LoadedAdapter] = {}
         self._reader: ThreadPoolExecutor | None = None
-        self.news: list[AdapterNews] = []
-        """Messages that have not been sent to the API process."""
+        self.results: list[AdapterResult] = []
+        """Results that have not been sent to the API process."""
 
     def find(self, name: str) -> LoadedAdapter | None:
         """Return the adapter for new requests of this name; None if none is loaded."""
@@ -94,7 +94,7 @@ class AdapterRegistry:
         try:
             slot = self._place(name)
         except ValueError as error:
-            self.news.append(AdapterNews(name, loaded=False, problem=str(error)))
+            self.results.append(AdapterResult(name, loaded=False, problem=str(error)))
             return
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, "adapters")
@@ -107,12 +107,12 @@ class AdapterRegistry:
         adapter = self._loaded.pop(name, None)
         if adapter is None:
             problem = f"no adapter {name!r} is loaded"
-            self.news.append(AdapterNews(name, loaded=False, problem=problem))
+            self.results.append(AdapterResult(name, loaded=False, problem=problem))
         else:
             self._leaving[name] = adapter
 
     def settle(self, named: Callable[[], Collection[int]]) -> bool:
-        """Finish loads that are read and unloads that nothing uses; return whether there is news.
+        """Finish loads that are read and unloads that nothing uses; return whether any ended.
 
         Args:
             named: gives the slots that requests and launches name.
@@ -127,8 +127,8 @@ class AdapterRegistry:
             for name in gone:
                 self._lanes.drop_adapter(slot := self._leaving.pop(name).slot)
                 self._free.append(slot)
-                self.news.append(AdapterNews(name, loaded=False))
-        return bool(self.news)
+                self.results.append(AdapterResult(name, loaded=False))
+        return bool(self.results)
 
     def close(self) -> None:
         """Cancel the loads that have not begun."""
@@ -157,11 +157,11 @@ class AdapterRegistry:
         if error is None:
             adapter = LoadedAdapter(slot, done.result())
             self._add(name, adapter)
-            self.news.append(AdapterNews(name, loaded=True, digest=adapter.digest.hex()))
+            self.results.append(AdapterResult(name, loaded=True, digest=adapter.digest.hex()))
         elif isinstance(error, Exception):  # a bad file ends nothing else
             problem = str(error) if isinstance(error, ValueError) else repr(error)
             self._free.append(slot)
-            self.news.append(AdapterNews(name, loaded=False, problem=problem))
+            self.results.append(AdapterResult(name, loaded=False, problem=problem))
         else:
             raise error
 

@@ -15,7 +15,7 @@ class LandmarkWatcher:
         self._page_size = page_size
         self._nodes: dict[int, Node] = {}
         self._changes: dict[int, int] = {}
-        """Length in pages by hash, 0 for what is gone; since the last `news`."""
+        """Length in pages by hash, 0 for what is gone; since the last `take_changes`."""
 
     def stored(self, node: Node) -> None:
         """See `PageWatcher.stored`."""
@@ -34,7 +34,7 @@ class LandmarkWatcher:
         self._changes.update(dict.fromkeys(self._nodes, 0))
         self._nodes.clear()
 
-    def news(self) -> dict[int, int]:
+    def take_changes(self) -> dict[int, int]:
         """Return the changes since the last call (see `Outputs.landmarks`)."""
         changes, self._changes = self._changes, {}
         return changes

@@ -53,7 +53,7 @@ class CpuLanes:
     Args:
         runner: does the work.
         cores: core numbers as the operating system counts them.
-        notify: called from a lane's thread whenever a ticket has news.
+        notify: called from a lane's thread whenever a ticket has results.
     """
 
     def __init__(self, runner: Runner, cores: Sequence[int], notify: Callable[[], None]) -> None:

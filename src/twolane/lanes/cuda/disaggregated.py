@@ -111,7 +111,7 @@ class DecodeLanes(CudaLanes):
         runner: queues the work.
         machine: this GPU.
         launcher: of the thread that captured the runner's graphs.
-        notify: called from a lane's thread whenever a ticket has news.
+        notify: called from a lane's thread whenever a ticket has results.
         arrivals: messages of rank 1.
     """
 

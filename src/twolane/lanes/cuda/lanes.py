@@ -100,7 +100,7 @@ class CudaLanes:
         runner: queues the work.
         partitions: the levels and their streams.
         launcher: of the thread that captured the runner's graphs.
-        notify: called from a lane's thread whenever a ticket has news.
+        notify: called from a lane's thread whenever a ticket has results.
         followers: the other ranks, which launch the same in the same order.
     """
 

@@ -163,7 +163,7 @@ class CudaMachine:
 
         Args:
             sizes: of KV pool and slots.
-            notify: called from a lane's thread whenever a ticket has news.
+            notify: called from a lane's thread whenever a ticket has results.
             progress: called with ("graphs", fraction).
         """
         lanes = self._lanes(*self._launched_runner(sizes, progress), notify)
