@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from twolane.workload import traces
 from twolane.workload.traces import (
     TraceError,
     TraceRequest,
@@ -117,6 +118,18 @@ def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "damaged.gz").write_bytes(damaged)
     with pytest.raises(TraceError, match=r"damaged\.gz: cannot be read"):
         read_trace(tmp_path / "damaged.gz")
+
+
+def test_fields_and_files_without_an_end_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "trace.csv"
+    path.write_text(HEADER + '"' + "a" * 200_000)
+    with pytest.raises(TraceError, match=r"trace\.csv: row 2: field larger than"):
+        read_trace(path)
+    monkeypatch.setattr(traces, "MOST_BYTES", 1 << 20)
+    for text in (b"x" * ((1 << 20) + 1), gzip.compress(b"x" * ((1 << 20) + 1))):
+        path.write_bytes(text)
+        with pytest.raises(TraceError, match=r"trace\.csv: its text has more than 1 MiB"):
+            read_trace(path)
 
 
 def test_window_and_rate():

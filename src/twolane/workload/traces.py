@@ -24,6 +24,8 @@ BLOCK_TOKENS = 512
 """Tokens per hash id of a Mooncake trace."""
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 JSON_COLUMNS = ("timestamp", "input_length", "output_length")
+MOST_BYTES = 1 << 30
+"""Most bytes of a trace's text; a compressed file may stand for any number."""
 
 
 class TraceError(ValueError):
@@ -131,9 +133,12 @@ def _scale(request: TraceRequest, factor: float) -> TraceRequest:
 
 def _read_text(path: Path) -> str:
     try:
-        raw = path.read_bytes()
-        if raw[:2] == b"\x1f\x8b":
-            raw = gzip.decompress(raw)
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            raw = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise TraceError(f"{path}: its text has more than {MOST_BYTES >> 20} MiB")
         return raw.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
@@ -143,6 +148,13 @@ def _read_text(path: Path) -> str:
 
 def _read_csv(name: str, text: str) -> list[TraceRequest]:
     rows = csv.DictReader(io.StringIO(text))
+    try:
+        return _csv_requests(name, rows)
+    except csv.Error as error:  # such as a field without an end
+        raise TraceError(f"{name}: row {rows.line_num + 1}: {error}") from error
+
+
+def _csv_requests(name: str, rows: "csv.DictReader[str]") -> list[TraceRequest]:
     for column in CSV_COLUMNS:
         if column not in (rows.fieldnames or ()):
             raise TraceError(
