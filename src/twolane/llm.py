@@ -307,8 +307,8 @@ class LLM:
     ) -> list[int]:
         special = bool(fields.add_special_tokens)
         read = read_messages(turns, name)
-        how = {"add_special_tokens": special, **rendering.rendering}
-        return self._last(self._run(self._texts.chat(read, **how)), fields)
+        options = {"add_special_tokens": special, **rendering.rendering}
+        return self._last(self._run(self._texts.chat(read, **options)), fields)
 
     def _last(self, tokens: list[int], fields: TextFields) -> list[int]:
         """Return the last tokens of a prompt that `truncate_prompt_tokens` keeps."""

@@ -13,7 +13,7 @@ from twolane.frontend.parsers.json_call import JsonCall, arguments_object
 from twolane.frontend.parsers.json_prefix import ObjectPrefix
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import XmlCall, typed
-from twolane.frontend.parsers.reasoning import WAYS, ReasoningParser, ThinkingMarks
+from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ReasoningParser, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, CallFormat, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.tools import Tool
@@ -757,7 +757,7 @@ def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     """Magistral's are, and text without special tokens would lack them."""
     for hidden in (True, False):
         form = ModelFormats("[/THINK]", hides=lambda _, h=hidden: h).of(FormatOptions(), "a")
-        assert (form.thinking, form.shows_special) == (WAYS[1], hidden)
+        assert (form.thinking, form.shows_special) == (KNOWN_MARKS[1], hidden)
     reader = form.reader()
     reader.read("[THINK]Hm[/THINK]Yes", ended=True)
     assert (reader.thinking, reader.content) == ("Hm", "Yes")

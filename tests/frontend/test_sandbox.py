@@ -93,6 +93,8 @@ def test_a_killed_zygote_and_a_killed_worker_are_replaced():
             for victim in (sandbox._zygote.pid, int(await queue.run([b"pid"]))):
                 os.kill(victim, 9)
                 await asyncio.to_thread(wait_for, lambda pid=victim: not alive(pid))
+                while queue._worker and queue._worker.pid == victim and not queue._worker.ended:
+                    await asyncio.sleep(0)  # until the loop has read the end of its socket
                 assert await queue.run([b"next"]) == b"next"
             queue.close()
             assert await queue.run([b"next"]) == b"next"

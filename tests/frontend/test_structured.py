@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 
 from twolane.common.errors import FieldError
 from twolane.common.grammars import MOST_OPTIONAL, matcher_of, problem_of
-from twolane.frontend.parsers.reasoning import WAYS, ThinkingMarks
+from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
     behind_thinking,
@@ -327,7 +327,7 @@ def test_an_object_may_have_only_so_many_properties_that_any_place_may_hold(voca
 
 
 @pytest.mark.parametrize("opened", [True, False])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", KNOWN_MARKS, ids=str)
 def test_an_answer_may_follow_thinking(takes, way, opened):
     thinking = msgspec.structs.replace(way, opened=opened)
     plain = json_schema_grammar({"type": "integer"})

@@ -186,7 +186,7 @@ class Client:
         url: the endpoint.
         headers: sent with each request.
         timeout: seconds that one request may take from sending to its last event.
-        clock: where timestamps come from; seconds, never going back.
+        clock: of the timestamps; monotonic seconds.
     """
 
     def __init__(

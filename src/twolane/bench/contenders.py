@@ -43,10 +43,10 @@ def find(
     """Search, print every run as it ends, and then the results.
 
     Args:
-        search: for what.
+        search: definition of the search.
         systems: to search in turn.
         out: folder of the runs.
-        load: how to send to servers; address, workload and SLOs are the search's.
+        load: settings of the client; address, workload and SLOs are the search's.
         guesses: see `goodput.find`.
         traces: whether servers that are started write a trace into the folder.
     """
@@ -101,7 +101,7 @@ class OwnServers:
 
     Args:
         search: its runs.
-        load: how to send; address, workload and SLOs are the search's.
+        load: settings of the client; address, workload and SLOs are the search's.
         out: folder of the runs and of the servers' logs.
         traces: whether the servers write traces into it.
     """

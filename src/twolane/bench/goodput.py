@@ -232,7 +232,7 @@ def short_runs(search: Search, found: Mapping[str, Sequence[float]]) -> str | No
     else None.
 
     Args:
-        search: for what.
+        search: definition of the search.
         found: goodput in requests a second, by system, seed by seed.
     """
     rate = max(itertools.chain.from_iterable(found.values()), default=0.0)
@@ -328,7 +328,7 @@ def find(
 
     Args:
         reads_slos: False for a system that serves the same under any: a run tells of all points.
-        guesses: what is expected of each seed, in requests a second; one for each, or none.
+        guesses: expected goodput of each seed in requests per second, or none.
 
     Returns:
         For each of `search.points`: goodput in requests a second, by system, seed by seed.

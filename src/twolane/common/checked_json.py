@@ -1,4 +1,4 @@
-"""JSON files whose content is checked against a form."""
+"""JSON files whose content is checked against a type."""
 
 import json
 from pathlib import Path
@@ -34,12 +34,12 @@ def json_object(path: Path, content: bytes) -> dict[str, Any]:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 
-def converted(raw: object, form: type[T], file: str = "config.json", *, lax: bool = False) -> T:
+def converted(raw: object, kind: type[T], file: str = "config.json", *, lax: bool = False) -> T:
     """Convert a decoded JSON value to a type.
 
     Args:
-        raw: what was read.
-        form: the type that it should have.
+        raw: decoded JSON.
+        kind: the type that it should have.
         file: its name, for the error.
         lax: whether clear values in odd types are taken: 50.0 and "50" for the number 50.
 
@@ -47,7 +47,7 @@ def converted(raw: object, form: type[T], file: str = "config.json", *, lax: boo
         ValueError: something has the wrong type; the message begins with the file.
     """
     try:
-        return msgspec.convert(_whole(raw) if lax else raw, form, strict=not lax)
+        return msgspec.convert(_whole(raw) if lax else raw, kind, strict=not lax)
     except msgspec.ValidationError as error:
         raise ValueError(f"{file}: {error}") from error
 

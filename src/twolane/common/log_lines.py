@@ -80,8 +80,8 @@ def write_taken(file: int, data: bytes, seconds: float = 0.0) -> bytes:
 
     Args:
         file: descriptor of the open file.
-        data: what to write.
-        seconds: how long each piece may wait until it is taken.
+        data: to write.
+        seconds: that each piece may wait until it is taken.
 
     Raises:
         OSError: it cannot be written to.

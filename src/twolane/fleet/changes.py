@@ -59,7 +59,7 @@ class Changes:
 
     Args:
         session: for requests to replicas.
-        headers: with which a replica lets the fleet in.
+        headers: that authorise the fleet at a replica.
         members: returns the replicas that take requests.
     """
 

@@ -105,8 +105,8 @@ class RayHosts:
         address: of the cluster; None starts one on this machine.
         cpus: Ray's CPUs that each replica takes.
         gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
-        replicas: how many there are at the start.
-        most: how many replicas there may be.
+        replicas: their number at the start.
+        most: largest number of replicas.
 
     Raises:
         ValueError: Ray is not installed.

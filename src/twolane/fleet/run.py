@@ -75,7 +75,7 @@ def application(
         pool: the replicas.
         session: for requests to them.
         shared: see `serve_fleet`.
-        output: what waits for the clients of the fleet.
+        output: unsent output of the fleet's clients.
     """
     ingress = Ingress(pool, POLICIES[pool.options.router](), session, shared.max_body_bytes)
     ingress.metrics.registry.register(UnsentCollector(output, PREFIX))

@@ -28,9 +28,9 @@ def wanted(
 
     Args:
         states: of the replicas that take requests.
-        present: how many there are, those that start included.
+        present: number of replicas, starting ones included.
         now: in seconds.
-        trend: what was returned the last time.
+        trend: from the previous call.
         options: bounds and thresholds.
     """
     least, most = options.bounds

@@ -28,7 +28,7 @@ class Adapters:
 
     Args:
         loaded: path by name, of those that the engine starts with.
-        digests: of the same, by name.
+        digests: of their files, by name.
         send: sends a message to the engine.
     """
 

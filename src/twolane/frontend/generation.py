@@ -50,7 +50,7 @@ class GenerationRefused(ValueError):
     """The engine refused the request.
 
     Args:
-        refused: what the engine said.
+        refused: the engine's message.
     """
 
     def __init__(self, refused: Refused) -> None:

@@ -74,7 +74,7 @@ def vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
 
     Args:
         state: the hidden state, in float32.
-        dimensions: how many of its first numbers are the embedding; None: all.
+        dimensions: number of its first numbers to keep; None: all.
     """
     numbers = np.frombuffer(state, np.float32)[:dimensions].astype(np.float64)
     return (numbers / max(float(np.linalg.norm(numbers)), TINY)).astype(np.float32)

@@ -94,8 +94,8 @@ class Worker:
     """A worker process.
 
     Args:
-        reader: what it answers.
-        writer: what it is asked.
+        reader: of its answers.
+        writer: of its jobs.
     """
 
     pid: int
@@ -112,7 +112,7 @@ class Worker:
     @property
     def ended(self) -> bool:
         """Whether the process has ended."""
-        return self._reader.at_eof()
+        return self._reader.at_eof() or self._reader.exception() is not None
 
     async def do(self, job: Sequence[bytes]) -> bytes:
         """Return the result of a job, which is given in parts.
@@ -144,8 +144,8 @@ class Sandbox:
     """A zygote and its workers. All methods belong to one event loop.
 
     Args:
-        module: what runs in it; its `main` calls `twolane.frontend.sandboxed.run`.
-        setup: what that module sets up.
+        module: program to run, which calls `twolane.frontend.sandboxed.run`.
+        setup: argument of the program's setup.
         limits: of each job and worker.
     """
 
@@ -274,7 +274,7 @@ class JobQueue:
     """Runs jobs in one worker, one at a time, with clients in rotation.
 
     Args:
-        sandbox: where its workers come from.
+        sandbox: that starts its workers.
         niceness: by how much they yield to others in their claim on the processor; see nice(2).
     """
 

@@ -38,8 +38,8 @@ class ReplicaQueue:
     """The prompts that a replica computes, in order of their deadlines.
 
     Args:
-        begin: when it is through with what it has begun.
-        prompts: those that it has not begun.
+        begin: time at which it has computed the prompts that it has begun.
+        prompts: that it has not begun.
     """
 
     def __init__(self, begin: float, prompts: Sequence[QueuedPrompt] = ()) -> None:

@@ -58,7 +58,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
         """Return the state of an engine.
 
         Args:
-            ready: what the engine said of itself when it had started.
+            ready: the engine's description of itself.
             stats: its gauges now.
             prefixes: landmarks of its prefix tree.
             known: version of the digest that the router has; such a digest is left out.

@@ -19,8 +19,8 @@ class Admission:
     """Counts requests without a first token and refuses those beyond the bounds.
 
     Args:
-        max_queue: how many may wait.
-        max_queued_per_key: how many of one API key may; None: as many as of all.
+        max_queue: most requests that may wait.
+        max_queued_per_key: most requests of one API key that may wait; None: `max_queue`.
         token_seconds: returns the seconds that the engine takes for a prompt token; 0: not known.
         clock: seconds, monotonic.
     """
@@ -48,7 +48,7 @@ class Admission:
         """Refuse a call with more answers than may ever wait.
 
         Args:
-            count: how many answers it asks for.
+            count: number of answers that it asks for.
             param: the request field that asks for them.
 
         Raises:
@@ -65,7 +65,7 @@ class Admission:
         """Take `count` places in the queue, or raise and take none.
 
         Args:
-            count: how many.
+            count: number of places.
             param: the request field that asks for them.
             key: number of the API key that the call came with; None: there are no keys.
             tokens: prompt tokens of the call.

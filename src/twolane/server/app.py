@@ -38,7 +38,7 @@ def create_app(
     """Return the application for `service`.
 
     Args:
-        service: what answers.
+        service: the served model.
         options: keys, bounds, origins, and which endpoints there are.
         lora_endpoints: whether adapters can be loaded and unloaded.
     """

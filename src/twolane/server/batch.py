@@ -67,7 +67,7 @@ async def run_batch(
 
     Args:
         config: of the engine.
-        options: of the server; what is about connections has no effect.
+        options: of the server; those of connections have no effect.
         source: the requests.
         target: gets the answers.
         concurrency: number of requests that are open at a time.

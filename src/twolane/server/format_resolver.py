@@ -23,7 +23,7 @@ class FormatResolver:
     Args:
         engine: a running engine.
         codec: the tokenizer of its model.
-        formats: what the model's answers may look like.
+        formats: that the model can write.
         availability: whether anything is served.
     """
 

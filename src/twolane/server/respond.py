@@ -62,8 +62,8 @@ class EventStream(StreamingResponse):
 
     Args:
         events: of the stream.
-        generation: what they are made from.
-        connection: where they go; None: another server's.
+        generation: their source.
+        connection: their target; None: another server's.
     """
 
     def __init__(

@@ -257,9 +257,9 @@ def uvicorn_config(
     """Return uvicorn's settings; the limit on open files is raised first.
 
     Args:
-        app: what answers.
+        app: the ASGI application.
         options: the bounds on connections.
-        output: what waits for the readers of all connections.
+        output: unsent output of all connections.
         files_each: open files that a connection takes.
     """
     most = raise_file_limit() - open_files() - FILES_BESIDE

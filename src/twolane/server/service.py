@@ -43,11 +43,11 @@ class Service:
     Args:
         engine: a running engine.
         texts: its tokenizer and chat template.
-        model_name: what clients call it.
+        model_name: its name for clients.
         options: bounds of the queue, whether requests may have a priority, names of the metrics.
-        embedding: what embeddings the model gives.
+        embedding: the model's embeddings.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
-        formats: of the model's answers; None: they are found from its chat template.
+        formats: of the model's answers; None: detected from its chat template.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Service:
             body: the request.
             prompts: tokens of each prompt, which fit the context.
             call: the HTTP call, which is admitted here.
-            answer_format: what the answers look like.
+            answer_format: of the answers.
 
         Raises:
             ApiError: 400, 429 or 503.

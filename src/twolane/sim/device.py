@@ -55,11 +55,11 @@ class DeviceModel:
     """A model on some GPUs of one kind, the device of simulated lanes.
 
     Args:
-        gpu: which.
+        gpu: data sheet of the GPUs.
         spec: the model's shape.
         tp: GPUs that share each layer (tensor parallelism).
         seed: of the noise.
-        storage: how wide weights and KV cache are.
+        storage: widths of weights and KV cache.
         pass_sizes: tokens that passes are padded to, ascending; None: those that are worth it.
 
     Raises:

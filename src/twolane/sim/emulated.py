@@ -72,7 +72,7 @@ class EmulatedDevice(DeviceModel):
         gpu: its kind, for its units and the host's time.
         spec: the model's shape.
         truth: says how long launches take.
-        uneven: how far off that is.
+        uneven: deviation from the profile.
         seed: of the noise.
     """
 

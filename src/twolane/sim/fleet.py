@@ -97,10 +97,10 @@ class FleetSimulation:
     """Replicas, a router and a workload.
 
     Args:
-        config: of each replica, and what is sent.
-        replicas: how many there are.
+        config: of each replica and the workload.
+        replicas: their number.
         policy: the router.
-        requests: what is sent, with arrival times in order.
+        requests: of the workload, in order of arrival.
         ledger: keeps what came of them.
     """
 
@@ -233,9 +233,9 @@ def simulate_fleet(
 
     Args:
         config: of each replica; its workload's seed decides about prompts and noise.
-        replicas: how many there are.
+        replicas: their number.
         router: name in `router.policies.POLICIES`.
-        requests: what is sent, with arrival times in order.
+        requests: of the workload, in order of arrival.
         on_record: see `sim.run.simulate`, as for `on_tokens`.
         policy: a router to use instead of the named one.
 

@@ -96,7 +96,7 @@ class SimLanes:
     Args:
         units: of the device.
         levels: partitions on offer beside the solo ones.
-        device: how long steps take.
+        device: times of steps.
     """
 
     def __init__(self, units: int, levels: Sequence[tuple[int, int]], device: Device) -> None:

@@ -37,7 +37,7 @@ class SimulatedMachine:
     """A model on simulated GPUs, as a machine for `engine.build`.
 
     Args:
-        gpu: of which kind they are.
+        gpu: kind of the GPUs.
         spec: the model's shape.
         config: the engine's settings.
         tp: how many share each layer, in each of the two groups if the engine is disaggregated

@@ -137,7 +137,7 @@ class OperatorCosts:
         gpu: the data sheet.
         spec: the model's shape.
         tp: GPUs that share each layer (tensor parallelism).
-        storage: how wide weights and KV cache are.
+        storage: widths of weights and KV cache.
     """
 
     def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> None:

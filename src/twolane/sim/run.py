@@ -81,8 +81,8 @@ def simulate(
     """Simulate serving the workload; the same configuration and seed give the same result.
 
     Args:
-        config: what to simulate.
-        workload: what is asked, if it was built already.
+        config: of the simulation.
+        workload: the requests, if they were built already.
         on_record: called when a request has ended; True stops the run.
         on_tokens: the same when tokens have come: the request's index, the times of all its tokens
             so far and how many of them are new, in seconds.
@@ -202,7 +202,7 @@ class Ledger:
     """Makes records from the engines' outputs.
 
     Args:
-        requests: what is sent; the id of each is its index, as text.
+        requests: of the workload; the id of each is its index as text.
         on_record: see `simulate`.
         on_tokens: see `simulate`.
     """

@@ -62,7 +62,7 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
     """Return a report of all that the files suffice for.
 
     Args:
-        saved: what was read.
+        saved: inputs of the report.
         begin, seconds: of the traces' timeline; None: where most happens.
 
     Raises:

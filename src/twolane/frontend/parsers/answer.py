@@ -78,7 +78,7 @@ class AnswerReader:
         """Parse more text; return the pieces that are certain now.
 
         Args:
-            text: what the model has written since the last call.
+            text: new text since the last call.
             ended: whether nothing follows it.
         """
         pieces: list[Piece] = []

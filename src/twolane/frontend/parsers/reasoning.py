@@ -16,7 +16,7 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
     """Whether the prompt ends within thinking; if not, the answer may begin with it."""
 
 
-WAYS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
+KNOWN_MARKS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
 """Known marks: those of most models, and Mistral's."""
 
 
@@ -26,16 +26,16 @@ class ReasoningParser:
     Thinking comes first, if at all; white space around the marks belongs to neither side.
 
     Args:
-        how: the model thinks.
+        marks: of the thinking.
     """
 
-    def __init__(self, how: ThinkingMarks = WAYS[0]) -> None:
-        self._how = how
-        self._state = "thinking" if how.opened else "start"
+    def __init__(self, marks: ThinkingMarks = KNOWN_MARKS[0]) -> None:
+        self._marks = marks
+        self._state = "thinking" if marks.opened else "start"
         self._text = ""
-        self._blank = how.opened
+        self._blank = marks.opened
         """Whether only white space, which is dropped, has come since the last mark."""
-        self._opened = how.opened
+        self._opened = marks.opened
         """Whether a repeated opening mark, which models write at times, is dropped."""
 
     def feed(self, text: str) -> list[Piece]:
@@ -58,7 +58,7 @@ class ReasoningParser:
         return [Reasoning(rest) if self._state == "thinking" else Content(rest)]
 
     def _open(self, pieces: list[Piece]) -> None:
-        begun, mark = self._text.lstrip(), self._how.begin
+        begun, mark = self._text.lstrip(), self._marks.begin
         if begun.startswith(mark):
             self._text, self._state, self._blank = begun[len(mark) :], "thinking", True
         elif not mark.startswith(begun):
@@ -66,19 +66,19 @@ class ReasoningParser:
 
     def _think(self, pieces: list[Piece]) -> None:
         if self._blank:
-            self._text, begin = self._text.lstrip(), self._how.begin
+            self._text, begin = self._text.lstrip(), self._marks.begin
             if self._opened and len(self._text) < len(begin) and begin.startswith(self._text):
                 return
             if self._opened:
                 self._opened = False
                 self._text = self._text.removeprefix(begin).lstrip()
             self._blank = not self._text
-        thought, mark, rest = self._text.partition(self._how.end)
+        thought, mark, rest = self._text.partition(self._marks.end)
         if mark:
             self._text, self._state, self._blank = rest, "answer", True
             thought = thought.rstrip()
         else:
-            kept = held_back(thought, (self._how.end,))
+            kept = held_back(thought, (self._marks.end,))
             certain = thought[: len(thought) - kept].rstrip()  # white space may be before the mark
             self._text, thought = self._text[len(certain) :], certain
         if thought:
@@ -99,12 +99,12 @@ class AnswerGate:
     White space behind the thinking belongs to neither, and no stop string counts in it.
 
     Args:
-        how: the model thinks.
+        marks: of the thinking.
     """
 
-    def __init__(self, how: ThinkingMarks) -> None:
-        self._how = how
-        self._state = "thinking" if how.opened else "start"
+    def __init__(self, marks: ThinkingMarks) -> None:
+        self._marks = marks
+        self._state = "thinking" if marks.opened else "start"
         self._seen = ""
         """Text in which marks are searched."""
         self._held = 0
@@ -123,14 +123,14 @@ class AnswerGate:
             return self._behind("", text)
         self._seen += text
         if self._state == "start":
-            begun, mark = self._seen.lstrip(), self._how.begin
+            begun, mark = self._seen.lstrip(), self._marks.begin
             self._held += len(text)
             if not begun.startswith(mark):
                 return ("", "") if mark.startswith(begun) else ("", self._answer())
             text, self._state = self.release(), "thinking"
-        thought, mark, _ = self._seen.partition(self._how.end)
+        thought, mark, _ = self._seen.partition(self._marks.end)
         if not mark:
-            self._seen = self._seen[1 - len(self._how.end) :]
+            self._seen = self._seen[1 - len(self._marks.end) :]
             return text, ""
         behind = len(self._seen) - len(thought) - len(mark)
         self._state = "blank"
@@ -156,17 +156,19 @@ class AnswerGate:
 
 def thinking_of(template: str | None) -> ThinkingMarks | None:
     """Return the marks of thinking in a chat template; None: the model does not think."""
-    return next((how for how in WAYS if template is not None and how.end in template), None)
+    return next(
+        (marks for marks in KNOWN_MARKS if template is not None and marks.end in template), None
+    )
 
 
-def ends_in_thinking(how: ThinkingMarks, prompt: str, continued: str | None = None) -> bool:
+def ends_in_thinking(marks: ThinkingMarks, prompt: str, continued: str | None = None) -> bool:
     """Return whether a prompt ends within thinking.
 
     Args:
-        how: the model thinks.
+        marks: of the thinking.
         prompt: the end of it.
         continued: the text of the message that the answer goes on with.
     """
-    if continued is not None and continued.rfind(how.begin) > continued.rfind(how.end):
+    if continued is not None and continued.rfind(marks.begin) > continued.rfind(marks.end):
         return True
-    return prompt.rstrip().endswith(how.begin)
+    return prompt.rstrip().endswith(marks.begin)

@@ -132,14 +132,14 @@ class ToolCallParser:
     White space between text and calls is dropped. What begins like a call and is none is text.
 
     Args:
-        form: how the model writes calls.
+        call_format: of the model.
         types: the types of the tools' parameters.
     """
 
-    def __init__(self, form: CallFormat, types: Types = MappingProxyType({})) -> None:
-        self._form = form
+    def __init__(self, call_format: CallFormat, types: Types = MappingProxyType({})) -> None:
+        self._format = call_format
         self._types = types
-        self.marks = (*form.begin, *form.within, *LISTS)
+        self.marks = (*call_format.begin, *call_format.within, *LISTS)
         """Marks that begin calls or lists of calls."""
         self._text = ""
         """Text that is not parsed yet."""
@@ -186,7 +186,7 @@ class ToolCallParser:
         begun = self._text.lstrip()
         if not begun:
             return False
-        if self._form.bare and (not self._form.again or begun[0] in self._form.again):
+        if self._format.bare and (not self._format.again or begun[0] in self._format.again):
             self._open()
         else:
             self._text = begun if self._calls else self._text
@@ -200,10 +200,12 @@ class ToolCallParser:
             shown = self._text[:place].rstrip()
             space = self._text[len(shown) : place]
             self._show(shown, pieces)
-            self._text = self._text[place:].removeprefix("" if mark in self._form.within else mark)
-            if mark in self._form.begin:
+            self._text = self._text[place:].removeprefix(
+                "" if mark in self._format.within else mark
+            )
+            if mark in self._format.begin:
                 self._open(space + mark)
-            elif mark in self._form.within:
+            elif mark in self._format.within:
                 self._open(space)
             return True
         kept = held_back(self._text, self.marks)
@@ -214,12 +216,12 @@ class ToolCallParser:
 
     def _open(self, before: str = "") -> None:
         """Begin to parse a call; `before` is shown if it turns out to be none."""
-        self._reader, self._raw, self._named = self._form.reader(self._types), [before], False
+        self._reader, self._raw, self._named = self._format.reader(self._types), [before], False
         self._state = "opened" if before.strip() else "call"
 
     def _opened(self, _: list[Piece]) -> bool:
         """Skip a repeated mark, which models write at times."""
-        begun, marks = self._text.lstrip(), self._form.begin
+        begun, marks = self._text.lstrip(), self._format.begin
         doubled = next((mark for mark in marks if mark.strip() and begun.startswith(mark)), None)
         if doubled is not None:
             begun = begun[len(doubled) :]
@@ -255,7 +257,7 @@ class ToolCallParser:
         """Return the mark with which no call begins, and the text after it that is not parsed
         again."""
         mark, behind = self._raw[0], "".join(self._raw[1:])
-        if not mark.strip() and behind.startswith(self._form.within):
+        if not mark.strip() and behind.startswith(self._format.within):
             mark, behind = mark + behind[:1], behind[1:]
         again = read_again_from(behind, self.marks)
         self._text = behind[again:] + self._text
@@ -270,17 +272,17 @@ class ToolCallParser:
             pieces.append(CallArguments(self._calls - 1, arguments))
 
     def _after(self, pieces: list[Piece]) -> bool:
-        self._text = self._text.lstrip(self._form.separators)
+        self._text = self._text.lstrip(self._format.separators)
         if not self._text:
             return False
-        for mark in self._form.end:
+        for mark in self._format.end:
             if self._text.startswith(mark):
                 self._text = self._text[len(mark) :]
-                self._state = "first" if self._form.closes else "after"
+                self._state = "first" if self._format.closes else "after"
                 return True
             if mark.startswith(self._text):
                 return False  # it may become the mark
-        if self._text[0] in self._form.again:
+        if self._text[0] in self._format.again:
             self._open()
         else:
             self._state = "first"

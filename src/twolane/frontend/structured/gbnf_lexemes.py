@@ -119,7 +119,7 @@ def reads_by_lexemes(rules: Mapping[str, RuleNode]) -> bool:
     """Return whether no lexeme of a grammar could continue with what may follow it.
 
     Raises:
-        TooManyPlaces: that cannot be told in bounded time.
+        TooManyPlaces: it cannot be decided in bounded time.
     """
     grammar, comparison = LexemeGrammar(rules), Comparison()
     for key, lexeme in grammar.lexemes.items():

@@ -39,8 +39,8 @@ class GrammarMaker:
         """Return a grammar that the engine can match.
 
         Args:
-            job: what it is of.
-            client: who asks; all clients have their turns.
+            job: the constraint and its field.
+            client: who asks; clients are served in rotation.
 
         Raises:
             FieldError: it is wrong, has parts that are not implemented, or takes too much.

@@ -59,18 +59,20 @@ def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]
     return found
 
 
-def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
+def calls_grammar(
+    call_format: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool
+) -> str:
     """Return the grammar of an answer of calls only.
 
     Args:
-        form: how the model writes calls, a name of `tool_calls.FORMATS`.
-        tools: those that may be called; at least one.
-        token_of: finds the special tokens that are marks of the form.
+        call_format: a name of `tool_calls.FORMATS`.
+        tools: that may be called; at least one.
+        token_of: finds the special tokens that are marks of the format.
         several: whether more than one call may be made.
     """
     marks = _Marks(token_of)
-    calls = [CALLS[form](tool, marks) for tool in tools]
-    before, between, after = LISTS[form]
+    calls = [CALLS[call_format](tool, marks) for tool in tools]
+    before, between, after = LISTS[call_format]
     rules = "\n".join(f"call_{i}: {call}" for i, call in enumerate(calls))
     call = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = f" ({marks.of(*between)} call)*" if several else ""
@@ -79,31 +81,33 @@ def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, severa
     return lark_grammar(lark)
 
 
-def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
+def strict_grammar(
+    call_format: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool
+) -> str:
     """Return the grammar of an answer with free text up to the first call.
 
     From a call's mark on, the arguments of strict tools follow their schemas, those of the others
     are any object. What the parser would read as a call is one.
 
     Args:
-        form: how the model writes calls, a name of `tool_calls.FORMATS`.
-        tools: those that may be called; at least one.
-        token_of: finds the special tokens that are marks of the form.
+        call_format: a name of `tool_calls.FORMATS`.
+        tools: that may be called; at least one.
+        token_of: finds the special tokens that are marks of the format.
         several: whether more than one call may be made.
     """
     marks = _Marks(token_of)
-    if form == "glm4_0414":
+    if call_format == "glm4_0414":
         return _strict_lines(tools, marks, several=several)
-    if form == "pythonic":
+    if call_format == "pythonic":
         return _strict_lists(tools, marks, several=several)
-    opening, (before, between, after) = OPENINGS[form], LISTS[form]
+    opening, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
     known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
-    calls = [CALLS[form](tool, marks).removeprefix(marks.of(opening)) for tool in known]
+    calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(opening)) for tool in known]
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
-    each_opens = not before and form not in BARE
+    each_opens = not before and call_format not in BARE
     more = f" ({marks.of(*between)} call)*" if several and not each_opens else ""
     listed = f"{marks.of(*before[1:])} call{more} {marks.of(*after)}"
-    bare = " | SPACE? bare SPACE?" if form in BARE else ""
+    bare = " | SPACE? bare SPACE?" if call_format in BARE else ""
     start = "start: block* TEXT?" if several else "start: TEXT? | block SPACE?"
     lark = [
         start + bare,

@@ -109,9 +109,9 @@ def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -
             return lambda: grammars.choice_grammar(choices)
         case ContextFree(text):
             return lambda: grammars.context_free_grammar(text)
-        case Calls(form, tools, several, free):
+        case Calls(call_format, tools, several, free):
             write: Callable[..., str] = strict_grammar if free else calls_grammar
-            return lambda: write(form, tools, token_of, several=several)
+            return lambda: write(call_format, tools, token_of, several=several)
 
 
 def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence[int]) -> None:

@@ -78,7 +78,7 @@ class ByteVocabulary:
     """Bytes of each token of a byte-level tokenizer, looked up once a token.
 
     Args:
-        tokenizer: whose.
+        tokenizer: of the tokens.
         skip_special_tokens: whether special tokens stand for nothing.
     """
 
@@ -148,7 +148,7 @@ class WindowDetokenizer:
     differ from that of a decode of the whole.
 
     Args:
-        tokenizer: whose.
+        tokenizer: of the tokens.
         prompt: the tokens before those that will come. Decoders drop the space that a text begins
             with; behind a prompt it is one between two words, or of an indentation.
         skip_special_tokens: whether special tokens stand for nothing.

@@ -27,7 +27,7 @@ class Chat(msgspec.Struct, tag=True, frozen=True):
     """A conversation to tokenise: the arguments of `TextCodec.chat`."""
 
     messages: list[dict[str, Any]]
-    how: dict[str, Any]
+    options: dict[str, Any]
     listing: Listing | None = None
     """How the tokens are listed; None: as plain ids."""
 

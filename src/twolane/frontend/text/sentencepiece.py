@@ -38,7 +38,7 @@ def build(
         pieces: by id.
         scores: of the pieces; the higher, the earlier they are merged.
         kinds: of the pieces.
-        spaces: what becomes of spaces.
+        spaces: normalisation of spaces.
     """
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
     found = []
@@ -120,11 +120,11 @@ def read_model(
     except Exception as error:
         raise ValueError(f"{path.name} is no model of SentencePiece: {error}") from error
     kind = form.TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
-    pieces, how = model.pieces, model.normalizer_spec
-    if kind != "BPE" or how.precompiled_charsmap:
+    pieces, normalizer = model.pieces, model.normalizer_spec
+    if kind != "BPE" or normalizer.precompiled_charsmap:
         raise ValueError(
             f"{path.name} is a {kind} model of SentencePiece with normalisation "
-            f"{how.name or 'none'}; "
+            f"{normalizer.name or 'none'}; "
             "BPE without normalisation works, and any kind as tokenizer.json"
         )
     for place, name in (names or {}).items():
@@ -135,5 +135,7 @@ def read_model(
         [p.piece for p in pieces],
         [p.score for p in pieces],
         [p.type for p in pieces],
-        Spaces(prefix if how.add_dummy_prefix else "none", how.remove_extra_whitespaces),
+        Spaces(
+            prefix if normalizer.add_dummy_prefix else "none", normalizer.remove_extra_whitespaces
+        ),
     )

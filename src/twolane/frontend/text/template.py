@@ -137,7 +137,7 @@ class ChatTemplate:
     Args:
         source: the Jinja program.
         special_tokens: by name; the template sees them as variables.
-        form: how the template reads messages; None: it is found out when it is needed.
+        form: of the template's messages; None: it is determined when needed.
 
     Raises:
         TemplateSyntaxError: it is not one.
@@ -209,7 +209,7 @@ class ChatTemplate:
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, for the model to go on with it.
             variables: further ones.
-            tools: what the model may call, in OpenAI's form.
+            tools: that the model may call, in OpenAI's format.
 
         Raises:
             TemplateError: the template refuses.

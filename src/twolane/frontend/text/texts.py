@@ -44,7 +44,7 @@ class Texts:
     Args:
         codec: turns tokens into text, here.
         sandbox: the checkpoint's programs; None: it has none.
-        loaded: what they are.
+        loaded: result of their setup.
     """
 
     def __init__(

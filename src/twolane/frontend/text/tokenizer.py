@@ -152,7 +152,7 @@ def read_file(
     """Return a tokenizer from a file of `convert`.
 
     Args:
-        data: what `convert` wrote.
+        data: output of `convert`.
         decodes_only: whether the tokenizer's `backend` need not encode, which takes longer to load.
 
     Raises:

@@ -60,7 +60,7 @@ def answer(codec: TextCodec, job: bytes) -> Result:
         if isinstance(asked, Decode):
             return Decoded(codec.decode(unpacked(asked.tokens), skip_special_tokens=False))
         if isinstance(asked, Chat):
-            tokens = codec.chat(asked.messages, **asked.how)
+            tokens = codec.chat(asked.messages, **asked.options)
         else:
             tokens = codec.encode(asked.text, add_special_tokens=asked.add_special_tokens)
         return (

@@ -55,8 +55,8 @@ class BodyReader:
     Args:
         receive: ASGI's.
         longest: bytes that it may have.
-        arriving: what all bodies hold.
-        client: who sends it.
+        arriving: counts the bytes of all bodies.
+        client: that sends it.
         kept: whether its bytes count on when it is whole, until `end`.
     """
 

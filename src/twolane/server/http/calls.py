@@ -26,7 +26,7 @@ class Call:
     """A call that asks for answers. It is admitted, refused or aborted, once.
 
     Args:
-        metrics: where it is counted.
+        metrics: that count it.
     """
 
     def __init__(self, metrics: ServerMetrics) -> None:
@@ -96,7 +96,7 @@ def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> 
 
     Args:
         state: of the request's ASGI scope.
-        status: what was answered.
+        status: HTTP status of the answer.
         code: why, for a program.
         message: why, for a person.
     """
@@ -107,8 +107,8 @@ class CallMiddleware:
     """Outermost ASGI middleware: counts every HTTP request, and settles every call.
 
     Args:
-        app: what answers.
-        metrics: where to count.
+        app: the ASGI application behind it.
+        metrics: that count requests and calls.
         paths: those whose POSTs are calls.
         quiet: waited for before a call that has arrived is looked at.
     """

@@ -366,7 +366,7 @@ def connection_class(limits: ConnectionLimits, output: UnsentOutput) -> type[Con
 
     Args:
         limits: of all connections.
-        output: what waits for their readers.
+        output: unsent output of all connections.
     """
     shared = {"limits": limits, "output": output, "waiting": {}, "logged_at": -LOG_SECONDS}
     return type("BoundConnection", (Connection,), shared)

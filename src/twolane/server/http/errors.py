@@ -31,8 +31,8 @@ class ApiError(HTTPException):
 
     Args:
         status: the HTTP status.
-        message: what is wrong, for a person.
-        code: what is wrong, for a program; also the reason under which metrics count it.
+        message: the problem in words.
+        code: the problem for programs; also its reason in the metrics.
         param: the request field at fault.
         headers: further HTTP headers.
     """
@@ -67,7 +67,7 @@ def queue_full(waiting: str) -> ApiError:
     """Return the refusal of a request because too many of its kind wait.
 
     Args:
-        waiting: what waits, and for what.
+        waiting: the waiting requests and what they wait for, as a phrase.
     """
     headers = {"Retry-After": "1"}
     return ApiError(429, f"too many {waiting}", code="queue_full", headers=headers)
@@ -82,9 +82,9 @@ class ContextExceeded(ApiError):
     Args:
         param: the field at fault.
         context: tokens that the context has.
-        tokens: of the prompt, as text: at least as many as there are may be known.
+        tokens: number of prompt tokens as text, since only a lower bound may be known.
         wanted: tokens that `param` asks for; None: the prompt is too long by itself.
-        name: which prompt it is.
+        name: of the prompt in the message.
     """
 
     def __init__(

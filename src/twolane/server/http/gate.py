@@ -54,7 +54,7 @@ class Gate:
 
     Args:
         app: the endpoints.
-        api_keys: those that may ask; none: everybody may.
+        api_keys: valid keys; none: no key is needed.
         max_body_bytes: longer bodies are refused (413) without being read.
         keeps_bodies: whether `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.

@@ -79,7 +79,7 @@ def check_pairs(text: str, made: Any) -> None:
 
     Args:
         text: the JSON.
-        made: what it says.
+        made: the parsed value.
 
     Raises:
         ApiError: 400, it has.

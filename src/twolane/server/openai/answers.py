@@ -79,11 +79,11 @@ class Answer:
     """A request's answer in progress: a choice for each answer to each prompt.
 
     Args:
-        kind: which endpoint answers.
+        kind: of the endpoint.
         model: the served model's name.
         prompts: the tokens of each prompt.
         writer: of log-probabilities.
-        options: what is to be shown.
+        options: of the shown parts.
     """
 
     def __init__(

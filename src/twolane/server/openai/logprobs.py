@@ -51,7 +51,7 @@ class LogprobWriter:
 
     Args:
         codec: the tokenizer.
-        count: how many alternatives to show; the engine may send more.
+        count: number of alternatives to show; the engine may send more.
         as_ids: name tokens "token_id:5" instead of by their text.
     """
 

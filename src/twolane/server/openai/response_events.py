@@ -38,7 +38,7 @@ class ResponseAnswer:
         prompt_tokens: number of the prompt's tokens.
         repeated: fields of the request that the response repeats.
         reader: tells thinking and calls apart; None: all of the answer is text.
-        tools: what calls are shown as, by the names that the model knows.
+        tools: tools as answers name them, by the name that the model knows.
         keep: is given the response and the answer's message when it is whole.
     """
 

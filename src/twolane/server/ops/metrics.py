@@ -329,9 +329,9 @@ class RequestMetrics:
     """Records the metrics of one request in flight.
 
     Args:
-        metrics: where they go.
-        arrival: when the request came.
-        prompt_tokens: how long its prompt is.
+        metrics: of the server.
+        arrival: time of arrival.
+        prompt_tokens: number of prompt tokens.
         slo: its latency bounds, the server's where it has none.
     """
 

@@ -113,7 +113,7 @@ class Tracing:
     """Makes the spans of requests, on the engine client's event loop.
 
     Args:
-        provider: where they go.
+        provider: that sends them.
         engine: is asked to tell of every launch.
     """
 
@@ -132,7 +132,7 @@ class Tracing:
 
         Args:
             headers: of its call; a `traceparent` among them is the span's parent.
-            arrival: when it came, in seconds on the monotonic clock.
+            arrival: in seconds on the monotonic clock.
             attributes: of its span.
         """
         return RequestTrace(self, headers, arrival, attributes)
@@ -201,7 +201,7 @@ class RequestTrace:
         Args:
             event: the engine's last word; None: the client gave the request up.
             reason: `stop`, `length`, or what went wrong.
-            now: when.
+            now: time of the end.
         """
         self._event, self._end = event, now
         self._attributes["gen_ai.usage.output_tokens"] = self._tokens

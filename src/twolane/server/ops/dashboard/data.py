@@ -25,8 +25,8 @@ class Dashboard:
     While nobody looks it costs a reading of the counters every second.
 
     Args:
-        engine: which tells of launches while somebody looks.
-        metrics: where the figures come from.
+        engine: that reports launches after a query.
+        metrics: source of the figures.
     """
 
     def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
@@ -49,7 +49,7 @@ class Dashboard:
         """Return the data that the page shows.
 
         Args:
-            window: what its charts span.
+            window: span of the charts.
             after: the launches that it knows already, as `seen` said.
         """
         now, stats = time.monotonic(), self._engine.stats
