@@ -466,6 +466,17 @@ def test_files_that_are_refused(tmp_path, wrong, message):
         ({"num_key_value_heads": -1}, "kv_heads"),
         *(({"rms_norm_eps": value}, "norm_eps") for value in (-1.0, math.nan, math.inf)),
         ({"partial_rotary_factor": math.inf}, "partial_rotary_factor"),
+        ({"rope_theta": math.inf}, "rope theta"),
+        *(
+            ({"model_type": "granite", field: value}, name)
+            for value in (math.inf, math.nan)
+            for field, name in (
+                ("embedding_multiplier", "embedding_scale"),
+                ("residual_multiplier", "residual_(scale|multiplier)"),
+                ("attention_multiplier", "attention_(scale|multiplier)"),
+                ("logits_scaling", "logit(_scale|s_scaling)"),
+            )
+        ),
     ],
 )
 def test_sizes_of_no_model_are_refused(raw, name):

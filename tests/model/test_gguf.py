@@ -214,6 +214,28 @@ def test_yarn_needs_but_its_factor(tmp_path):
     assert (spec.rope.beta_fast, spec.rope.beta_slow) == (16.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([("add_rope_scaling_factor", -2.0)], "rope factor must be above 0 and finite, not -2"),
+        ([("add_rope_scaling_factor", math.nan)], "rope factor must be above 0 and finite"),
+        (
+            [
+                ("add_rope_scaling_type", RopeScalingType.YARN),
+                ("add_rope_scaling_factor", 2.0),
+                ("add_rope_scaling_orig_ctx_len", 0),
+            ],
+            "original_context_length must be 1 or more, not 0",
+        ),
+    ],
+)
+def test_numbers_by_which_nothing_can_be_rotated_are_refused(tmp_path, fields, message):
+    checkpoint, file = make_checkpoint("qwen2", tmp_path / "model"), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, "qwen2", Type.F32, fields=fields)
+    with pytest.raises(ValueError, match=message):
+        _ = GGUFModel(file).spec
+
+
 def test_lists_that_say_the_same_for_all_layers(tmp_path):
     checkpoint, file = make_checkpoint("llama2", tmp_path / "model", seed=4), tmp_path / "m.gguf"
     lists = [("add_array", f"llama.{name}", [n] * 4) for name, n in PER_LAYER.items()]

@@ -196,6 +196,25 @@ class ModelSpec:
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
             )
 
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        rope = self.rope
+        if not 1.0 < rope.theta < math.inf:
+            raise ValueError(f"rope theta must be above 1 and finite, not {rope.theta}")
+        factors = (
+            ("rope factor", rope.factor),
+            ("rope attention_factor", rope.attention_factor),
+            *(("rope divisors", each) for each in (*rope.divisors, *rope.short_divisors)),
+            ("attention_scale", 1.0 if self.attention_scale is None else self.attention_scale),
+            ("embedding_scale", self.embedding_scale),
+            ("residual_scale", self.residual_scale),
+            ("logit_scale", self.logit_scale),
+        )
+        for name, factor in factors:
+            if not 0.0 < factor < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, not {factor}")
+
     def has_experts(self, layer: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers

@@ -284,7 +284,7 @@ class GGUFModel:
             tuple(self._tensor(name).data.astype(np.float32).reshape(-1).tolist())
             for name in (_ROPE_LONG, _ROPE_SHORT)
         )
-        original = int(self._key("rope.scaling.original_context_length", positions))
+        original = self._original_positions(positions)
         return RopeSpec(
             theta,
             "longrope",
@@ -294,6 +294,13 @@ class GGUFModel:
             divisors=long,
             short_divisors=short,
         )
+
+    def _original_positions(self, positions: int) -> int:
+        key = "rope.scaling.original_context_length"
+        original = int(self._key(key, positions))
+        if original < 1:
+            raise ValueError(f"{self._architecture}.{key} must be 1 or more, not {original}")
+        return original
 
     def _yarn(self, theta: float, factor: float, positions: int) -> RopeSpec:
         """YaRN as llama.cpp computes it, whose attention grows with the factor in any case."""
@@ -308,7 +315,7 @@ class GGUFModel:
             theta,
             "yarn",
             factor,
-            original_positions=int(self._key("rope.scaling.original_context_length", positions)),
+            original_positions=self._original_positions(positions),
             beta_fast=float(self._key("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self._key("rope.scaling.yarn_beta_slow", 1.0)),
             attention_factor=grown * float(self._key("rope.scaling.attn_factor", 1.0)),
