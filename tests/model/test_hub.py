@@ -87,6 +87,16 @@ def test_a_user_without_a_name_and_a_home_has_a_cache_directory(monkeypatch):
         resolve("~nobody/model.gguf")
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "additional_chat_templates/a.jinja"])
+def test_a_link_to_what_the_kernel_tells_is_no_part_of_a_model(tmp_path, place):
+    """The environment has keys, and clients can have a template's text as a prompt's tokens."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).symlink_to("/proc/self/environ")
+    with pytest.raises(ModelNotFound, match=r"\.jinja leads to a file of /proc or /sys"):
+        resolve(str(tmp_path))
+
+
 def test_offline_hub_ids_fail_in_one_line(monkeypatch):
     import huggingface_hub
 

@@ -28,6 +28,14 @@ def is_plain(path: Path) -> bool:
     return True
 
 
+def is_of_kernel(path: Path) -> bool:
+    """Return whether the path leads into /proc or /sys, whose files tell of this process and this
+    machine."""
+    with contextlib.suppress(OSError, RuntimeError):  # a link to itself
+        return path.resolve().parts[1:2] in (("proc",), ("sys",))
+    return False
+
+
 def expanded(name: str) -> Path:
     """Return a path with ~ replaced by the home folder, where that is known."""
     with contextlib.suppress(RuntimeError):

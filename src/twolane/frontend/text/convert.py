@@ -24,6 +24,7 @@ from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate
 from twolane.frontend.text.template_form import TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile, panics_told
+from twolane.model.load.hub import TEMPLATE_FOLDER
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens in files and chat templates."""
@@ -241,7 +242,7 @@ def read_templates(source: Path, config: Mapping[str, Any]) -> dict[str, Templat
     if isinstance(in_json, str):
         templates["default"] = Template(in_json, "chat_template.json")
     files = {"default": source / "chat_template.jinja"}
-    folder = source / "additional_chat_templates"
+    folder = source / TEMPLATE_FOLDER
     files |= {file.stem: file for file in sorted(folder.glob("*.jinja"))}
     for name, file in files.items():
         if file.is_file():

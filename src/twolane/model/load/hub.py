@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
-from twolane.common.files import expanded, is_file, is_folder, is_plain, user_cache, write_cache
+from twolane.common.files import (
+    expanded,
+    is_file,
+    is_folder,
+    is_of_kernel,
+    is_plain,
+    user_cache,
+    write_cache,
+)
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -43,6 +51,8 @@ _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     "tekken.json",  # which is refused by name where it is the only one
 )
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""Folder of a model's chat templates beside the default one."""
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 _BELOW = ("[!0-9]*/*.json", "*/*.safetensors", "*/tokenizer.model", "*/merges.txt")
 """Files that are not downloaded from a repository's folders: only templates are looked for there,
@@ -182,7 +192,9 @@ def resolve(
 
 
 def _directory(name: str, path: Path) -> ModelSource:
-    for file in path.iterdir():
+    for file in (*path.iterdir(), *(path / TEMPLATE_FOLDER).glob("*")):
+        if is_of_kernel(file):  # such as the environment, as a template that clients can look at
+            raise ModelNotFound(f"{file} leads to a file of /proc or /sys, which is of no model")
         if not is_plain(file):  # reading it may never end
             raise ModelNotFound(f"{file} is a pipe, a socket or a device, not a file")
     if (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
