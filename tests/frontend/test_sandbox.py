@@ -90,11 +90,12 @@ def test_a_killed_zygote_and_a_killed_worker_are_replaced():
     async def work():
         async with sandboxed() as sandbox:
             queue = sandbox.queue()
-            for victim in (sandbox._zygote.pid, int(await queue.run([b"pid"]))):
-                os.kill(victim, 9)
-                await asyncio.to_thread(wait_for, lambda pid=victim: not alive(pid))
-                while queue._worker and queue._worker.pid == victim and not queue._worker.ended:
-                    await asyncio.sleep(0)  # until the loop has read the end of its socket
+            for killed in ("zygote", "worker"):
+                worker = int(await queue.run([b"pid"]))
+                os.kill(sandbox._zygote.pid if killed == "zygote" else worker, 9)
+                await asyncio.to_thread(wait_for, lambda pid=worker: not alive(pid))
+                while not queue._worker.ended:
+                    await asyncio.sleep(0)
                 assert await queue.run([b"next"]) == b"next"
             queue.close()
             assert await queue.run([b"next"]) == b"next"
