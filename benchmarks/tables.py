@@ -148,6 +148,8 @@ SATURATED = "panels-saturated.json"
 """File of the panels in which more arrives than can be served."""
 FIGURES = ("step_ms", "first_token_ms")
 """Figures of an engine without load, in ms."""
+OWN = ("twolane", "auto")
+"""How the names of Twolane's own servers begin, beside other engines."""
 
 
 class Bracket(NamedTuple):
@@ -182,7 +184,7 @@ def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
         for engine in found["engines"]:
             engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
             engine.setdefault("prompts", found["provenance"]["workload"].get("prompts"))
-            if engine["name"].startswith("twolane") and (there := Bracket.of(engine["found"])).low:
+            if engine["name"].startswith(OWN) and (there := Bracket.of(engine["found"])).low:
                 own[engine["tbt_ms"]].append(there)
         for engine in found["engines"]:
             ratio = ""
@@ -515,7 +517,7 @@ def _beside() -> Iterator[list[str]]:
     best: dict[tuple[str, str, float], tuple[Bracket, list[str]]] = {}
     for path, found, engine, ratio in _engines():
         tbt, there = engine["tbt_ms"], Bracket.of(engine["found"])
-        if engine["name"].startswith("twolane") or not ratio:
+        if engine["name"].startswith(OWN) or not ratio:
             continue
         place = found["card"], path.name.partition("-azure")[0], tbt
         if place not in best or there > best[place][0]:
