@@ -162,6 +162,8 @@ class World:
     """Whether requests ask for adapters, which are unloaded and loaded again meanwhile."""
     seen: Counter[str] = field(default_factory=Counter)
     """How often the schedule did what it is meant to exercise."""
+    versions: dict[str, int] = field(default_factory=dict, init=False)
+    """The version of each adapter that is loaded, or was last."""
 
     def __post_init__(self) -> None:
         self.runner = make_runner(self.pages, self.slots)
@@ -177,8 +179,8 @@ class World:
             ServedModel(spec.vocab_size, EOS, MODEL_LEN),
             adapters=self.registry,
         )
-        self.versions = dict.fromkeys(ADAPTERS if self.adapted else (), 0)
-        """The version of each adapter that is loaded, or was last."""
+        if self.adapted:
+            self.versions = dict.fromkeys(ADAPTERS, 0)
         for name in self.versions:
             self.registry.load_at_start(name, self._path(name))
         self.adapter_of: dict[str, str] = {}
@@ -434,12 +436,12 @@ class World:
             self.lanes.step(self.rng.choice(self.lanes.runnable()))
             self.turn([])
         self.turn([])
+        assert not self.runner._paused, "hidden states were kept"
 
     def _check_end(self) -> None:
         kv = self.engine.state.kv
         assert kv.free_pages + kv.reclaimable_pages == self.pages, "pages did not come back"
         assert kv.free_slots == self.slots, "slots did not come back"
-        assert not self.runner._paused, "hidden states were kept"
         assert set(self.finished) == {submit.id for submit in self.submits}
         for submit in self.submits:
             self._check_output(submit)
