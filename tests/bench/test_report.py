@@ -263,7 +263,7 @@ def test_searches_side_by_side_have_names_and_the_same_slos(made, tmp_path):
     assert [list(one.goodput) for one in given.found] == [given.labels[:2], given.labels[2:]]
     with pytest.raises(FieldError, match=f"name it: NAME={found}"):
         saved.read([found, found], [])
-    with pytest.raises(FieldError, match="two that are called trace"):
+    with pytest.raises(FieldError, match="two traces called trace"):
         saved.read([], [trace, trace])
     other = shutil.copytree(found, tmp_path / "other")
     summary = (other / "summary.json").read_text()

@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
     source.write_text("asked")
     target.write_text("answered before")
     for out, lora, problem in (
-        (source, {}, "the file of the requests"),
+        (source, {}, "the requests' file"),
         (target, {}, "nowhere"),
         (target, {"mine": str(tmp_path)}, "mine is the name of the model itself"),
     ):
