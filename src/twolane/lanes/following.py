@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
-from torch import distributed as dist
 
 from twolane.common.resources import die_with_parent
 from twolane.lanes.followers import (
@@ -24,6 +23,7 @@ from twolane.lanes.followers import (
 )
 from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.lanes.work import AdapterRecord, Record, decode
+from twolane.parallel.group import meeting_at
 
 
 class ReadsAdapters(Protocol):
@@ -43,7 +43,7 @@ class AdapterReports:
     def __init__(self, start: FollowerStart) -> None:
         self._rank = start.rank
         # A client of its own: one that waits for something keeps others out.
-        self._store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+        self._store = meeting_at(start.port)
 
     def load(self, record: AdapterRecord, reader: ReadsAdapters) -> None:
         """Read an adapter and report the result; rank 0 raises an error and frees the slot."""
@@ -66,7 +66,7 @@ def reporting_failure(start: FollowerStart) -> Iterator[None]:
         with memory_errors(start.settings):
             yield
     except (ValueError, OSError, MemoryError) as error:
-        store = dist.TCPStore("127.0.0.1", start.port, is_master=False)
+        store = meeting_at(start.port)
         store.set(failure_key(start.rank), str(error) or type(error).__name__)
         os._exit(1)  # whatever this rank has begun with others
 

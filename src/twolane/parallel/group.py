@@ -170,6 +170,11 @@ def meeting_place() -> dist.TCPStore:
         )
 
 
+def meeting_at(port: int) -> dist.TCPStore:
+    """Connect to the store of the ranks of this host that another process has made."""
+    return dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+
+
 def meet(
     rank: int, size: int, store: dist.Store, check: Callable[[], None], note: str = ""
 ) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
-from torch import distributed as dist
 
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
@@ -25,7 +24,7 @@ from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, 
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
-from twolane.parallel.group import CpuGroup, RankLost
+from twolane.parallel.group import CpuGroup, RankLost, meeting_at
 
 
 class FailFast(Runner):
@@ -76,7 +75,7 @@ def main() -> None:
     settings = start.settings
     with reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    store = meeting_at(start.port)
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
     if (sizes := read_sizes()) is None:
         return

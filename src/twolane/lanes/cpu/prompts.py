@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.follower import FailFast, follow
@@ -18,7 +17,7 @@ from twolane.lanes.settings import load_shard
 from twolane.lanes.work import PrefillWork, Work
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
-from twolane.parallel.group import meet
+from twolane.parallel.group import meet, meeting_at
 from twolane.transfer.arrivals import Arrival, send_arrival
 from twolane.transfer.memory import SharedMemory
 from twolane.transfer.mirror import MirroredCache
@@ -73,7 +72,7 @@ def main() -> None:
     ours, theirs, arrivals = start.files
     with reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    store = meeting_at(start.port)
     meet(start.rank, settings.ranks, store, lambda: None)
     if (sizes := read_sizes()) is None:
         return

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from torch import distributed as dist
 
 from twolane.common import garbage
 from twolane.lanes.cuda.events import new_event
@@ -38,6 +37,7 @@ from twolane.lanes.work import (
     Record,
     used_by,
 )
+from twolane.parallel.group import meeting_at
 
 
 class _OpenLaunch(NamedTuple):
@@ -135,7 +135,7 @@ def main() -> int:
         return 0
     with reporting_failure(start):
         machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    store = meeting_at(start.port)
     connect(machine, start.settings.all_reduce, store, lambda: None)
     if (sizes := read_sizes()) is None:
         return 0

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from twolane.common import garbage
 from twolane.lanes.cuda.disaggregated import MirroredMachine
@@ -31,6 +30,7 @@ from twolane.lanes.following import (
 )
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import LaunchRecord, PrefillWork, Record
+from twolane.parallel.group import meeting_at
 from twolane.transfer.arrivals import Arrival, send_arrival
 
 
@@ -110,7 +110,7 @@ def main() -> int:
     """Compute prompts until the log ends; the exit code."""
     if (start := read_start()) is None:
         return 0
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    store = meeting_at(start.port)
     with reporting_failure(start):
         machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
     if (sizes := read_sizes()) is None:
