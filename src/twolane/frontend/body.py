@@ -27,6 +27,8 @@ Location = tuple[str | int, ...]
 """Path to a value in an object: field names and list indices."""
 MOST_REPEATED = 200
 """Most characters of a client's text that an error repeats."""
+PROXIES = frozenset({"extra_content", "provider_specific_fields"})
+"""Fields that proxies add to whatever a history repeats."""
 NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Pydantic's error types for a value that is not an object."""
 

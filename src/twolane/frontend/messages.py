@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.body import PROXIES, Body, one_message, wrong
 from twolane.frontend.text.template_form import thinking_part
 
 Turn = dict[str, Any]
@@ -37,12 +37,7 @@ class Part(Body):
         "file": (),
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
-    inert = frozenset(
-        {
-            *("annotations", "cache_control", "closed", "extra_content", "logprobs"),
-            *("provider_specific_fields", "signature"),
-        }
-    )
+    inert = PROXIES | {"annotations", "cache_control", "closed", "logprobs", "signature"}
     null_is_unset = True
 
     type: Literal["text", "refusal", "input_text", "output_text", "thinking"]
@@ -98,7 +93,7 @@ class FunctionCall(Body):
 class MessageToolCall(Body):
     """A tool call of the assistant."""
 
-    inert = frozenset({"index", "cache_control", "provider_specific_fields", "extra_content"})
+    inert = PROXIES | {"index", "cache_control"}
     """Fields that clients and their proxies add to a history."""
     null_is_unset = True
 
@@ -123,12 +118,10 @@ class Message(Body):
         "function_call": (),
         "images": ([],),
     }
-    inert = frozenset(
-        {
-            *("annotations", "cache_control", "parsed", "id"),
-            *("provider_specific_fields", "extra_content", "reasoning_details", "thinking_blocks"),
-        }
-    )
+    inert = PROXIES | {
+        *("annotations", "cache_control", "parsed", "id"),
+        *("reasoning_details", "thinking_blocks"),
+    }
     """Fields that clients and their proxies add to a history; the last two repeat the reasoning."""
     null_is_unset = True
 

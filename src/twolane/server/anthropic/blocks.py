@@ -6,17 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import Body, wrong
+from twolane.frontend.body import PROXIES, Body, wrong
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-BLOCK_INERT = frozenset(
-    {
-        *("cache_control", "caller", "citations", "extra_content", "provider_specific_fields"),
-        "toolset_name",
-    }
-)
-"""Fields of blocks that the model does not see, those of proxies among them."""
+BLOCK_INERT = PROXIES | {"cache_control", "caller", "citations", "toolset_name"}
+"""Fields of blocks that the model does not see."""
 
 
 class TextBlock(Body):

@@ -6,13 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
-from twolane.frontend.body import Body, wrong
+from twolane.frontend.body import PROXIES, Body, wrong
 from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-PROXIES = frozenset({"extra_content", "provider_specific_fields"})
-"""Fields that proxies add to a history."""
 ITEM_INERT = PROXIES | {"id", "status", "phase", "caller", "async", "created_by"}
 """Fields of items that the model does not see."""
 
