@@ -5,7 +5,7 @@ schemas of all its users (https://github.com/colinhacks/zod, `core/regexes.ts`).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 ATOM = "[A-Za-z0-9_'+\\-]"
@@ -38,13 +38,8 @@ def without_look_ahead(expression: str) -> list[str]:
     parts: list[str] = []
     rest = expression[1:] if len(expression) <= LONGEST_SPLIT and expression[:1] == "^" else ""
     while rest.startswith(AHEAD):
-        depth, end = 0, 0
-        for mark in STRUCTURE.finditer(rest):
-            depth += (mark[0] == "(") - (mark[0] == ")")
-            if depth == 0 and mark[0] == ")":
-                end = mark.end()
-                break
-        if end == 0:
+        ends = (mark.end() for mark, depth in _marks(rest) if depth == 0 and mark[0] == ")")
+        if not (end := next(ends, 0)):
             return [expression]
         parts.append(f"^(?:{rest[len(AHEAD) : end - 1]})")
         rest = rest[end:]
@@ -55,9 +50,12 @@ def without_look_ahead(expression: str) -> list[str]:
 
 def _has_alternatives(expression: str) -> bool:
     """Return whether an expression has alternatives outside of groups."""
+    return any(mark[0] == "|" and depth == 0 for mark, depth in _marks(expression))
+
+
+def _marks(expression: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield what `STRUCTURE` finds, with the number of groups that are open behind it."""
     depth = 0
     for mark in STRUCTURE.finditer(expression):
         depth += (mark[0] == "(") - (mark[0] == ")")
-        if mark[0] == "|" and depth == 0:
-            return True
-    return False
+        yield mark, depth

@@ -7,7 +7,7 @@ What is left is llguidance's to refuse by name.
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from twolane.frontend.structured.patterns import EQUAL, without_look_ahead
 
@@ -91,11 +91,10 @@ def plain_schema(schema: object) -> Json:
         return {}
     if not isinstance(schema, Mapping):
         raise ValueError(f"a schema is an object, not {schema!r}"[:100])
-    plain = _plain(schema, schema)
+    plain: Json | Literal[False] = _plain(schema, schema)
     if plain is False:
         raise ValueError("the schema allows no value")
-    made: Json = plain
-    return made
+    return plain
 
 
 def with_objects_only(schema: Mapping[str, Any]) -> Json:
