@@ -164,6 +164,11 @@ class World:
     """How often the schedule did what it is meant to exercise."""
     versions: dict[str, int] = field(default_factory=dict, init=False)
     """The version of each adapter that is loaded, or was last."""
+    live: set[str] = field(default_factory=set, init=False)
+    answers: dict[str, Any] = field(default_factory=dict, init=False)
+    cut: set[str] = field(default_factory=set, init=False)
+    """Requests that the API process ended, for a stop string."""
+    finished: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.runner = make_runner(self.pages, self.slots)
@@ -189,11 +194,6 @@ class World:
         for i in range(self.requests):
             self.submits.append(self._submit(i))
         self.to_send = list(self.submits)
-        self.live: set[str] = set()
-        self.answers: dict[str, Answer] = {}
-        self.cut: set[str] = set()
-        """Requests that the API process ended, for a stop string."""
-        self.finished: dict[str, str] = {}
 
     def make_lanes(self, runner: Runner) -> Any:
         return SteppedLanes(runner, self._run_on)

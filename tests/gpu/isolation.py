@@ -154,10 +154,6 @@ class GpuWorld(World):
         )
         self.submits = [self._submit(i) for i in range(self.requests)]
         self.to_send = list(self.submits)
-        self.live: set[str] = set()
-        self.answers: dict[str, Any] = {}
-        self.cut: set[str] = set()
-        self.finished: dict[str, str] = {}
 
     def _submit(self, i: int) -> Submit:
         """Three that fill the pool first; some that ask the same, at the same time or later."""
