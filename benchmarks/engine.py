@@ -84,7 +84,7 @@ class Rig:
             self.decode_units,
             kv_cache_dtype=self.kv_cache_dtype,
             adapter_slots=self.adapter_slots,
-            most_rank=16,
+            max_lora_rank=16,
         )
         if not self.pages:
             self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)

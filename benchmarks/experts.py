@@ -36,7 +36,7 @@ from twolane.profile.run import empty_profile, work_through
 from twolane.results.provenance import provenance, save
 
 MODEL = "qwen3-30b-a3b"
-MOST_MS = {"qwen3-235b-a22b": {8: 8.0, 64: 17.6}}
+MAX_MS = {"qwen3-235b-a22b": {8: 8.0, 64: 17.6}}
 """Bars of steps by rows, in FP8 on four H200s."""
 CONTEXT = 2048
 ROWS = (1, 8, 16, 32, 64)
@@ -109,7 +109,7 @@ def decode(rig: Rig, details: dict, rate: float) -> list[Figure]:
         details[f"step_ms_{rows}"] = {u: s * 1e3 for u, s in steps.items()}
         details[f"floor_ms_{rows}"] = floor * 1e3
         share = floor / steps[units]
-        if rows in (bars := MOST_MS.get(rig.name, {})):
+        if rows in (bars := MAX_MS.get(rig.name, {})):
             figures.append(at_most(f"step of {rows} rows", steps[units] * 1e3, bars[rows], "ms"))
         elif rig.name != MODEL:
             continue

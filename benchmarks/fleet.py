@@ -52,8 +52,8 @@ BESIDE = {
 }
 """Start rates of the searches by router, as a share of ours."""
 PER_REPLICA = 150
-"""Requests of a run per replica, up to `MOST_REQUESTS`."""
-MOST_REQUESTS = 1600
+"""Requests of a run per replica, up to `MAX_REQUESTS`."""
+MAX_REQUESTS = 1600
 PAGE = 32
 """Tokens in a page for timing decisions."""
 QUEUED = 32
@@ -103,7 +103,7 @@ def run(replicas: int, search: Search):
 
 def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
     """Search the goodput of every router; return it with the hit rates."""
-    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    requests = options.requests or min(MAX_REQUESTS, PER_REPLICA * replicas)
     guess = options.guess or GUESS.get(dataset, 10.0)
     search = searched(dataset, replicas, requests, guess, options.seeds)
     folder = options.runs / f"{Path(dataset).name}-{replicas}"
@@ -135,7 +135,7 @@ def against_bars(dataset: str, replicas: int, options: argparse.Namespace) -> di
 
     A router that does not hold it has a goodput that ours exceeds by more than the bar.
     """
-    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    requests = options.requests or min(MAX_REQUESTS, PER_REPLICA * replicas)
     guess = options.guess or GUESS.get(dataset, 10.0)
     search = searched(dataset, replicas, requests, guess, options.seeds)
     folder, serve = options.runs / f"{Path(dataset).name}-{replicas}", run(replicas, search)
@@ -158,7 +158,7 @@ def against_bars(dataset: str, replicas: int, options: argparse.Namespace) -> di
 
 def at_rate(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
     """Serve one rate once with every router."""
-    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    requests = options.requests or min(MAX_REQUESTS, PER_REPLICA * replicas)
     search = searched(dataset, replicas, requests, 1.0)
     workload = msgspec.structs.replace(search.workload, request_rate=options.at)
     served = {}

@@ -19,7 +19,7 @@ from twolane.workload.spec import WorkloadSpec
 
 FORMATS = {"bf16": {}, "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}
 """The settings of each format, by the engine's names."""
-MODEL, DATASET, LONGEST = "qwen3-8b", "azure-conv", 12_000
+MODEL, DATASET, MAX_PROMPT_TOKENS = "qwen3-8b", "azure-conv", 12_000
 START = {"bf16": 22.0, "fp8": 44.0}
 """Start rates of simulated searches in requests/s."""
 
@@ -53,7 +53,9 @@ def _one(form: str, tbt: float, guess: float, given: argparse.Namespace) -> Foun
     target: dict[str, object] = {"serve": " ".join([given.model, given.flags, *flags])}
     if given.simulate:
         target = {"simulate": given.simulate, "model": MODEL, **settings}
-    workload = WorkloadSpec(dataset=DATASET, num_prompts=given.prompts, max_input_len=LONGEST)
+    workload = WorkloadSpec(
+        dataset=DATASET, num_prompts=given.prompts, max_input_len=MAX_PROMPT_TOKENS
+    )
     asked = search(target, workload, Bounds((tbt / 1e3,)), guess, given.seeds, given.tolerance)
     load = BenchConfig(num_warmups=WARMUPS)
     [found] = searched(asked, ["auto"], given.work / f"{form}-{tbt:g}ms", load)

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-MOST_LINES = 60
+MAX_LINES = 60
 """Lines of the longest function that counts as short."""
 
 FRAGMENTS = (
@@ -75,7 +75,7 @@ def read(source: Path) -> Modules:
 
 
 def long_functions(modules: Modules, triton: bool) -> list[str]:
-    """Functions of more than `MOST_LINES` lines: Triton kernels, or all the others."""
+    """Functions of more than `MAX_LINES` lines: Triton kernels, or all the others."""
     found = []
     for module, tree in modules.items():
         for node in ast.walk(tree):
@@ -83,7 +83,7 @@ def long_functions(modules: Modules, triton: bool) -> list[str]:
                 continue
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
-            if lines > MOST_LINES and kernel == triton:
+            if lines > MAX_LINES and kernel == triton:
                 found.append(f"{module}.{node.name} ({lines} lines)")
     return found
 
@@ -229,8 +229,8 @@ def figures(checkout: Path) -> Iterator[tuple[str, object, list[str]]]:
         packages[package(module)] |= {package(each) for each in targets} - {package(module)}
     longest, lines = max(prose(checkout)), prose(checkout)
     for what, names in {
-        f"functions over {MOST_LINES} lines": long_functions(modules, triton=False),
-        f"Triton kernels over {MOST_LINES} lines": long_functions(modules, triton=True),
+        f"functions over {MAX_LINES} lines": long_functions(modules, triton=False),
+        f"Triton kernels over {MAX_LINES} lines": long_functions(modules, triton=True),
         "names of classes that stand twice": repeated_classes(modules),
         "docstrings that begin in mid-sentence": fragments(modules),
         "upward imports": upward(graph),

@@ -28,7 +28,7 @@ SYSTEMS = (
     *("chunked:token_budget=256", "chunked:token_budget=512", "chunked:token_budget=1024"),
     *("static-split:decode_units=32", "static-split:decode_units=48", "temporal"),
 )
-LONGEST = 12_000
+MAX_PROMPT_TOKENS = 12_000
 """Tokens to which longer prompts are cut."""
 
 
@@ -138,7 +138,7 @@ def _options() -> argparse.Namespace:
     add("--bounds", nargs="+", type=float, help="bounds on TBT in ms in place of the parts' own")
     add("--systems", nargs="*", default=SYSTEMS, help="these beside auto, or none")
     add("--prompts", type=int, help="requests in a run; by default the part's")
-    add("--longest", type=int, default=LONGEST, help="tokens to which prompts are cut")
+    add("--longest", type=int, default=MAX_PROMPT_TOKENS, help="tokens to which prompts are cut")
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH",
         help="token ids to draw prompts from")  # fmt: skip
     add("--seeds", type=int, default=2, help="patterns of arrivals")

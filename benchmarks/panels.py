@@ -32,7 +32,7 @@ SYSTEMS = (
     *("two-stream", "temporal", "drift", "muxwise", "bullet", "duetserve", "auto"),
 )
 TIGHT, SLOW = (0.009, 0.012, 0.021, 0.035, 0.050), (0.030, 0.040, 0.055, 0.080, 0.120)
-LONGEST = 32_768
+MAX_PROMPT_TOKENS = 32_768
 """New tokens of a prompt; longer ones of ShareGPT, which no model here takes, are clipped."""
 
 
@@ -69,7 +69,7 @@ class Panel(msgspec.Struct, frozen=True):
             workload=WorkloadSpec(
                 dataset=self.dataset,
                 num_prompts=min(self.prompts, 100) if quick else self.prompts,
-                max_input_len=LONGEST,
+                max_input_len=MAX_PROMPT_TOKENS,
             ),
             slos={} if self.saturated else self._ttft(),
             tbts=self.tbts[1::2] if quick else self.tbts,

@@ -20,7 +20,7 @@ from twolane.bench.server import serving
 from twolane.results.provenance import provenance, save
 
 MODEL, SECONDS, SEED = "qwen3-8b", 180, 7
-LONGEST = 32_768
+MAX_PROMPT_TOKENS = 32_768
 """Prompt tokens."""
 DELIVERY_MS = 1.0
 """Milliseconds by which a server plans below the TBT bound, and a simulation does not: a twentieth
@@ -57,7 +57,7 @@ class Replay(msgspec.Struct, frozen=True):
         return [
             *("--dataset", self.dataset, "--num-prompts", f"{round(self.rate * self.seconds)}"),
             *("--request-rate", f"{self.rate:g}", "--seed", f"{SEED}"),
-            *("--max-input-len", f"{LONGEST}"),
+            *("--max-input-len", f"{MAX_PROMPT_TOKENS}"),
         ]
 
     def serve(self) -> list[str]:
@@ -89,7 +89,13 @@ class Replay(msgspec.Struct, frozen=True):
     def _served(self, spared_ms: float) -> list[str]:
         bounds = ["--slo-ttft-ms", "1000", "--slo-tbt-ms", f"{(self.tbt_ms or 0) - spared_ms:g}"]
         return [
-            *("--max-model-len", f"{LONGEST + 4096}", "--system", self.system, *self.options),
+            *(
+                "--max-model-len",
+                f"{MAX_PROMPT_TOKENS + 4096}",
+                "--system",
+                self.system,
+                *self.options,
+            ),
             *(bounds if self.tbt_ms else ()),
         ]
 

@@ -32,7 +32,7 @@ MODEL = "smollm2-135m-instruct"
 SYSTEM = "static-split"
 QUESTION = "What is the capital of France?"
 TRACE = Path("demo-trace.json")
-LEAST_OVERLAP = 0.2
+MIN_OVERLAP = 0.2
 STOP_SECONDS = 20.0
 
 DATASET = "azure-conv"
@@ -130,7 +130,7 @@ def check_overlap(result: Result) -> bool:
         f"\nBoth lanes were busy at once for {share:.0%} of the replay "
         f"(see {TRACE} in https://ui.perfetto.dev)."
     )
-    return share >= LEAST_OVERLAP
+    return share >= MIN_OVERLAP
 
 
 def overlap(events: list[Event], requests: int) -> float:

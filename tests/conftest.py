@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.kernels import interpreter
-from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
+from tests.parity.judge import MAX_FORGIVEN, Judge, Tally
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
 
 _TALLIES = pytest.StashKey[dict[str, Tally]]()
@@ -91,5 +91,5 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     tally = Tally()
     yield tally
     request.config.stash[_TALLIES][request.module.__name__] = tally
-    assert tally.forgiven < MOST_FORGIVEN * tally.tokens, str(tally)
+    assert tally.forgiven < MAX_FORGIVEN * tally.tokens, str(tally)
     assert tally.side_by_side, f"never were two lanes at work at once: {tally}"

@@ -25,7 +25,7 @@ import msgspec
 import muxwise
 from rich.console import Console
 from rich.table import Table
-from study import LEAST, Ask, Bench, Experiment, Figures, Row, Run, traces_from
+from study import MIN_RATE, Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
@@ -107,7 +107,7 @@ def _value(
 ) -> Value | None:
     above, below = by_run.get(row.of, {}), by_run.get(row.over, {})
     over = runs.get(row.over)
-    least = LEAST * over.load.rate if isinstance(over, Run) else math.inf
+    least = MIN_RATE * over.load.rate if isinstance(over, Run) else math.inf
     found, more = [], False
     for seed, figures in above.items():
         if row.figure not in figures or (row.over and row.figure not in below.get(seed, {})):

@@ -51,7 +51,7 @@ OCTAVE = 9
 """Rates that a search tries from one to its double; neighbours are 8 % apart."""
 SPAN = 6
 """How many times the rate where a search begins its highest one may be, and it its lowest one."""
-LEAST = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
+MIN_RATE = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
 """The lowest rate that a search tries, over the one where it begins."""
 APART = "1P1D"
 """System of a run in which prefill has one half of the GPUs and decode the other (simulated)."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from twolane.model.load.hub import resolve
 
-LARGEST_DIFFERENCE = 1e-3
+MAX_DIFFERENCE = 1e-3
 """Natural logarithms, summed over an answer; both sides compute in float32."""
 
 source = resolve("smollm2-135m-instruct")
@@ -44,4 +44,4 @@ for path in map(Path, sys.argv[1:]):
             differences.append(abs(float(served) - wanted))
             assert (str(likeliest) == "True") == wanted_likeliest, arguments
 print(f"{len(differences)} answers, largest difference {max(differences):.2e}")
-sys.exit(max(differences) > LARGEST_DIFFERENCE)
+sys.exit(max(differences) > MAX_DIFFERENCE)

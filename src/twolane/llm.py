@@ -42,7 +42,7 @@ B = TypeVar("B", bound=Body)
 Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-OPEN_MOST = 1024
+MAX_OPEN = 1024
 """Largest number of answers that the engine has at a time."""
 
 
@@ -373,7 +373,7 @@ class LLM:
                     len(tokens), sum(len(output.token_ids) for output in answers[index].outputs)
                 )
 
-        workers = min(len(prompts), max(1, OPEN_MOST // options.n))
+        workers = min(len(prompts), max(1, MAX_OPEN // options.n))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):

@@ -14,9 +14,9 @@ ANSWER = "Answer"
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """Largest number of alternatives with log-probabilities, as in OpenAI's API."""
-MOST_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS = 100.0
 """Largest bias of a token, up or down, as in OpenAI's API."""
 PACKED_TOGETHER = 64
 """Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
@@ -147,13 +147,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("logit_bias", all(0 <= t < 2**63 for t in self.logit_bias), "of token ids"),
             (
                 "logit_bias",
-                all(-MOST_LOGIT_BIAS <= bias <= MOST_LOGIT_BIAS for bias in biases),
+                all(-MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS for bias in biases),
                 "between -100 and 100 for each token",
             ),
         )
 
     def _ending_checks(self) -> tuple[tuple[str, bool, str], ...]:
-        most, counts = self.max_tokens, range(MOST_LOGPROBS + 1)
+        most, counts = self.max_tokens, range(MAX_LOGPROBS + 1)
         return (
             ("max_tokens", most is None or 1 <= most < 2**63, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens < 2**63, "at least 0"),

@@ -356,8 +356,8 @@ def test_outcomes_of_broken_answers():
 
 
 def test_answers_without_an_end_are_bounded(monkeypatch):
-    monkeypatch.setattr(client, "MOST_EVENT", 1 << 20)
-    monkeypatch.setattr(http, "MOST_PAGE", 1 << 20)
+    monkeypatch.setattr(client, "MAX_EVENT", 1 << 20)
+    monkeypatch.setattr(http, "MAX_PAGE", 1 << 20)
     line = chunk(b"data: " + b"x" * (1 << 19))
     assert outcome(EVENTS + line * 3) == ("malformed", "an event has more than 1 MiB")
     lines = chunk((b"data: " + b"x" * 1024 + b"\n") * 600)

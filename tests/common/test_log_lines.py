@@ -7,7 +7,7 @@ import select
 
 import pytest
 
-from twolane.common.log_lines import MOST_LINES, LineHandler, log_to
+from twolane.common.log_lines import MAX_LINES, LineHandler, log_to
 from twolane.server.run import announce
 
 
@@ -72,12 +72,12 @@ def test_no_line_waits_for_its_reader_and_none_is_torn(pipe, log):
 
 def test_lines_beyond_the_bound_are_counted(pipe, log):
     fill(pipe)
-    for i in range(MOST_LINES + 7):
+    for i in range(MAX_LINES + 7):
         log.info("%d", i)
     read(pipe)
     log.info("last")
     assert read(pipe).splitlines()[-3:] == [
-        f"engine: {MOST_LINES - 1}",
+        f"engine: {MAX_LINES - 1}",
         "7 lines of the log were lost: nobody has read it",
         "engine: last",
     ]

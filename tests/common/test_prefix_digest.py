@@ -2,7 +2,7 @@
 
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import (
-    MOST_LANDMARKS,
+    MAX_LANDMARKS,
     STRIDE_TOKENS,
     Landmarks,
     PrefixBook,
@@ -57,7 +57,7 @@ def test_the_digest_follows_the_tree() -> None:
 
 def test_a_digest_is_bounded_and_keeps_the_shortest_prefixes() -> None:
     book = PrefixBook(PAGE)
-    book.change({hashed: 1 + hashed % 7 for hashed in range(1, 3 * MOST_LANDMARKS)})
+    book.change({hashed: 1 + hashed % 7 for hashed in range(1, 3 * MAX_LANDMARKS)})
     kept = book.digest().as_set()
-    assert len(kept) == MOST_LANDMARKS
+    assert len(kept) == MAX_LANDMARKS
     assert max(1 + hashed % 7 for hashed in kept) <= 3

@@ -14,7 +14,7 @@ class RandomPlans(ScriptedSystem):
     """Its memory is a random state, so that it is as pure as any other system."""
 
     seed: int
-    most_queued: int = 3
+    max_queued: int = 3
 
     def start(self) -> int:
         return self.seed
@@ -61,7 +61,7 @@ class RandomPlans(ScriptedSystem):
                 kinds += ["slice", "slice"] + (["hybrid"] if first == 0 else [])
             kind = rng.choice(kinds)
             lane = rng.choice(LANES)
-            if view.lanes[lane].queued + len(launches) >= self.most_queued:
+            if view.lanes[lane].queued + len(launches) >= self.max_queued:
                 continue
             work: Work
             if kind == "decode":

@@ -6,7 +6,7 @@ from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
 from twolane.common.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.messages import Abort
-from twolane.engine.state import LEAST_TOKENS, QUEUE_SECONDS, Counters
+from twolane.engine.state import MIN_TOKENS, QUEUE_SECONDS, Counters
 from twolane.slo import Slo
 
 TOKEN_SECONDS, SHORT_SECONDS = 1e-4, 0.02
@@ -30,7 +30,7 @@ def test_a_few_short_prompts_do_not_outweigh_a_queue_of_long_ones() -> None:
 def test_short_prompts_alone_do_not_say_that_each_token_takes_as_long() -> None:
     counters = Counters()
     counters.note_prompts(SHORT_SECONDS, SHORT)
-    assert counters.prompt_token_seconds == pytest.approx(SHORT_SECONDS / LEAST_TOKENS)
+    assert counters.prompt_token_seconds == pytest.approx(SHORT_SECONDS / MIN_TOKENS)
 
 
 def test_a_prompt_in_slices_is_as_one_whole() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twolane.estimate.adapters import MOST_FACTOR, AdapterEstimator
+from twolane.estimate.adapters import MAX_FACTOR, AdapterEstimator
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import LaunchShape, Load, decode_step, prefill_slice
@@ -75,4 +75,4 @@ def test_one_launch_that_hangs_moves_a_factor_by_a_bounded_step() -> None:
     estimator = AdapterEstimator(Known())
     estimator.observe(adapted(STEP, 1), UNITS, 1.0)
     estimator.observe(adapted(STEP, 1), UNITS, 1e6)
-    assert estimator.predict(adapted(STEP, 1), UNITS) <= MOST_FACTOR**0.1 + 1e-9
+    assert estimator.predict(adapted(STEP, 1), UNITS) <= MAX_FACTOR**0.1 + 1e-9

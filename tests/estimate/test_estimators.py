@@ -12,9 +12,9 @@ from twolane.engine.config import EstimatorName
 from twolane.estimate.calibrated.estimator import (
     CONTEXT_BITS,
     LAUNCH_EXCESS,
+    MAX_CORRECTION,
+    MAX_SLOW_EXCESS,
     MEAN_WEIGHT,
-    MOST_CORRECTION,
-    MOST_SLOW_EXCESS,
     Calibrated,
     _BoundModel,
     _quantile,
@@ -218,7 +218,7 @@ def test_bounds_are_longer_while_the_device_is_slow(profile):
         return step, estimator.predict(hybrid_pass(STEP), 132, bound=True)
 
     usual, mean = bounds(), estimator.predict(decode_step(STEP), 48)
-    slow, stalled = 1.25 * np.exp(-LAUNCH_EXCESS), np.exp(MOST_SLOW_EXCESS - LAUNCH_EXCESS)
+    slow, stalled = 1.25 * np.exp(-LAUNCH_EXCESS), np.exp(MAX_SLOW_EXCESS - LAUNCH_EXCESS)
     for times, longer in (
         *((1.25, 1.0), (1.25, slow), (2.0, stalled), (1.09, 1.0)),
         *((2.0, 1.0), (1.25, slow), (40.0, 1.0), (1.25, 1.0), (1.25, slow)),
@@ -443,7 +443,7 @@ def test_a_correction_follows_what_is_missed_up_to_a_bound() -> None:
         assert promise.correction == pytest.approx(sign * 2 * MEAN_WEIGHT * 0.5)
         for _ in range(99):
             promise.learn(sign * 5.0)
-        assert promise.correction == sign * MOST_CORRECTION
+        assert promise.correction == sign * MAX_CORRECTION
 
 
 def test_contexts_are_asked_for_by_their_leading_bits() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from twolane.estimate.calibrated.estimator import LEAST_FOR_QUANTILE, _quantile
+from twolane.estimate.calibrated.estimator import MIN_FOR_QUANTILE, _quantile
 from twolane.estimate.calibrated.residual import Means, Residual
 
 
@@ -53,5 +53,5 @@ def test_nothing_is_above_a_prediction_that_no_sample_was_left_out_of():
 
 
 def test_where_there_are_enough_it_is_their_percentile(draw):
-    missed = [draw.normal(0, 0.02, 10) for _ in range(5 * LEAST_FOR_QUANTILE)]
-    assert _quantile(missed, 5 * LEAST_FOR_QUANTILE) == pytest.approx(2.33 * 0.02, rel=0.1)
+    missed = [draw.normal(0, 0.02, 10) for _ in range(5 * MIN_FOR_QUANTILE)]
+    assert _quantile(missed, 5 * MIN_FOR_QUANTILE) == pytest.approx(2.33 * 0.02, rel=0.1)

@@ -36,7 +36,7 @@ from twolane.router.state import ReplicaState, RoutedRequest
 from twolane.router.table import Table
 
 PAGE = "https://page.example"
-LONGEST_BODY = 33 << 20
+MAX_BODY_BYTES = 33 << 20
 """More than a server takes unless it is told to."""
 LARGE_BODY = 31 << 20
 """Bytes that a server takes and judges, but not as one text."""
@@ -117,7 +117,7 @@ def pair(model):
     """Two tiny servers with little patience for silence."""
     patience = ("--probe-timeout", "1", "--silent-seconds", "2", "--probe-seconds", "0.1")
     args = (str(model), "--kv-tokens", "20000", "--lora-endpoints", *patience)
-    shared = ("--cors-origins", PAGE, "--max-body-bytes", str(LONGEST_BODY))
+    shared = ("--cors-origins", PAGE, "--max-body-bytes", str(MAX_BODY_BYTES))
     with fleet(*args, "--replicas", "2", "--drain-seconds", "30", *shared) as served:
         wait_for(lambda: len(serving(served)) == 2, 180)
         yield served
@@ -147,8 +147,8 @@ def test_answers_name_a_pages_origin_once_and_are_counted(pair):
 
 def test_the_bound_on_bodies_is_that_of_the_servers(pair):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
-    assert pair.request("/v1/completions", data=body.ljust(LONGEST_BODY))[0] == 200
-    length = f"Content-Length: {LONGEST_BODY + 1}\r\n".encode()
+    assert pair.request("/v1/completions", data=body.ljust(MAX_BODY_BYTES))[0] == 200
+    length = f"Content-Length: {MAX_BODY_BYTES + 1}\r\n".encode()
     head = b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\n" + length
     answer = sent(pair, head)  # it is refused unread, and not waited for
     assert b" 413 " in answer.splitlines()[0]

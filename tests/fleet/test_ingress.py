@@ -126,7 +126,7 @@ def test_of_a_body_that_cannot_be_read_the_router_knows_nothing(body) -> None:
     ],
 )
 def test_the_router_believes_no_odd_length_of_an_answer(asked, believed) -> None:
-    assert _known(b'{"max_tokens": ' + asked + b"}").most_output == believed
+    assert _known(b'{"max_tokens": ' + asked + b"}").max_output == believed
 
 
 def test_sessions_take_no_more_memory_than_their_number() -> None:

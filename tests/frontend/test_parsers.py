@@ -695,7 +695,7 @@ def test_a_draft_is_thinking_as_soon_as_it_can_be_no_call(behind):
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
 def test_a_draft_that_nothing_tells_from_a_call_is_kept_back_so_far(step, monkeypatch):
-    monkeypatch.setattr(unclosed, "MOST_HELD", 1000)
+    monkeypatch.setattr(unclosed, "MAX_HELD", 1000)
     draft = LOOK[:-30].ljust(1000, "a")
     parser = CallsInThinking(partial(tools, "qwen3_coder"), TYPES)
     assert [piece for part in slices(draft, step) for piece in parser.feed(part)] == []

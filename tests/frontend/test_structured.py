@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import MOST_OPTIONAL, matcher_of, problem_of
+from twolane.common.grammars import MAX_OPTIONAL, matcher_of, problem_of
 from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
@@ -314,7 +314,7 @@ def test_what_cannot_be_served_is_refused_with_the_field(make):
 
 def test_an_object_may_have_only_so_many_properties_that_any_place_may_hold(vocabulary):
     """Up to the bound a list of such objects is matched to its end; required ones do not count."""
-    properties = {f"p{i}": {"type": "number"} for i in range(MOST_OPTIONAL)}
+    properties = {f"p{i}": {"type": "number"} for i in range(MAX_OPTIONAL)}
     made = json_schema_grammar({"items": {"type": "object", "properties": properties}})
     matcher = matcher_of(vocabulary, made)
     for token in vocabulary.tokenize_str('[{"p3":1},{"p7":2,"x":[]},{}]'):
@@ -375,7 +375,7 @@ HOSTILE = {
         {"properties": {f"p{i}": {"type": "number"} for i in range(3_000)}}
     ),
     "optional": lambda: json_schema_grammar(
-        {"items": {"properties": {f"p{i}": {"type": "number"} for i in range(MOST_OPTIONAL)}}}
+        {"items": {"properties": {f"p{i}": {"type": "number"} for i in range(MAX_OPTIONAL)}}}
     ),
     "itself": lambda: json_schema_grammar({"$ref": "#"}),
     "circle": lambda: json_schema_grammar(

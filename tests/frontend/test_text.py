@@ -431,9 +431,9 @@ def test_a_template_may_write_words_in_its_own_way(tokenizer, shown):
 
 def test_least_tokens_is_a_bound(codec):
     for text in ("", "a", " " * 1000, "\n" * 999, "The cat. " * 300, "==========" * 100):
-        assert codec.least_tokens(len(text)) <= len(codec.encode(text))
-    assert codec.least_tokens(10**6) > 1000
-    assert TextCodec(None).least_tokens(1) == 0
+        assert codec.min_tokens_of(len(text)) <= len(codec.encode(text))
+    assert codec.min_tokens_of(10**6) > 1000
+    assert TextCodec(None).min_tokens_of(1) == 0
 
 
 def test_special_tokens_are_shown_on_demand(codec):

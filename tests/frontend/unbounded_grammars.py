@@ -5,5 +5,5 @@ from twolane.frontend.structured import grammar
 from twolane.frontend.structured.worker import set_up
 
 if __name__ == "__main__":
-    grammar.MOST_RULES = 10**9
+    grammar.MAX_RULES = 10**9
     sandboxed.run(set_up)

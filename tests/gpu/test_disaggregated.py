@@ -118,7 +118,7 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_gpu(
         *(Submit(f"a{i}", [5, 6, 7 + i], greedy, lora="some") for i in range(2)),
     ]
     spec, weights = load_shard(settings_of(checkpoint), "cuda", lambda *_: None)
-    machine = CudaMachine(spec, weights, (), 0.8, adapter_slots=1, most_rank=8)
+    machine = CudaMachine(spec, weights, (), 0.8, adapter_slots=1, max_lora_rank=8)
     one = {"pages": 256, "running": RUNNING, "prefix_cache": True, "adapters": adapters}
     alone = serve_on_one(machine, system, asked, **one)  # type: ignore[arg-type]
     served = two.serve(system, asked, adapters)

@@ -11,7 +11,7 @@ from tests.gpu.serving import PAGE, serve
 from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, ints, on_cpu
 from tests.model.adapters import make_adapter, merge
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
-from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
+from tests.parity.judge import MAX_FORGIVEN, Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.ranks import Ranks, load_where_files_differ
 from tests.parity.schedules import schedules
@@ -41,7 +41,7 @@ from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
-from twolane.model.lora import MOST_RANK, Adapter, AdapterPool
+from twolane.model.lora import MAX_RANK, Adapter, AdapterPool
 from twolane.sampling import SamplingParams
 
 LEVELS = (48,)
@@ -73,7 +73,7 @@ def judges(checkpoint: Path, adapters: dict[str, Path]) -> dict[str | None, Judg
 
 def machine_with(base: Path, slots: int) -> CudaMachine:
     spec, weights = load_weights(resolve(str(base)), dtype="float32", device="cuda")
-    return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, most_rank=MOST_RANK)
+    return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, max_lora_rank=MAX_RANK)
 
 
 def asked() -> list[Submit]:
@@ -93,7 +93,7 @@ def check(submits: list[Submit], served: Served, judges: dict[str | None, Judge]
         tally.forgiven += judges[submit.lora].forgiven(submit.prompt, output)
         tally.tokens += len(output)
     print(tally)
-    assert tally.forgiven < MOST_FORGIVEN * tally.tokens
+    assert tally.forgiven < MAX_FORGIVEN * tally.tokens
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -136,7 +136,7 @@ def test_two_ranks_say_what_merged_weights_say(
         gpu_memory_utilization=0.5,
         lora_endpoints=True,
         max_loras=len(adapters),
-        max_lora_rank=MOST_RANK,
+        max_lora_rank=MAX_RANK,
     )
     ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), asked()
     try:

@@ -44,14 +44,14 @@ class Watch:
     times: list[float] = field(default_factory=list)
     footprints: list[Footprint] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    most_waiting: float = 0.0
+    max_waiting: float = 0.0
 
     def look(self, served: Served) -> None:
         """Measure the processes, and see whether the metrics add up."""
         self.times.append(time.monotonic())
         self.footprints.append(Footprint.of(served))
         figures = served.metrics()
-        self.most_waiting = max(self.most_waiting, figures["num_requests_waiting"])
+        self.max_waiting = max(self.max_waiting, figures["num_requests_waiting"])
         self.faults += unbalanced(figures)
 
     def growth(self, name: str) -> float:
@@ -146,7 +146,7 @@ def report(tally: Tally, watch: Watch) -> str:
     lines = [
         f"{tally.sent} requests in {watch.times[-1] - watch.times[0]:.0f} s, twice the capacity: "
         f"{ends}",
-        f"{len(watch.times)} looks, up to {watch.most_waiting:g} requests waiting",
+        f"{len(watch.times)} looks, up to {watch.max_waiting:g} requests waiting",
         f"front {last.front_rss / MIB:.0f} MiB, grew by {watch.growth('front_rss') / MIB:+.1f}; "
         f"engine {last.engine_rss / MIB:.0f} MiB, grew by {watch.growth('engine_rss') / MIB:+.1f}",
     ]

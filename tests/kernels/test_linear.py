@@ -66,7 +66,7 @@ def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
     ways = list(GpuProducts(units)._candidates(case, rows))
     assert ways[:2] == [CUBLAS, LT]
     assert len({way.name for way in ways}) == len(ways)
-    assert (len(ways) > 2) == (rows <= skinny_gemm.MOST_ROWS)
+    assert (len(ways) > 2) == (rows <= skinny_gemm.MAX_ROWS)
     for way in ways[2:]:
         assert way.variant is not None and way.variant.rows >= rows and way.blocks <= units
         assert way.variant.gated == (operation == "gate_up_silu")
@@ -126,7 +126,7 @@ def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_what_is_timed_is_more_than_the_cache_and_bounded() -> None:
     """Weights of 8 kB would take 25,000 products for one timing, and a start for ever."""
     small, large = (Matrix.plain(torch.empty(n, 64, dtype=torch.bfloat16)) for n in (64, 1 << 18))
-    assert len(linear.in_turn([small, small])) == linear.MOST_TIMED
+    assert len(linear.in_turn([small, small])) == linear.MAX_TIMED
     assert sum(each.nbytes for each in linear.in_turn([large])) in range(200 << 20, 250 << 20)
 
 

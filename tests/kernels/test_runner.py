@@ -49,7 +49,7 @@ from twolane.model.gpu_lora import GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
-from twolane.model.lora import MOST_RANK, AdapterPool
+from twolane.model.lora import MAX_RANK, AdapterPool
 from twolane.parallel.channel import Channel
 from twolane.sampling import SamplingParams
 
@@ -127,7 +127,7 @@ class World:
         lanes: dict[LaneName, Channel | None] = dict(zip(("prefill", "decode"), channels))  # noqa: B905
         common = self.decoder, self.kv, self.slots
         shard, count = self.decoder.shard, len(adapters)
-        pool = GpuAdapterPool(shard, there, count, MOST_RANK) if adapters else None
+        pool = GpuAdapterPool(shard, there, count, MAX_RANK) if adapters else None
         steps = DecodeGraphs(*common, SLOTS, UNITS, lanes.get("decode"), pool)
         self.runner = CudaRunner(*common, steps, LARGEST, UNITS, lanes)
         self.adapters = AdapterPool(weights, count)

@@ -88,7 +88,7 @@ class ApartPlans(RandomPlans):
         for _ in range(rng.choice((0, 1, 1, 2))):
             if rng.random() < 0.5:
                 work = DecodeSteps(rng.randint(1, 4), rng.random() < 0.5)
-                if view.lanes["decode"].queued + len(launches) < self.most_queued:
+                if view.lanes["decode"].queued + len(launches) < self.max_queued:
                     launches.append(Launch("decode", view.units, work))
             elif first is not None and first < view.layers:
                 part = PrefillSlice(first, rng.randint(first + 1, view.layers))

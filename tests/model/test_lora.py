@@ -283,7 +283,7 @@ def test_fields_that_are_empty_or_without_effect_are_taken(decoder, base, tmp_pa
 def test_a_rank_beyond_the_pools_is_refused(decoder, base, tmp_path):
     path = make_adapter(base, tmp_path / "adapter", rank=17)
     with pytest.raises(AdapterError, match="rank 17: the most that is served here is 16"):
-        load(path, decoder, most_rank=16)
+        load(path, decoder, max_rank=16)
 
 
 def test_an_adapter_of_another_model_is_refused(decoder, tmp_path):

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from twolane.parallel.channel import Silent
 from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
-from twolane.parallel.two_shot import LARGEST_BYTES, SUM_METHODS, SumMethod, TwoShot
+from twolane.parallel.two_shot import MAX_BYTES, SUM_METHODS, SumMethod, TwoShot
 
 WIDTH = 64
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_nothing_is_shared_before_it_is_chosen() -> None:
     [
         (1, 8, torch.bfloat16),  # its half is less than 16 bytes
         (1, WIDTH, torch.float16),  # PyTorch's kernel has no such type
-        (LARGEST_BYTES // 2 // WIDTH + 1, WIDTH, torch.bfloat16),  # NCCL is no slower
+        (MAX_BYTES // 2 // WIDTH + 1, WIDTH, torch.bfloat16),  # NCCL is no slower
     ],
 )
 def test_what_shared_memory_does_not_serve_goes_the_other_way(

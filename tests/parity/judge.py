@@ -8,7 +8,7 @@ import torch
 
 SURE = 1e-3
 """Where the reference's two best logits are nearer than this, either token is right."""
-MOST_FORGIVEN = 1e-3
+MAX_FORGIVEN = 1e-3
 """Share of tokens that may differ there, over a whole matrix."""
 
 

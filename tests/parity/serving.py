@@ -129,7 +129,7 @@ class Served:
     launches: list[Flown] = field(repr=False)
 
     @property
-    def most_together(self) -> int:
+    def max_together(self) -> int:
         """Requests in the largest launch."""
         return max(launched.requests for launched in self.launches)
 

@@ -196,9 +196,9 @@ def check_setting(case: Case, served: Served) -> None:
     running, schedule = case["running"], case["schedule"]
     assert bool(served.preemptions) == (case["pool"] == "small" and running > 1)
     assert bool(served.prefix_hits) == case["prefix_cache"]
-    assert served.most_together <= running
+    assert served.max_together <= running
     if schedule == "prefill-first" and case["pool"] == "ample":
-        assert served.most_together == running
+        assert served.max_together == running
     slices = {launch for launch in served.names if launch.startswith("layers")}
     if schedule.startswith("cut"):
         layer = schedule.removeprefix("cut-")

@@ -205,7 +205,7 @@ def test_a_session_stays_while_that_is_not_dearer() -> None:
 
 
 def test_the_sessions_that_asked_last_are_remembered(monkeypatch) -> None:
-    monkeypatch.setattr(table_module, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(table_module, "MAX_SESSIONS", 2)
     made = table(a=state(), b=state())
     for session in ("x", "y", "x", "z"):
         made.sent("a", ask(session=session), 0.0)

@@ -24,8 +24,8 @@ from twolane.server.availability import Availability
 from twolane.server.http.calls import Call
 from twolane.server.ops.dashboard.history import value_of
 from twolane.server.ops.metrics import (
-    MESSAGE_LONGEST,
-    MOST_ADAPTERS,
+    MAX_ADAPTERS,
+    MAX_MESSAGE_LENGTH,
     OTHER_ADAPTERS,
     RequestMetrics,
     ServerMetrics,
@@ -435,7 +435,7 @@ def test_only_a_good_request_that_is_refused_misses_its_bounds(metrics):
         request.refuse("code", "why " * 100, overload=overload)
     assert judged(metrics) == {("ttft", "missed"): 1, ("tbt", "missed"): 1}
     [group] = metrics.refusals
-    assert (group.count, len(group.message)) == (2, MESSAGE_LONGEST)
+    assert (group.count, len(group.message)) == (2, MAX_MESSAGE_LENGTH)
 
 
 def by_adapter(metrics):
@@ -449,17 +449,17 @@ def by_adapter(metrics):
 
 
 def test_adapters_beyond_the_first_share_a_label(metrics):
-    names = [str(i) for i in range(MOST_ADAPTERS + 2)]
+    names = [str(i) for i in range(MAX_ADAPTERS + 2)]
     for name in (*names, names[0]):
         metrics.count_adapter(name, 1)
     found = by_adapter(metrics)
-    assert len(found) == MOST_ADAPTERS + 1
+    assert len(found) == MAX_ADAPTERS + 1
     assert [found[name] for name in (names[0], names[1], OTHER_ADAPTERS)] == [2, 1, 2]
 
 
 def test_an_adapter_that_is_unloaded_leaves_no_series(metrics):
     """A server that loads and unloads new names for ever has no more of them than there are."""
-    for i in range(2 * MOST_ADAPTERS):
+    for i in range(2 * MAX_ADAPTERS):
         metrics.count_adapter(f"adapter {i}", 1)
         metrics.forget_adapter(f"adapter {i}")
     metrics.forget_adapter("that nobody asked")

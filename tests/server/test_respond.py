@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from twolane.frontend.text.output_reader import Delta
 from twolane.sampling import TokenLogprobs
-from twolane.server.respond import MOST_SCORED, respond
+from twolane.server.respond import MAX_SCORED, respond
 
 SCORE = TokenLogprobs(7, -0.5, 1, [(7, -0.5)])
 
@@ -50,7 +50,7 @@ class Told:
 @pytest.mark.parametrize("more", [0, 1])
 def test_long_answers_with_log_probabilities_leave_the_event_loop(where, more):
     """Written there, 268,800 entries held other streams up for a third of a second."""
-    scores = [SCORE] * (MOST_SCORED // 2)
+    scores = [SCORE] * (MAX_SCORED // 2)
     deltas = [Delta(0, "a", [7], [0], **{where: [*scores, *[SCORE] * more]}) for _ in range(2)]
 
     async def stay():

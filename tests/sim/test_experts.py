@@ -12,7 +12,7 @@ from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load, decode_step, hybrid_pass
 from twolane.model.shapes import SHAPES
-from twolane.model.spec import MOST_SHARE, MoeSpec, skewed
+from twolane.model.spec import MAX_SHARE, MoeSpec, skewed
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS
 from twolane.sim.operators import OperatorCosts
@@ -54,7 +54,7 @@ def test_a_skew_wakes_fewer_experts() -> None:
     assert MoeSpec(3, 1, 8, skew=1.0).active(2) == pytest.approx(3 - 0.55**2 - 0.67**2 - 0.78**2)
     even, uneven = (SPECS[skew].moe for skew in (0.0, 0.8))
     assert even is not None and uneven is not None
-    assert sum(uneven.shares) == pytest.approx(8) and max(uneven.shares) <= MOST_SHARE
+    assert sum(uneven.shares) == pytest.approx(8) and max(uneven.shares) <= MAX_SHARE
     assert [round(uneven.active(rows)) for rows in (1, 8, 64)] == [8, 43, 114]
     assert MoeSpec(4, 2, 8, skew=1.0).shares == (0.5,) * 4
 

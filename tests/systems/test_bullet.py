@@ -23,7 +23,7 @@ from twolane.estimate.papers.sm_roofline import SmRoofline
 from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.papers.bullet import (
-    MOST_PREDICTED,
+    MAX_PREDICTED,
     Bullet,
     BulletMemory,
     percentile,
@@ -138,11 +138,11 @@ def test_where_the_shortest_does_not_fit_prompts_go_in_order_of_arrival(roofline
         assert [chunk.request for chunk in plan.admit] == admitted
 
 
-@pytest.mark.parametrize("count", [10, MOST_PREDICTED, MOST_PREDICTED + 1, MOST_PREDICTED + 36])
+@pytest.mark.parametrize("count", [10, MAX_PREDICTED, MAX_PREDICTED + 1, MAX_PREDICTED + 36])
 def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
     """Table 2: a batch of short prompts is filled up to its tokens, whoever waits behind it; those
     beyond the first ones come as they are."""
-    line = [waiting(f"p{i}", 10, deadline=60.0) for i in range(MOST_PREDICTED + 40)]
+    line = [waiting(f"p{i}", 10, deadline=60.0) for i in range(MAX_PREDICTED + 40)]
     asked = view(roofline, waiting=line, decoding=running())
     plan, _ = Bullet(max_batch_tokens=10 * count).plan(asked, BulletMemory())
     assert plan.admit == tuple(Chunk(request.id, 10) for request in line[:count])

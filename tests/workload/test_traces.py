@@ -125,7 +125,7 @@ def test_fields_and_files_without_an_end_are_refused(tmp_path, monkeypatch):
     path.write_text(HEADER + '"' + "a" * 200_000)
     with pytest.raises(TraceError, match=r"trace\.csv: row 2: field larger than"):
         read_trace(path)
-    monkeypatch.setattr(traces, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(traces, "MAX_BYTES", 1 << 20)
     for text in (b"x" * ((1 << 20) + 1), gzip.compress(b"x" * ((1 << 20) + 1))):
         path.write_bytes(text)
         with pytest.raises(TraceError, match=r"trace\.csv: its text has more than 1 MiB"):

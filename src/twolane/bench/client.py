@@ -22,7 +22,7 @@ _DRAIN_SECONDS = 1.0
 """Seconds for which the end of an answer is awaited so that its connection can be used again."""
 SHOWN_ERROR = 500
 """Bytes of an error answer that are kept to be shown."""
-MOST_EVENT = 16 << 20
+MAX_EVENT = 16 << 20
 """Bytes that one event of a stream may have: what waits for its end costs time and memory."""
 _PROBE_SECONDS = 0.01
 """Seconds between two measurements of the event loop's lag."""
@@ -296,8 +296,8 @@ class _Reply:
             return
         for event in self._parser.feed(data):
             self._answer.add(event, now)
-        if self._parser.held > MOST_EVENT:
-            problem = f"an event has more than {MOST_EVENT >> 20} MiB"
+        if self._parser.held > MAX_EVENT:
+            problem = f"an event has more than {MAX_EVENT >> 20} MiB"
             raise StreamError(outcomes.MALFORMED, problem)
         if self._answer.done_at is not None:
             self._drain()

@@ -24,7 +24,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import write_atomically
-from twolane.common.options import LARGEST_SEED, Option
+from twolane.common.options import MAX_SEED, Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
 from twolane.results.provenance import json_bytes, provenance
 from twolane.results.record import Record
@@ -37,7 +37,7 @@ REPRODUCED_KEYS = ("generated_texts", "workload", "queue_times")
 """Keys of a result that are not saved with a run, since its seed reproduces them."""
 SAMPLE_KEYS = ("itls", "ttfts", "latencies", "start_times")
 """Keys that are not saved with a simulated run, for the same reason."""
-LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
+MIN_RATE, MAX_RATE = 1e-3, 1e5
 """Bounds of the search in requests per second."""
 SHORT_RUN_FACTOR = 4.0
 """A run counts as short if it lasts less than this multiple of the mean TTFT bound: it may serve a
@@ -61,14 +61,14 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests (for tbt: of gaps) that must be within each SLO; 0.9 asks for P90."""
     seeds: Annotated[int, Option(MEASURE)] = 1
     """Number of searches, each with different arrivals."""
-    seed: Annotated[int, Option(MEASURE, most=LARGEST_SEED)] = 0
+    seed: Annotated[int, Option(MEASURE, most=MAX_SEED)] = 0
     """Seed of the first search."""
     start_rate: Annotated[float, Option(MEASURE)] = 1.0
     """Requests per second of the first run."""
     first_step: Annotated[float, Option(MEASURE)] = 2.0
     """Factor between the first rate and the second, up or down; 1.2 saves runs if the first rate is
     a good guess."""
-    least_rate: Annotated[float, Option(MEASURE)] = LOWEST_RATE
+    least_rate: Annotated[float, Option(MEASURE)] = MIN_RATE
     """Requests per second below which a goodput counts as 0."""
     tolerance: Annotated[float, Option(MEASURE)] = 0.02
     """Relative distance between the rate that holds and the rate that fails at which a search
@@ -105,8 +105,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.seeds < 1:
             raise FieldError("seeds", f"must be positive, not {self.seeds}")
-        if not LOWEST_RATE <= self.least_rate <= self.start_rate <= HIGHEST_RATE:
-            problem = f"must be in [{LOWEST_RATE}, {HIGHEST_RATE:g}], and --least-rate not above it"
+        if not MIN_RATE <= self.least_rate <= self.start_rate <= MAX_RATE:
+            problem = f"must be in [{MIN_RATE}, {MAX_RATE:g}], and --least-rate not above it"
             raise FieldError("start_rate", problem)
         if not 1 < self.first_step <= 1024:
             raise FieldError("first_step", f"must be in (1, 1024], not {self.first_step}")
@@ -266,8 +266,8 @@ def highest(
     start: float,
     octave: int,
     near: float | None = None,
-    floor: float = LOWEST_RATE,
-    top: float = HIGHEST_RATE,
+    floor: float = MIN_RATE,
+    top: float = MAX_RATE,
     stride: int | None = None,
 ) -> float:
     """Search for the highest rate that holds, 0 if none does: bracketing by growing strides, then
@@ -349,7 +349,7 @@ def find(
         for i, point in enumerate(points):
             answered = [point] if reads_slos(system) else points[i:]
             for turn in range(search.seeds):
-                looser = found[i - 1][system][turn] if i else HIGHEST_RATE
+                looser = found[i - 1][system][turn] if i else MAX_RATE
                 near = looser if i else _near(guesses, found[i].get(system, []))
                 holds = partial(_holds, answered, system, search.seed + turn, run, tell)
                 bounds = near, search.least_rate, looser, search.stride

@@ -30,7 +30,7 @@ _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
 
 
-MOST_PAGE = 16 << 20
+MAX_PAGE = 16 << 20
 """Bytes that an answer outside of the measured load may have, such as the list of models."""
 
 
@@ -291,8 +291,8 @@ class _Page:
 
     def on_data(self, data: bytes, now: float) -> None:
         self.body += data
-        if len(self.body) > MOST_PAGE:
-            raise HTTPError(f"the answer has more than {MOST_PAGE >> 20} MiB")
+        if len(self.body) > MAX_PAGE:
+            raise HTTPError(f"the answer has more than {MAX_PAGE >> 20} MiB")
 
     def on_end(self, now: float) -> None:
         pass

@@ -14,7 +14,7 @@ import typer
 from twolane.cli.complete import COMPLETIONS, models
 from twolane.cli.errors import wrong_setting
 from twolane.common.errors import FieldError
-from twolane.common.options import LARGEST_WHOLE, Setting, settings_of
+from twolane.common.options import MAX_WHOLE, Setting, settings_of
 from twolane.engine.config import EngineConfig
 
 Command = Callable[..., None]
@@ -122,8 +122,8 @@ def finite(value: float | None) -> float | None:
 
 def countable(value: int | None) -> int | None:
     """Refuse an absurdly large number, as an option's callback."""
-    if value is not None and value > LARGEST_WHOLE:
-        raise typer.BadParameter(f"must be at most {LARGEST_WHOLE}")
+    if value is not None and value > MAX_WHOLE:
+        raise typer.BadParameter(f"must be at most {MAX_WHOLE}")
     return value
 
 

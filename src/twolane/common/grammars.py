@@ -8,13 +8,13 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 512 * 2**10
 """Largest size of a grammar in bytes, after conversion from a schema."""
 
-MOST_RULES = 500
+MAX_RULES = 500
 """Most rules of a grammar and most distinct references of a schema: the compiler follows chains of
 them by recursion, which crashes the process at some thousands."""
-MOST_PATTERNS = 64
+MAX_PATTERNS = 64
 """Most `patternProperties` of an object in a schema: the compiler subtracts each pair of them, in
 time cubic in their number."""
-MOST_OPTIONAL = 400
+MAX_OPTIONAL = 400
 """Most optional properties of an object in a schema: any of them may come next, and their masks
 take up to 3 ms."""
 MATCHING_SECONDS, MATCHING_TOKEN_SECONDS = 0.05, 0.001
@@ -27,7 +27,7 @@ NOTHING_FITS_ERRORS = ("NoExtension", "NoExtensionBias")
 """Errors of a matcher that mean `NOTHING_FITS`."""
 OMITTED_DETAILS = "<non-verbose/>"
 """Placeholder in a matcher's errors for details that it leaves out."""
-MOST_ERROR_CHARACTERS = 450
+MAX_ERROR_CHARACTERS = 450
 """Most characters of a matcher's error that an error message quotes."""
 
 
@@ -44,7 +44,7 @@ def problem_of(matcher: "LLMatcher") -> str | None:
     if not matcher.is_error():
         return None
     said = " ".join(matcher.get_error().replace(OMITTED_DETAILS, "").split())
-    return NOTHING_FITS if said in NOTHING_FITS_ERRORS else said[:MOST_ERROR_CHARACTERS]
+    return NOTHING_FITS if said in NOTHING_FITS_ERRORS else said[:MAX_ERROR_CHARACTERS]
 
 
 def matching_takes_too_long(seconds: float, tokens: int) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 
 from twolane.common.printable import printable
 
-MOST_LINES = 1000
+MAX_LINES = 1000
 """Most lines that wait for the log's reader; further ones are dropped and counted."""
 END_SECONDS = 1.0
 """Seconds that closing the log waits for its reader to take the next piece."""
@@ -43,7 +43,7 @@ class LineHandler(logging.Handler):
             self.handleError(record)
             return
         self.flush()
-        if len(self._waiting) >= MOST_LINES:
+        if len(self._waiting) >= MAX_LINES:
             self._lost += 1
             return
         if self._lost:

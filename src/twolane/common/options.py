@@ -22,9 +22,9 @@ import msgspec
 
 from twolane.common.errors import FieldError
 
-LARGEST_WHOLE = 1 << 48
+MAX_WHOLE = 1 << 48
 """Largest value of integer settings that state no maximum."""
-LARGEST_SEED = (1 << 63) - 1
+MAX_SEED = (1 << 63) - 1
 """Largest seed, a signed integer of 64 bits."""
 
 
@@ -130,8 +130,8 @@ def _check_range(field: str, value: float, option: Option) -> None:
         raise FieldError(field, f"must be at least {option.least:g}, not {value}")
     if option.most is not None and value > option.most:
         raise FieldError(field, f"must be at most {option.most:g}, not {value}")
-    if option.most is None and isinstance(value, int) and value > LARGEST_WHOLE:
-        raise FieldError(field, f"must be at most {LARGEST_WHOLE}, not {value}")
+    if option.most is None and isinstance(value, int) and value > MAX_WHOLE:
+        raise FieldError(field, f"must be at most {MAX_WHOLE}, not {value}")
 
 
 def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:

@@ -16,7 +16,7 @@ from twolane.common.page_hash import HASH_BYTES, page_hashes
 
 STRIDE_TOKENS = 512
 """Tokens between two landmarks of a long prefix."""
-MOST_LANDMARKS = 4096
+MAX_LANDMARKS = 4096
 """Most landmarks of a digest; those of shorter prefixes take precedence."""
 
 
@@ -88,9 +88,9 @@ class PrefixBook:
         self.version += 1
 
     def digest(self) -> PrefixDigest:
-        """Return at most `MOST_LANDMARKS` landmarks; the same object until something changes."""
+        """Return at most `MAX_LANDMARKS` landmarks; the same object until something changes."""
         if self._digest is None or self._digest.version != self.version:
-            top = heapq.nsmallest(MOST_LANDMARKS, self._pages, key=self._pages.__getitem__)
+            top = heapq.nsmallest(MAX_LANDMARKS, self._pages, key=self._pages.__getitem__)
             packed = b"".join(each.to_bytes(HASH_BYTES, "little") for each in top)
             self._digest = PrefixDigest(self.version, self._page_size, packed)
         return self._digest

@@ -13,7 +13,7 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OPENED = Path("/dev/fd")
 PR_SET_PDEATHSIG = 1
-MOST_FILES = 1 << 20
+MAX_FILES = 1 << 20
 """Most open files that a process asks the system for."""
 
 
@@ -65,9 +65,9 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
 def raise_file_limit() -> int:
     """Raise the limit on open files as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+        return MAX_FILES if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):  # a system that bounds it elsewhere, too

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from twolane.common.options import LARGEST_SEED, Nested, Option, milliseconds
+from twolane.common.options import MAX_SEED, Nested, Option, milliseconds
 from twolane.common.vocabulary import EstimatorName
 from twolane.slo import Slo
 
@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[int | None, Option(MODEL, "TOKENS", least=2)] = None
     """Largest number of tokens of one request, prompt and answer together; by default the model's
     positions, if the KV pool holds them."""
-    seed: Annotated[int, Option(MODEL, most=LARGEST_SEED)] = 0
+    seed: Annotated[int, Option(MODEL, most=MAX_SEED)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
     router_skew: Annotated[float, Option(MODEL, least=0.0)] = 0.0
     """Exponent of Zipf's law by which routers of dummy weights prefer some experts; 0 makes all

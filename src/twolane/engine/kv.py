@@ -62,7 +62,7 @@ class PrefixTree:
         """Roots of trees that were forgotten while pinned; no request finds their pages."""
         self._idle_leaves: list[tuple[int, Node]] = []
         """A heap of idle leaves, some of them stale."""
-        self._most_idle = SPARE_IDLE
+        self._max_idle = SPARE_IDLE
         self._tick = 0
         self.version = 0
         """Changes whenever a match or its cost may."""
@@ -169,10 +169,10 @@ class PrefixTree:
         if node.pins or node.children:
             return
         heapq.heappush(self._idle_leaves, (node.last_used, node))
-        if len(self._idle_leaves) > self._most_idle:
+        if len(self._idle_leaves) > self._max_idle:
             self._idle_leaves = [each for each in self._idle_leaves if _still_idle(*each)]
             heapq.heapify(self._idle_leaves)
-            self._most_idle = 2 * len(self._idle_leaves) + SPARE_IDLE
+            self._max_idle = 2 * len(self._idle_leaves) + SPARE_IDLE
 
 
 def _still_idle(used: int, node: Node) -> bool:

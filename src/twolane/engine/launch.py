@@ -9,7 +9,7 @@ from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.overlap import corunner_now
 from twolane.engine.request import (
-    MOST_AWAITING_MASKS,
+    MAX_AWAITING_MASKS,
     BatchChunk,
     InFlightLaunch,
     LateRow,
@@ -215,7 +215,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
     ready = _ready(state, _joined(launch.lane, steps.waits))
-    if any(request.awaiting_masks == MOST_AWAITING_MASKS for request in ready):
+    if any(request.awaiting_masks == MAX_AWAITING_MASKS for request in ready):
         return False
     constrained = any(request.constraint is not None for request in (*ready, *state.decoding))
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
@@ -242,7 +242,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     ready = _ready(state, _joined(launch.lane))
     reserved = _reserve(
-        state, [request for request in ready if request.awaiting_masks < MOST_AWAITING_MASKS], 1
+        state, [request for request in ready if request.awaiting_masks < MAX_AWAITING_MASKS], 1
     )
     chunks = batch.chunks
     if not chunks:

@@ -66,7 +66,7 @@ class Request:
     mask: bytes | None = None
     """Mask of the tokens that may follow those delivered; None while it is being computed."""
     awaiting_masks: int = 0
-    """Number of its launches that wait for a mask, at most `MOST_AWAITING_MASKS`."""
+    """Number of its launches that wait for a mask, at most `MAX_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
     """Latest result of `lookup`."""
     phase: Phase = Phase.WAITING
@@ -252,7 +252,7 @@ class PrefillBatch:
         return [each for each in self.members if each.request.allocation is each.allocation]
 
 
-MOST_AWAITING_MASKS = 2
+MAX_AWAITING_MASKS = 2
 """This many launches of a request may wait for masks: the second one's forward pass is queued in
 the moment in which the first one is sampled."""
 

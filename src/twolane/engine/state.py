@@ -36,12 +36,12 @@ FINISHED_KEPT = 256
 QUEUE_SECONDS = 0.02
 """The queued tokens are counted again after this many seconds; a long queue takes a while to
 count."""
-MOST_YIELDING = 128
+MAX_YIELDING = 128
 """Number of queued prompts that are reported one by one; the others are reported as a sum."""
 HALF_LIFE_TOKENS = 16384.0
 """The weight of earlier launches with prompts halves within this many prompt tokens: a few short
 prompts do not outweigh a queue of long ones."""
-LEAST_TOKENS = 64.0
+MIN_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
 OLDEST_EVERY = 8
 """One admission in this many goes to the longest-waiting request."""
@@ -88,7 +88,7 @@ class Counters:
 
     def note_prompts(self, seconds: float, work: PromptWork) -> None:
         """Count a launch with prompts."""
-        tokens = max(work.tokens, LEAST_TOKENS * work.prompts)
+        tokens = max(work.tokens, MIN_TOKENS * work.prompts)
         kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
         self.prompt_seconds = kept * self.prompt_seconds + seconds
         self.prompt_tokens = kept * self.prompt_tokens + tokens
@@ -192,7 +192,7 @@ class State:
             work = PromptWork(prompts, tokens, pairs)
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
-            largest = heapq.nlargest(MOST_YIELDING, yielding) if self.gives_up else None
+            largest = heapq.nlargest(MAX_YIELDING, yielding) if self.gives_up else None
             self.queued = QueueCount(now, work, largest)
         return self.queued
 

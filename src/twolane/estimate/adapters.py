@@ -8,7 +8,7 @@ from twolane.estimate.query import Corunner, Kind, LaunchShape
 
 WEIGHT = 0.1
 """Weight of the newest launch in the mean of each factor's logarithm."""
-MOST_FACTOR = 8.0
+MAX_FACTOR = 8.0
 """Largest factor that is learnt; a launch with a larger one counts as if it had this one."""
 
 
@@ -38,7 +38,7 @@ class AdapterEstimator(Estimator):
         if key := self._key(launch):
             expected = self.base.predict(launch, units, corunner)
             if expected:
-                error = math.log(min(max(seconds / expected, 1 / MOST_FACTOR), MOST_FACTOR))
+                error = math.log(min(max(seconds / expected, 1 / MAX_FACTOR), MAX_FACTOR))
                 before = self._logs.get(key, error)
                 self._logs[key] = before + WEIGHT * (error - before)
             seconds /= self._factor(launch)

@@ -19,7 +19,7 @@ CASES: dict[str, tuple[str, bool]] = {
     "hybrid": ("hybrid", False),
 }
 """(kind, whether the other lane works) of each."""
-LEAST_TOKENS = 1024
+MIN_TOKENS = 1024
 """New and reused tokens of the prefill batches in the papers' figures."""
 
 
@@ -55,7 +55,7 @@ def held_out(profile: Profile) -> dict[str, list[Sample]]:
         case: [s for s in profile.samples if s.held_out and _case(s) == wanted]
         for case, wanted in CASES.items()
     }
-    long = [s for s in cases["solo prefill"] if s.load.new + s.load.reused >= LEAST_TOKENS]
+    long = [s for s in cases["solo prefill"] if s.load.new + s.load.reused >= MIN_TOKENS]
     cases = {"solo prefill": cases["solo prefill"], "- n + r >= 1024": long, **cases}
     return {case: samples for case, samples in cases.items() if samples}
 

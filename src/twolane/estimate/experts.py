@@ -11,7 +11,7 @@ SIZE_WEIGHT = 0.02
 """Weight of the newest step in the mean of its size."""
 COMPARE_EVERY = 32
 """Number of steps between two comparisons."""
-MOST_ERROR = 0.15
+MAX_ERROR = 0.15
 """The counts of a profile teach nothing if the best skew is off by more than this, as the root mean
 square of relative errors: its rows resembled one another."""
 
@@ -44,7 +44,7 @@ class ExpertCounts:
         if not seen:
             return
         skew = min(SKEWS, key=lambda skew: self._error(skew, seen))
-        if self._error(skew, seen) <= MOST_ERROR**2 * len(seen):
+        if self._error(skew, seen) <= MAX_ERROR**2 * len(seen):
             for rows, experts_read in seen:
                 self._note(rows, experts_read)
             self.moe = replace(self.moe, skew=skew)

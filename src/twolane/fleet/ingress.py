@@ -53,9 +53,9 @@ LOADS = ("/load", "/v1/load")
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 NO_DASHBOARD = "a fleet has no dashboard: open that of a server, at a url that GET /fleet names"
 """Error of /dashboard, whose requests for data would reach another server each time."""
-MOST_TRIES = 4
+MAX_TRIES = 4
 """Most replicas that a request is tried at."""
-MOST_LOST = 2
+MAX_LOST = 2
 """Lost replicas after which a request is not tried again: it may be what kills them."""
 RETRY_UNREADY = 5
 """Retry-After in whole seconds when no replica is ready."""
@@ -70,16 +70,16 @@ class Ingress:
         pool: the replicas.
         policy: the router.
         session: for requests to replicas.
-        most_body: bytes that a body may have.
+        max_body_bytes: bytes that a body may have.
     """
 
     def __init__(
-        self, pool: Pool, policy: Policy, session: aiohttp.ClientSession, most_body: int
+        self, pool: Pool, policy: Policy, session: aiohttp.ClientSession, max_body_bytes: int
     ) -> None:
         self._pool = pool
         self._policy = policy
         self.metrics = FleetMetrics(pool.members.values)
-        self._inquiry = Inquiry(pool, session, most_body)
+        self._inquiry = Inquiry(pool, session, max_body_bytes)
         self._forwarder = Forwarder(pool, session, self._inquiry, self.metrics)
         self._changing: set[asyncio.Task[None]] = set()
         """Running changes of all replicas, which do not end with their clients."""
@@ -186,7 +186,7 @@ class Ingress:
         call, routed = await self._inquiry.ask(call)
         tried: set[str] = set()
         lost = 0
-        for attempt in range(1, MOST_TRIES + 1):
+        for attempt in range(1, MAX_TRIES + 1):
             chosen, sent = await self._choose(routed, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATING_PATHS:
@@ -200,13 +200,13 @@ class Ingress:
                 return
             member.enter()
             try:
-                last = attempt == MOST_TRIES or tried >= self._able(call)
+                last = attempt == MAX_TRIES or tried >= self._able(call)
                 if await self._forwarder.forward(call, chosen, last=last):
                     return
             except ReplicaLost as error:
                 log.warning("%s: %s", member.name, error)
                 lost += not isinstance(error, ReplicaUnreachable)
-                if lost == MOST_LOST:
+                if lost == MAX_LOST:
                     message = f"{lost} replicas were lost while they had this request"
                     raise ApiError(503, message, code="unavailable") from error
             else:

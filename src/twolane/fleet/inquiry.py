@@ -16,7 +16,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.calls import ClientCall, forwarded_headers
 from twolane.fleet.pool import Member, Pool
-from twolane.router.state import LARGEST, RoutedRequest
+from twolane.router.state import MAX_NUMBER, RoutedRequest
 
 LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Paths whose prompts have landmarks, with the last part of the replica's path that computes
@@ -34,7 +34,7 @@ LANDMARK_SECONDS = 1.0
 """Seconds within which a replica must return a prompt's landmarks; else none are known."""
 BYTES_PER_TOKEN = 4
 """Assumed bytes of a body for each prompt token where the prompt is not tokenised."""
-USUAL_OUTPUT, MOST_OUTPUT = 256, 1 << 20
+USUAL_OUTPUT, MAX_OUTPUT = 256, 1 << 20
 """Assumed tokens of an answer without a limit, and the largest limit that the router counts."""
 SESSION_HEADER = "x-session-id"
 
@@ -49,10 +49,10 @@ class _Body(msgspec.Struct):
     previous_response_id: str | None = None
 
     @property
-    def most_output(self) -> int:
+    def max_output(self) -> int:
         """Limit on the answer's tokens as the router counts it."""
         asked = self.max_completion_tokens or self.max_tokens or USUAL_OUTPUT
-        return min(max(asked, 1), MOST_OUTPUT)
+        return min(max(asked, 1), MAX_OUTPUT)
 
 
 class _Landmarks(msgspec.Struct):
@@ -69,7 +69,9 @@ class _Landmarks(msgspec.Struct):
         lengths = (0, *self.tokens, self.prompt_tokens + 1)
         ascending = all(shorter < longer for shorter, longer in pairwise(lengths))
         return (
-            len(self.tokens) == len(self.hashes) and ascending and 0 < self.prompt_tokens < LARGEST
+            len(self.tokens) == len(self.hashes)
+            and ascending
+            and 0 < self.prompt_tokens < MAX_NUMBER
         )
 
 
@@ -79,13 +81,13 @@ class Inquiry:
     Args:
         pool: the replicas.
         session: for requests to replicas.
-        most_body: bytes that a body may have.
+        max_body_bytes: bytes that a body may have.
     """
 
-    def __init__(self, pool: Pool, session: aiohttp.ClientSession, most_body: int) -> None:
+    def __init__(self, pool: Pool, session: aiohttp.ClientSession, max_body_bytes: int) -> None:
         self._pool = pool
         self._session = session
-        self._most_body = most_body
+        self._max_body_bytes = max_body_bytes
         self._responses: OrderedDict[str, str] = OrderedDict()
         """Name of the replica that answered, by response id."""
 
@@ -98,12 +100,12 @@ class Inquiry:
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
             found = await self._landmarks(call, LANDMARKS[call.path])
             extended = _with_tokens(body, found)
-            if len(extended) <= self._most_body:  # a replica refuses larger ones
+            if len(extended) <= self._max_body_bytes:  # a replica refuses larger ones
                 call = call._replace(body=extended)
         asked = headers.get(SESSION_HEADER) or known.user
         return call, RoutedRequest(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // BYTES_PER_TOKEN),
-            output_tokens=known.most_output,
+            output_tokens=known.max_output,
             landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),
             ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),
             session=asked and session_key(asked),

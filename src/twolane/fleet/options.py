@@ -8,7 +8,7 @@ from twolane.common.errors import FieldError
 from twolane.common.options import Option
 
 PANEL = "Fleet"
-MOST_REPLICAS = 1024
+MAX_REPLICAS = 1024
 """Most servers of a fleet: the router looks at each of them for every request."""
 RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded", "ray-prefix"]
 """The names of `router.policies.POLICIES`."""
@@ -21,11 +21,11 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
-    replicas: Annotated[int, Option(PANEL, least=1, most=MOST_REPLICAS)] = 2
+    replicas: Annotated[int, Option(PANEL, least=1, most=MAX_REPLICAS)] = 2
     """Number of servers at the start."""
-    min_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
+    min_replicas: Annotated[int | None, Option(PANEL, least=1, most=MAX_REPLICAS)] = None
     """Smallest number of servers; by default --replicas."""
-    max_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
+    max_replicas: Annotated[int | None, Option(PANEL, least=1, most=MAX_REPLICAS)] = None
     """Largest number of servers, under load; by default --replicas."""
     router: Annotated[RouterName, Option(PANEL)] = "predicted"
     """Rule by which a server is chosen: predicted takes the shortest predicted time to the first

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from twolane.fleet.options import FleetOptions
 from twolane.router.state import ReplicaState
 
-LEAST_ATTAINMENT = 0.95
+MIN_ATTAINMENT = 0.95
 """Attainment of the TTFT bound below which a replica is added."""
 SPARE_LOAD = 0.5
 """Share of the scale-up thresholds that the load must stay below with one replica fewer, for one to
@@ -56,7 +56,7 @@ def _high(states: Sequence[ReplicaState], options: FleetOptions, replicas: float
     seconds = sum(each.prompt_pace.seconds(each.queued) for each in states)
     open_ = sum(each.running + each.waiting for each in states)
     late = any(
-        each.waiting and each.attainment is not None and each.attainment < LEAST_ATTAINMENT
+        each.waiting and each.attainment is not None and each.attainment < MIN_ATTAINMENT
         for each in states
     )
     return (

@@ -25,7 +25,7 @@ IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 T = TypeVar("T", bound="Body")
 Location = tuple[str | int, ...]
 """Path to a value in an object: field names and list indices."""
-MOST_REPEATED = 200
+MAX_REPEATED = 200
 """Most characters of a client's text that an error repeats."""
 PROXIES = frozenset({"extra_content", "provider_specific_fields"})
 """Fields that proxies add to whatever a history repeats."""
@@ -152,7 +152,7 @@ def field_name(location: Location) -> str | None:
 
 def shortened(text: str) -> str:
     """Return a client's text cut to the length that an error repeats."""
-    return text if len(text) <= MOST_REPEATED else text[:MOST_REPEATED] + "…"
+    return text if len(text) <= MAX_REPEATED else text[:MAX_REPEATED] + "…"
 
 
 def read(form: type[T], fields: Mapping[str, Any]) -> T:

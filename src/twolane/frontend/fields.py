@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from twolane.frontend.body import Body, first_finding, one_message, wrong
 from twolane.frontend.messages import Messages, Turn, turns_of
 from twolane.frontend.text.output_reader import TextOptions
-from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
+from twolane.frontend.text.stops import MAX_STRING_LENGTH, MAX_STRINGS
 
 INT32_MAX = 2**31 - 1
 
@@ -46,16 +46,16 @@ Truncation = Annotated[
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """Lists fail fast: only the first error is reported, and millions could be sent."""
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """Most answers to a prompt, as in OpenAI's API."""
-LONGEST_SALT = 1024
+MAX_SALT_LENGTH = 1024
 """Most characters of a `cache_salt`."""
-StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LENGTH)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)]
 Stop = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STRINGS, fail_fast=True)],
     one_message(
-        f"must be a string of 1 to {LONGEST_STRING} characters, or up to {MOST_STRINGS} of them"
+        f"must be a string of 1 to {MAX_STRING_LENGTH} characters, or up to {MAX_STRINGS} of them"
     ),
 ]
 Prompts = Annotated[
@@ -100,7 +100,7 @@ class Rendering(Body):
 class TextFields(Body):
     """Options of tokenising a prompt and of its answers' text, and the cache salt."""
 
-    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None

@@ -25,7 +25,7 @@ from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.fused import launch_options
 from twolane.kernels.runtime.launch import launch, power_of_2
 
-LEAST_RANK = 16
+MIN_RANK = 16
 """Least rank that a pool has room for, because matrix units multiply that many numbers at once."""
 _STEP_ROWS = 128
 """The most rows of a pass that is taken for a decode step, in which many rows have an adapter of
@@ -37,7 +37,7 @@ _TILE_ROWS = ((_STEP_ROWS, _FEW), (1024, _SMALL))
 _SPLITS = ((_STEP_ROWS, 32), (1024, 4), (2048, 2))
 """The most parts that the inputs of a product are cut into, for passes of up to this many rows;
 those of larger ones are not cut."""
-_LEAST_PART = 256
+_MIN_PART = 256
 """The fewest inputs of such a part."""
 _A_BYTES = 32_768
 """Bytes of A that a program multiplies at a time, where few rows leave it room."""
@@ -106,7 +106,7 @@ class RowTiles:
         def ints(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
-        most = max(_most_splits(size) * size for size in sizes)
+        most = max(_max_splits(size) * size for size in sizes)
         sums = torch.empty(most * width, dtype=torch.float32, device=device)
         return cls(ints(rows), ints(tiles), sums, count, slots)
 
@@ -163,14 +163,14 @@ def _columns(tile_rows: int, matrices: AdapterMatrices) -> int:
     return matrices.rank if tile_rows == _FEW else power_of_2(matrices.a.shape[1])
 
 
-def _most_splits(count: int) -> int:
+def _max_splits(count: int) -> int:
     return next((splits for rows, splits in _SPLITS if count <= rows), 1)
 
 
 def _cut(count: int, matrices: AdapterMatrices) -> tuple[int, int, int]:
     """Parts of a product's inputs, steps of a part, and inputs of a step."""
     size, inputs = _tile_rows(count), matrices.a.shape[2]
-    part = max(_LEAST_PART, -(-inputs // _most_splits(count)))
+    part = max(_MIN_PART, -(-inputs // _max_splits(count)))
     most = _A_BYTES // (_columns(size, matrices) * matrices.a.itemsize)
     block = min(most, 128 if size == _LARGE else 512, power_of_2(part))
     steps = -(-part // block)
@@ -324,12 +324,12 @@ def _added(
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ) -> tl.tensor:
     """Return a section's addend for the rows of a tile, float32 [ROWS, outputs]; `sums` begins with
     the section's."""
     place = sums + (row * WIDTH + tl.arange(0, RANK)[None, :])[:, :, None] * SPLITS
-    split = tl.arange(0, MOST_SPLITS)[None, None, :]
+    split = tl.arange(0, MAX_SPLITS)[None, None, :]
     mask = there[:, :, None] & (split < SPLITS)
     total = tl.sum(tl.load(place + split, mask=mask, other=0.0), axis=2)
     return tl.dot(total.to(weight.dtype), weight, input_precision="ieee")
@@ -354,7 +354,7 @@ def _expand(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -379,7 +379,7 @@ def _expand(
     if EARLY:
         gdc_wait()
     own = sums + section * RANK * SPLITS
-    added = _added(own, row, there, weight, WIDTH, RANK, SPLITS, MOST_SPLITS)
+    added = _added(own, row, there, weight, WIDTH, RANK, SPLITS, MAX_SPLITS)
     place = out + row * out_stride + column[None, :]
     mask = there & (column < stop)[None, :]
     value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -402,7 +402,7 @@ def _expand_silu(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -427,10 +427,10 @@ def _expand_silu(
     up = tl.load(place + INNER, mask=mask, other=0.0)
     if rank > 0:
         rest: tl.constexpr = 2 * RANK
-        added = _added(sums, row, there, of_gate, rest, RANK, SPLITS, MOST_SPLITS)
+        added = _added(sums, row, there, of_gate, rest, RANK, SPLITS, MAX_SPLITS)
         gate = (gate.to(tl.float32) + added).to(gate.dtype)
         sums_of_up = sums + RANK * SPLITS
-        added = _added(sums_of_up, row, there, of_up, rest, RANK, SPLITS, MOST_SPLITS)
+        added = _added(sums_of_up, row, there, of_up, rest, RANK, SPLITS, MAX_SPLITS)
         up = (up.to(tl.float32) + added).to(gate.dtype)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
@@ -508,7 +508,7 @@ def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
         SLOTS=tiles.slots,
         ROWS=size,
         SPLITS=splits,
-        MOST_SPLITS=power_of_2(splits),
+        MAX_SPLITS=power_of_2(splits),
         BLOCK=block,
         num_warps=4,
         **launch_options(out.device),
@@ -544,7 +544,7 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
         SLOTS=tiles.slots,
         ROWS=size,
         SPLITS=splits,
-        MOST_SPLITS=power_of_2(splits),
+        MAX_SPLITS=power_of_2(splits),
         BLOCK=block,
         num_warps=4,
         **launch_options(out.device),

@@ -31,7 +31,7 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 MAX_BANNED = 8
 """Token ids that a slot's parameters can ban."""
-_LARGEST = 2**31 - 1
+_MAX_INT = 2**31 - 1
 
 WORDS = 8
 """Words of 64 bits that a slot's parameters take."""
@@ -98,8 +98,8 @@ def pack_params(
     row["top_p"] = top_p
     row["temperature"] = temperature
     row["log_min_p"] = np.log(min_p) if min_p > 0.0 else -np.inf
-    row["top_k"] = min(max(top_k, 0), _LARGEST)
-    row["limit"] = min(limit, _LARGEST)
+    row["top_k"] = min(max(top_k, 0), _MAX_INT)
+    row["limit"] = min(limit, _MAX_INT)
     row["banned"] = [*banned, *[-1] * (MAX_BANNED - len(banned))]
     return row.reshape(1).view(np.int64)
 

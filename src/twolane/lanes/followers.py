@@ -26,7 +26,7 @@ EXPLAIN_SECONDS = 0.5
 """Seconds to wait, after a collective failed, for the news that a rank has died."""
 POLL_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
-MOST_POLL_SECONDS = 1.0
+MAX_POLL_SECONDS = 1.0
 """Seconds between two looks that count at most: if they are further apart, this process itself
 stood still."""
 PING_SECONDS = 1.0
@@ -268,7 +268,7 @@ class Followers:
         looked, now = time.monotonic(), 0.0
         while not self._closing.wait(POLL_SECONDS) and self._lost is None:
             last, looked = looked, time.monotonic()
-            now += min(looked - last, MOST_POLL_SECONDS)
+            now += min(looked - last, MAX_POLL_SECONDS)
             yield now
 
     def _watch_stops(self) -> None:

@@ -110,7 +110,7 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
         settings.gpu_memory_utilization,
         kv_cache_dtype=settings.kv_cache_dtype,
         adapter_slots=settings.adapter_slots,
-        most_rank=settings.max_lora_rank,
+        max_lora_rank=settings.max_lora_rank,
     )
 
 

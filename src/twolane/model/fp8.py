@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+MAX_E4M3 = 448.0
 """The largest number of e4m3."""
-LEAST = 1e-12
+MIN_MAGNITUDE = 1e-12
 """A row or block whose largest magnitude is below this gets the scale of this magnitude."""
 BLOCK = 128
 """Columns, and for weights rows, that share a scale in block schemes."""
@@ -25,7 +25,7 @@ def widen(values: Tensor) -> Tensor:
 
 def scale_of(largest: Tensor) -> Tensor:
     """Return the float32 scale that maps this largest magnitude onto e4m3's largest number."""
-    return largest.float().clamp(min=LEAST) / LARGEST
+    return largest.float().clamp(min=MIN_MAGNITUDE) / MAX_E4M3
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

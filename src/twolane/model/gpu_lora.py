@@ -11,7 +11,7 @@ from torch import Tensor
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.lora import (
-    LEAST_RANK,
+    MIN_RANK,
     AdapterMatrices,
     RowTiles,
     expand,
@@ -48,13 +48,13 @@ class GpuAdapterPool:
         shard: the rank's part of the base model.
         weights: that part's.
         slots: number of adapters that can be loaded at a time.
-        most_rank: the largest rank of an adapter.
+        max_rank: the largest rank of an adapter.
     """
 
-    def __init__(self, shard: Shard, weights: Weights, slots: int, most_rank: int) -> None:
-        self.slots, self.most_rank = slots, most_rank
+    def __init__(self, shard: Shard, weights: Weights, slots: int, max_rank: int) -> None:
+        self.slots, self.max_rank = slots, max_rank
         like = weights.embedding
-        self.device, self._rank = like.device, _room_of(most_rank)
+        self.device, self._rank = like.device, _room_of(max_rank)
         products = _products(shard)
         shape = shard.spec.layers, len(products), slots
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=like.device)
@@ -109,15 +109,15 @@ class GpuAdapterPool:
         room.b[slot].copy_(b)
 
 
-def pool_bytes(shard: Shard, slots: int, most_rank: int, itemsize: int) -> int:
+def pool_bytes(shard: Shard, slots: int, max_rank: int, itemsize: int) -> int:
     """Return the bytes of a pool, if its numbers have this many."""
     each = sum(len(p.ends) * p.inputs + p.ends[-1] for p in _products(shard))
-    return shard.spec.layers * slots * _room_of(most_rank) * each * itemsize
+    return shard.spec.layers * slots * _room_of(max_rank) * each * itemsize
 
 
-def _room_of(most_rank: int) -> int:
+def _room_of(max_rank: int) -> int:
     """Return the number of ranks that a section has room for."""
-    return power_of_2(max(most_rank, LEAST_RANK))
+    return power_of_2(max(max_rank, MIN_RANK))
 
 
 class GpuAdaptedProducts(GpuProducts):

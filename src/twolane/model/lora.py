@@ -22,7 +22,7 @@ from twolane.model.products import Products
 
 LoraProduct = Literal["qkv", "o", "gate_up", "down"]
 """The products of a dense layer that adapters add to."""
-MOST_RANK = 64
+MAX_RANK = 64
 """Largest rank of an adapter's section that is served."""
 
 
@@ -66,11 +66,11 @@ class AdapterPool:
     Args:
         weights: the base model's.
         slots: number of adapters that can be loaded at a time.
-        most_rank: the largest rank of an adapter.
+        max_rank: the largest rank of an adapter.
     """
 
-    def __init__(self, weights: Weights, slots: int, most_rank: int = MOST_RANK) -> None:
-        self.most_rank = most_rank
+    def __init__(self, weights: Weights, slots: int, max_rank: int = MAX_RANK) -> None:
+        self.max_rank = max_rank
         self._adapters: list[Adapter | None] = [None] * slots
         self._places = dict(places(weights))
 

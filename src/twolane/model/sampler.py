@@ -26,7 +26,7 @@ from twolane.sampling import SamplingParams, TokenLogprobs
 # splitmix64's (Steele et al., 2014).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 class Adjustment:
@@ -83,7 +83,7 @@ class Adjustment:
         values = logits[ids].double()
         values = torch.where(values > 0, values / factor, values * factor)
         values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        logits[ids] = values.clamp_(-_LARGEST, _LARGEST).to(logits.dtype)
+        logits[ids] = values.clamp_(-_MAX_FLOAT, _MAX_FLOAT).to(logits.dtype)
 
 
 @dataclass(frozen=True)

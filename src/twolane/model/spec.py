@@ -24,11 +24,11 @@ Family = Literal[
 ]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
 
-MOST_SHARE = 0.45
+MAX_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
 bias cannot prefer an expert for half of the tokens or more."""
 
-MOST_LAYERS, MOST_HEADS = 4096, 65536
+MAX_LAYERS, MAX_HEADS = 4096, 65536
 """Numbers of layers and of heads beyond these are a damaged file, not a model."""
 
 
@@ -107,7 +107,7 @@ class MoeSpec:
     def shares(self) -> tuple[float, ...]:
         """Probability that a token goes to each expert; together they are `per_token`.
 
-        They follow Zipf's law, but none is above `MOST_SHARE`.
+        They follow Zipf's law, but none is above `MAX_SHARE`.
         """
         return _shares(self.experts, self.per_token, self.skew)
 
@@ -115,15 +115,15 @@ class MoeSpec:
 @cache
 def _shares(experts: int, per_token: int, skew: float) -> tuple[float, ...]:
     even = per_token / experts
-    if skew == 0.0 or even >= MOST_SHARE:
+    if skew == 0.0 or even >= MAX_SHARE:
         return (even,) * experts
     weights = [(rank + 1) ** -skew for rank in range(experts)]
     capped = 0  # the experts that Zipf's law would give more than the most
-    while weights[capped] * (left := per_token - MOST_SHARE * capped) > MOST_SHARE * (
+    while weights[capped] * (left := per_token - MAX_SHARE * capped) > MAX_SHARE * (
         rest := sum(weights[capped:])
     ):
         capped += 1
-    return (MOST_SHARE,) * capped + tuple(left * weight / rest for weight in weights[capped:])
+    return (MAX_SHARE,) * capped + tuple(left * weight / rest for weight in weights[capped:])
 
 
 @lru_cache(maxsize=4096)

@@ -25,7 +25,7 @@ GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
 ALIGNED_BYTES = 16
 """Each rank's share of a sum must be a multiple of this many bytes."""
-LARGEST_BYTES = 2**22
+MAX_BYTES = 2**22
 """Sums of more bytes go by NCCL, which moves them no slower."""
 GAIN = 0.99
 """Share of the time with NCCL's sums that layers must be done in with others, for these to be
@@ -181,7 +181,7 @@ class TwoShot:
             buffer is not None
             and tensor.data_ptr() == buffer.data_ptr()
             and tensor.dtype in (torch.bfloat16, torch.float32)
-            and tensor.nbytes <= LARGEST_BYTES
+            and tensor.nbytes <= MAX_BYTES
             and tensor.nbytes % (ALIGNED_BYTES * self.size) == 0
         )
 

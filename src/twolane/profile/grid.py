@@ -109,7 +109,7 @@ CROWDED_PROMPTS: tuple[Run, ...] = ((64, 0, 1), (1024, 0, 1))
 """Prompts whose hybrid passes are measured beside the decode rows with the most context in all.
 Without such passes, those with much context have prompts on long prefixes or no graphs, and the
 context seems to cost what these do."""
-SMALLEST, LARGEST = 16, 32_000
+MIN_TOKENS, MAX_TOKENS = 16, 32_000
 """Bounds on the new tokens, contexts and prefixes that are drawn."""
 
 
@@ -199,10 +199,10 @@ def _drawn(
 
 def _prompts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
     """Draw a prefill batch: one to eight prompts alike or not, with a prefix or not."""
-    total = _log_uniform(draw, SMALLEST, limits.batch_tokens)
-    count = min(draw.choice((1, 1, 1, 2, 4, 8)), max(1, total // SMALLEST))
-    longest = min(LARGEST, limits.max_model_len - 2 * total // count - 1)
-    reused = 0 if draw.random() < 0.4 else _log_uniform(draw, SMALLEST, max(SMALLEST, longest))
+    total = _log_uniform(draw, MIN_TOKENS, limits.batch_tokens)
+    count = min(draw.choice((1, 1, 1, 2, 4, 8)), max(1, total // MIN_TOKENS))
+    longest = min(MAX_TOKENS, limits.max_model_len - 2 * total // count - 1)
+    reused = 0 if draw.random() < 0.4 else _log_uniform(draw, MIN_TOKENS, max(MIN_TOKENS, longest))
     spread = draw.choice((0.0, 0.0, 0.8))
     pairs = [
         (_near(draw, total // count, spread), _near(draw, reused, spread)) for _ in range(count)
@@ -213,8 +213,8 @@ def _prompts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
 def _contexts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
     """Draw a decode batch: requests with contexts alike or not."""
     rows = _log_uniform(draw, 1, limits.slots - 8)
-    longest = min(LARGEST, limits.max_model_len // 2, int(0.6 * limits.pool_tokens) // rows)
-    context = _log_uniform(draw, SMALLEST, max(SMALLEST, longest))
+    longest = min(MAX_TOKENS, limits.max_model_len // 2, int(0.6 * limits.pool_tokens) // rows)
+    context = _log_uniform(draw, MIN_TOKENS, max(MIN_TOKENS, longest))
     spread = draw.choice((0.0, 0.8))
     contexts = sorted(max(1, _near(draw, context, spread)) for _ in range(rows))
     return tuple(runs_of((1, each) for each in contexts))

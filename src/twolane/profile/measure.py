@@ -24,7 +24,7 @@ BOTH_SECONDS = 0.25
 """Seconds of measuring with both lanes at work, with at least `REPEATS` launches in each lane."""
 REPEATS = 3
 """Number of launches that a point has at least."""
-MOST_SECONDS = 2.0
+MAX_SECONDS = 2.0
 """Most seconds of a point once that many launches were counted."""
 SLICE_SECONDS = 0.012
 """Layers are measured in slices of about this, as they are served."""
@@ -175,7 +175,7 @@ def _run(rig: Rig, feeds: Sequence[_Feed]) -> tuple[float, float]:
         counts = [len(feed.counted(start)) for feed in feeds]
         spent = clock() - start
         return (spent >= seconds and min(counts) >= REPEATS) or (
-            spent >= MOST_SECONDS and min(counts) >= 1
+            spent >= MAX_SECONDS and min(counts) >= 1
         )
 
     _wait(rig, feeds, enough)

@@ -28,7 +28,7 @@ COPIED_NUMBERS = 2**27
 H200, so every copy finds it cold."""
 SECONDS = 8.0
 """Seconds that all probes take together, about."""
-MOST_SECONDS = 0.3
+MAX_SECONDS = 0.3
 """Most seconds of one kernel on one share, about; clocks settle in the first half of them."""
 BATCH = 4
 """Number of kernels that are queued at a time."""
@@ -45,7 +45,7 @@ def probed(
         shares: numbers of SMs that a lane may have.
         progress: called with ("probes", fraction).
     """
-    seconds = min(MOST_SECONDS, SECONDS / (2 * len(shares)))
+    seconds = min(MAX_SECONDS, SECONDS / (2 * len(shares)))
     a, b = (_random((PRODUCT_SIZE, PRODUCT_SIZE), device, torch.bfloat16) for _ in range(2))
     source = _random((COPIED_NUMBERS,), device, torch.float32)
     product, copy = torch.empty_like(a), torch.empty_like(source)

@@ -29,7 +29,7 @@ log = logging.getLogger("twolane.profile")
 
 SAVE_SECONDS = 5.0
 """Seconds between two writes of the profile."""
-LONGEST_BATCH = 16_384
+MAX_BATCH_TOKENS = 16_384
 """New tokens of the largest prefill batch that is measured."""
 
 Progress = Callable[[str, float], None]
@@ -184,7 +184,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
             sizes,
             layers=machine.spec.layers,
             vocab_size=machine.spec.vocab_size,
-            batch_tokens=LONGEST_BATCH,
+            batch_tokens=MAX_BATCH_TOKENS,
             seed=config.seed,
             clocks_settle=machine.settles,
             own_tokens=machine.spec.moe is not None,

@@ -16,7 +16,7 @@ from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 
-MOST_WORK_WEIGHT = 8.0
+MAX_WORK_WEIGHT = 8.0
 """Largest weight of a request's own prefill time relative to its waiting time."""
 MEMORY_SECONDS = 0.2
 """Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer."""
@@ -93,7 +93,7 @@ def _usual_pace(views: Sequence[ReplicaView]) -> PromptPace:
 def _work_weight(views: Sequence[ReplicaView]) -> float:
     """Return the weight of own prefill time: 1 while a replica is idle, and more as prompts queue
     everywhere, which it delays."""
-    return min(MOST_WORK_WEIGHT, 1.0 + min(view.queued.prompts for view in views))
+    return min(MAX_WORK_WEIGHT, 1.0 + min(view.queued.prompts for view in views))
 
 
 def _estimate(

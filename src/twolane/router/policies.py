@@ -8,12 +8,12 @@ from twolane.router.choose import Chosen, NoReplica, choose
 from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 
-MOST_LANDMARKS = 1 << 17
+MAX_LANDMARKS = 1 << 17
 """Most landmarks in a replica's tree, since clients choose how many prompts there are."""
 
 IMBALANCE = 10
 """Difference of open requests from which the load counts as uneven, Ray's default."""
-LEAST_MATCH = 0.1
+MIN_MATCH = 0.1
 """Least share of the prompt that must match, Ray's default."""
 
 
@@ -63,7 +63,7 @@ class RayPrefixAware:
     """Ray Serve LLM's `PrefixCacheAffinityRouter` as its documentation describes it.
 
     While the numbers of open requests differ by less than `IMBALANCE`, the replica that was sent
-    most of the prompt's beginning gets it, if that is at least `LEAST_MATCH` of the prompt; else
+    most of the prompt's beginning gets it, if that is at least `MIN_MATCH` of the prompt; else
     the replica whose tree is smallest. Otherwise power of two choices. Its tree holds what was
     sent, not what replicas still have; here in landmarks (docs.ray.io, "PrefixCacheAffinityRouter
     for LLM inference optimization").
@@ -72,7 +72,7 @@ class RayPrefixAware:
         most: landmarks of a replica; beyond, those that were put in first are forgotten.
     """
 
-    def __init__(self, most: int = MOST_LANDMARKS) -> None:
+    def __init__(self, most: int = MAX_LANDMARKS) -> None:
         self._two = PowerOfTwo()
         self._trees: dict[str, dict[int, int]] = {}
         """By replica: the landmarks sent to it, with the tokens between each and the one before."""
@@ -92,7 +92,7 @@ class RayPrefixAware:
             return self._two.pick(views)
         matched = [self._matched(view.name, request) for view in views]
         longest = max(matched)
-        if longest >= LEAST_MATCH * request.prompt_tokens:
+        if longest >= MIN_MATCH * request.prompt_tokens:
             best = [view for view, found in zip(views, matched, strict=True) if found == longest]
         else:
             sizes = [self._sizes.get(view.name, 0) for view in views]

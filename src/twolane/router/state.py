@@ -11,7 +11,7 @@ from twolane.engine.messages import Ready, Stats
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
-LARGEST = 1e15
+MAX_NUMBER = 1e15
 """Largest number, in whatever unit, that is believed of a replica."""
 FORMAT = 3
 """Version of `ReplicaState`; a router skips replicas with another one."""
@@ -93,10 +93,10 @@ def read_state(data: bytes) -> ReplicaState:
         *(slo.ttft or 0.0, slo.ttft_per_token, slo.tbt or 0.0, slo.tpot or 0.0),
         *(number for prompt in prompts for number in (prompt.new, prompt.reused)),
     )
-    believed = all(-1.0 <= number <= LARGEST for number in counts)  # sums of fractions may round
-    believed = believed and all(abs(prompt.left) <= LARGEST for prompt in prompts)
+    believed = all(-1.0 <= number <= MAX_NUMBER for number in counts)  # sums of fractions may round
+    believed = believed and all(abs(prompt.left) <= MAX_NUMBER for prompt in prompts)
     sizes = (state.page_size, state.page_size if state.digest is None else state.digest.page_size)
-    if not believed or not all(1 <= size <= LARGEST for size in sizes):
+    if not believed or not all(1 <= size <= MAX_NUMBER for size in sizes):
         raise msgspec.ValidationError("the state of a replica has numbers that no server has")
     return state
 

@@ -13,7 +13,7 @@ from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 
 ASSUMED_SECONDS = 30.0
 """Seconds for which a sent request's prefix counts as cached, published or not."""
-MOST_SESSIONS = 65_536
+MAX_SESSIONS = 65_536
 """Most sessions in the table; the least recently used one is dropped first."""
 
 
@@ -213,7 +213,7 @@ class Table:
         if request.session is not None:
             self._homes[request.session] = name
             self._homes.move_to_end(request.session)
-            if len(self._homes) > MOST_SESSIONS:
+            if len(self._homes) > MAX_SESSIONS:
                 self._homes.popitem(last=False)
         return sent
 

@@ -11,7 +11,7 @@ RETRY_SECONDS = (1, 60)
 """Smallest and largest `Retry-After`, in seconds."""
 SERVED_WINDOW = 64
 """Number of recent first tokens from which the service rate is measured."""
-SERVED_LEAST = 8
+MIN_SERVED = 8
 """First tokens of the present queue from which its rate is measured; with fewer it is predicted."""
 
 
@@ -107,7 +107,7 @@ class Admission:
         """Return the whole seconds after which the present queue should be served."""
         least, most = RETRY_SECONDS
         served = len(self._served) - 1
-        if served >= SERVED_LEAST:
+        if served >= MIN_SERVED:
             seconds = self.waiting * (self._clock() - self._served[0]) / served
         else:
             seconds = self._tokens * self._token_seconds()

@@ -24,7 +24,7 @@ from twolane.server.openai.protocol import (
 )
 
 T = TypeVar("T")
-LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
+MIN_TEXT, TEXT_FACTOR = 1 << 20, 64
 """Characters of a text that are always tokenised, or this many per token of the context."""
 
 
@@ -189,7 +189,7 @@ class PromptReader:
 
     def _check_length(self, length: int, param: str) -> None:
         """Refuse a text that would take too long to tokenise."""
-        most = max(LEAST_TEXT, TEXT_FACTOR * self._context)
+        most = max(MIN_TEXT, TEXT_FACTOR * self._context)
         if length > most:
             message = f"{param} has {length} characters; at most {most} are tokenised"
             raise ApiError(400, message, code="invalid_value", param=param)
@@ -197,7 +197,7 @@ class PromptReader:
     def _check_text(self, length: int, body: GenerationBody, param: str) -> None:
         """Refuse, by its length alone, a text that is slow to tokenise or cannot fit the
         context."""
-        least = self._texts.codec.least_tokens(length)
+        least = self._texts.codec.min_tokens_of(length)
         if body.truncate_prompt_tokens is not None or least == 0:
             self._check_length(length, param)
         if least >= self._context and body.truncate_prompt_tokens is None:

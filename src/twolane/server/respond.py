@@ -24,7 +24,7 @@ from twolane.server.openai.protocol import ChatRequest
 from twolane.server.service import Service
 
 T = TypeVar("T")
-MOST_SCORED = 200
+MAX_SCORED = 200
 """Most tokens with log-probabilities for which an answer is encoded on the event loop, in a few
 milliseconds; longer ones are encoded in a thread, so that streams go on."""
 
@@ -124,7 +124,7 @@ async def respond(
     if not streams:
         with generation:
             scored = await unless_gone(request, collect(deltas, answer))
-        if scored > MOST_SCORED:
+        if scored > MAX_SCORED:
             return await asyncio.to_thread(lambda: json_response(answer.whole()))
         return json_response(answer.whole())
     try:

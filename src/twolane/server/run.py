@@ -61,7 +61,7 @@ ACCEPTED_AT_ONCE = 32
 """Connections accepted in one turn of the loop, before closed ones are released."""
 FILES_BESIDE = 64
 """Files that the server may need besides those open at its start and its connections."""
-MOST_CONNECTIONS = 8192
+MAX_CONNECTIONS = 8192
 """Default limit on open connections where the limit on files allows more."""
 RETURN_SECONDS = 5.0
 """Seconds between two returns of free memory to the system."""
@@ -264,7 +264,7 @@ def uvicorn_config(
     """
     most = raise_file_limit() - open_files() - FILES_BESIDE
     most = max(1, (most - EXTRA_CONNECTIONS - ACCEPTED_AT_ONCE) // files_each)
-    wanted = options.max_connections or MOST_CONNECTIONS
+    wanted = options.max_connections or MAX_CONNECTIONS
     if options.max_connections is not None and wanted > most:
         log.warning("--max-connections is %d: the limit on open files allows no more", most)
     limits = ConnectionLimits(min(wanted, most), options.arrival_seconds, options.stall_seconds)

@@ -32,7 +32,7 @@ from twolane.server.prompts import PromptReader, counted_by, refused_text
 if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
 
-MOST_PROMPT_LOGPROBS, MOST_ANSWER_LOGPROBS = 1 << 20, 1 << 22
+MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS = 1 << 20, 1 << 22
 """Most log-probabilities of prompt tokens and of output tokens in an answer that is kept in memory;
 each takes about 70 bytes, and 200 while it is encoded."""
 
@@ -233,12 +233,12 @@ class Service:
         asked = 0
         if params.prompt_logprobs is not None:
             asked = sum(map(len, prompts)) * (params.prompt_logprobs + 1)
-        self._check_amount(asked, MOST_PROMPT_LOGPROBS, "prompt_logprobs")
+        self._check_amount(asked, MAX_PROMPT_LOGPROBS, "prompt_logprobs")
         if body.logprob_count is not None and not body.stream:
             room = self.engine.ready.max_model_len - min(map(len, prompts))
             tokens = min(params.max_tokens or room, room) * len(prompts) * body.choices
             self._check_amount(
-                tokens * (body.logprob_count + 1), MOST_ANSWER_LOGPROBS, body.limit[0]
+                tokens * (body.logprob_count + 1), MAX_ANSWER_LOGPROBS, body.limit[0]
             )
 
     def _check_amount(self, asked: int, most: int, param: str) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 from twolane.workload.draws import Floats, Lengths, spread
 from twolane.workload.traces import BLOCK_TOKENS, TraceRequest
 
-MOST_TURNS = 30
+MAX_TURNS = 30
 """Most turns of a session."""
-MOST_TOKENS = 123_392
+MAX_TOKENS = 123_392
 """Most tokens of a prompt, before which a session ends: MuxWise (Table 1) has up to 122,880 tokens
 reused."""
 
@@ -87,12 +87,12 @@ class Sessions(msgspec.Struct, frozen=True):
             yield TraceRequest(arrival, prompt, output, (*blocks, *partial))
             prompt += output + message
             arrival += pause
-            if prompt > MOST_TOKENS:
+            if prompt > MAX_TOKENS:
                 return
 
     def _turns(self, shares: Floats) -> list[int]:
         """Return the numbers of turns of sessions, mostly small: a Waring distribution."""
-        turn = np.arange(1, MOST_TURNS)
+        turn = np.arange(1, MAX_TURNS)
         going_on = np.cumprod(turn / (turn + self.stopping))
         turns: list[int] = (1 + np.searchsorted(-going_on, -shares)).tolist()
         return turns

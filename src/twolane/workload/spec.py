@@ -11,7 +11,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import is_file
-from twolane.common.options import LARGEST_SEED, Option
+from twolane.common.options import MAX_SEED, Option
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
 from twolane.workload.lengths import TABLES, LengthTable
@@ -47,7 +47,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     burstiness: Annotated[float, Option(WHEN, infinite=True)] = 1.0
     """Shape of the gaps between arrivals: 1 is Poisson, less is burstier, more is smoother, inf is
     evenly spaced."""
-    seed: Annotated[int, Option(WHAT, most=LARGEST_SEED)] = 0
+    seed: Annotated[int, Option(WHAT, most=MAX_SEED)] = 0
     """Seed of lengths, arrivals and prompts."""
     random_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
     """Prompt tokens of each request of random; by default 1024."""

@@ -24,7 +24,7 @@ BLOCK_TOKENS = 512
 """Tokens per hash id of a Mooncake trace."""
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 JSON_COLUMNS = ("timestamp", "input_length", "output_length")
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Most bytes of a trace's text; a compressed file may stand for any number."""
 
 
@@ -136,9 +136,9 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            raw = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
-        if len(raw) > MOST_BYTES:
-            raise TraceError(f"{path}: its text has more than {MOST_BYTES >> 20} MiB")
+            raw = (gzip.GzipFile(fileobj=file) if packed else file).read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise TraceError(f"{path}: its text has more than {MAX_BYTES >> 20} MiB")
         return raw.decode("utf-8-sig")
     except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error

@@ -7,9 +7,9 @@ import pytest
 from twolane.engine.pacing import Gaps
 from twolane.systems.auto.margin import (
     CHECK_SECONDS,
-    LEAST_MARGIN,
-    LEAST_PROMISED_MARGIN,
     MARGIN_GAIN,
+    MIN_MARGIN,
+    MIN_PROMISED_MARGIN,
     UNHURRIED_FRACTION,
     UNPROMISED_FRACTION,
     Margin,
@@ -51,7 +51,7 @@ def test_the_margin_grows_while_few_gaps_are_late_and_shrinks_while_many_are() -
     for i in range(200):
         gaps_of((0.009, 98), (0.02, 2), to=gaps)
         often = watched(often, gaps, float(i))
-    assert LEAST_MARGIN < often.value < 0.9
+    assert MIN_MARGIN < often.value < 0.9
     for i in range(200, 900):
         gaps_of((0.009, 100), to=gaps)
         often = watched(often, gaps, float(i))
@@ -85,8 +85,8 @@ def test_the_margin_is_forgotten_while_nobody_decodes() -> None:
 
 def test_an_estimator_that_promises_bounds_keeps_the_margin_higher() -> None:
     gaps = gaps_of((0.02, 300))
-    assert watched(Margin(), gaps, 1.0).value < LEAST_PROMISED_MARGIN
-    assert watched(Margin(), gaps, 1.0, promises=True).value == LEAST_PROMISED_MARGIN
+    assert watched(Margin(), gaps, 1.0).value < MIN_PROMISED_MARGIN
+    assert watched(Margin(), gaps, 1.0, promises=True).value == MIN_PROMISED_MARGIN
     good = gaps_of((0.001, 500))
     assert watched(Margin(), good, 1.0).value > 1.0
     assert watched(Margin(), good, 1.0, promises=True).value == 1.0

@@ -16,7 +16,7 @@ from twolane.systems.auto.candidates import Candidate, Mode
 from twolane.systems.auto.system import Auto
 from twolane.systems.auto.target import TbtTarget
 from twolane.systems.auto.turns import (
-    MOST_STEPS,
+    MAX_STEPS,
     RELAUNCH_GAP_SECONDS,
     LastTurns,
     LaunchPlanner,
@@ -63,7 +63,7 @@ def joining(lane: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("step", "count"), [(2 * LEAD, 1), (LEAD / 3.5, 3), (LEAD / 99, MOST_STEPS), (None, 1)]
+    ("step", "count"), [(2 * LEAD, 1), (LEAD / 3.5, 3), (LEAD / 99, MAX_STEPS), (None, 1)]
 )
 def test_as_many_steps_are_launched_as_last_for_the_lead(step: float | None, count: int) -> None:
     plan, _ = launches(HYBRID, None, step=step)

@@ -19,9 +19,9 @@ WINDOW_LAUNCHES = 60
 """Number of launches that the timeline shows where no window is asked for."""
 BINS = 200
 """Number of time bins in the figure of the whole run."""
-LEAST_IDLE_SECONDS = 1e-6
+MIN_IDLE_SECONDS = 1e-6
 """Seconds between two launches that count as idle: traces tell tenths of a microsecond."""
-MOST_POINTS = 4000
+MAX_POINTS = 4000
 """Largest number of points in the scatter of predictions."""
 
 
@@ -227,7 +227,7 @@ def predictions(trace: TraceFile) -> Figure:
         raise Lacking("needs predictions in the trace: this system's estimator made none")
     figure, (left, right) = style.new(1, 2, width=11, height=4.0)
     real, told = launches.took * 1e3, launches.predicted * 1e3
-    step = max(1, int(known.sum()) // MOST_POINTS)
+    step = max(1, int(known.sum()) // MAX_POINTS)
     for row, (phase, look) in enumerate(style.PHASE_LOOKS.items()):
         mine = np.flatnonzero(known & (launches.phase == phase))
         if not mine.size:
@@ -267,7 +267,7 @@ def spent(trace: TraceFile) -> Table:
         cells += _spread(launches.launching[mine] * 1e3)
         rows.append((share, cells))
     waits = launches.start[1:] - np.maximum.accumulate(launches.end)[:-1]
-    waits = waits[waits > LEAST_IDLE_SECONDS]
+    waits = waits[waits > MIN_IDLE_SECONDS]
     idle = float(waits.sum()) / whole
     rows.append((idle, ["idle", f"{waits.size}", f"{idle:.1%}", *["-"] * 7]))
     heads = ["work", "launches", "of the time", "tokens (P50)", "took, ms (P50)", "(P99)"]

@@ -32,7 +32,7 @@ SLICES = (
 """Tokens that match the same one of these first are looked at together: space, and text of a string
 by its number of characters. With llguidance's own, which lack 4, 8 and 16, the masks of strings
 that are bounded take a third longer at their 99th percentile."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """Masks are computed in at most this many threads."""
 SUSPECT_SECONDS = 0.01
 """Seconds of a call after which the next mask of each of its grammars is computed by itself, and
@@ -221,7 +221,7 @@ def _compute_apart(constraint: Constraint) -> Sequence[bytes | GrammarError]:
 
 def mask_threads() -> int:
     """Return the number of threads that compute masks: a core each, as far as lanes leave some."""
-    return max(1, min(MOST_THREADS, len(usable_cores()) // 2))
+    return max(1, min(MAX_THREADS, len(usable_cores()) // 2))
 
 
 class Grammars:

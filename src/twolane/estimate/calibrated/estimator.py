@@ -38,7 +38,7 @@ from twolane.estimate.query import Corunner, Floats, Kind, LaunchShape, Load
 
 BOUND_QUANTILE = 0.99
 """Share of launches that the bound is for."""
-LEAST_FOR_QUANTILE = 100
+MIN_FOR_QUANTILE = 100
 """Configurations that have a 99th percentile."""
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
@@ -46,9 +46,9 @@ MEAN_WEIGHT = 0.08
 """Weight of the newest launch in the online correction of the mean."""
 CORRECT_EVERY = 4
 """The mean and the bound are corrected once in this many launches."""
-LEAST_SECONDS = 1e-6
+MIN_SECONDS = 1e-6
 """Seconds; less is not told apart."""
-MOST_CORRECTION = 0.2
+MAX_CORRECTION = 0.2
 """Largest online correction, as a logarithm: beyond it something else is wrong."""
 BOUND_GAIN = 0.01
 """Share by which a launch above its bound raises the next bounds."""
@@ -59,22 +59,22 @@ device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26
 hundred takes a quarter longer there."""
 LAUNCH_EXCESS = 0.05
 """Part of that excess that is put down to the launch itself, as a logarithm."""
-MOST_SLOW_EXCESS = 0.3
+MAX_SLOW_EXCESS = 0.3
 """Largest excess, as a logarithm, that means a slow device: a launch above it stood still."""
 SLOW_SECONDS = 0.02
 """Seconds of the longest launch that says so: behind a longer one, the slow moment is over before
 another plan is carried out."""
 CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
-MOST_CACHED = 4096
+MAX_CACHED = 4096
 """Answers that are remembered."""
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Exponents of Zipf's law that the times of decode steps are compared with."""
-LEAST_SLICES = 24
+MIN_SLICES = 24
 """Least samples of slices by which attention is tested for whole turns of tiles."""
 TURNS_GAIN = 0.5
 """Fraction of the squared errors that may remain for turns of tiles to be believed in."""
-LEAST_STEPS = 24
+MIN_STEPS = 24
 """Least samples of decode steps by which the skew of experts is fitted."""
 CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """The kind of work in the other lane, for each kind that has one."""
@@ -117,10 +117,10 @@ class _LinearBase:
                 (s.load.requests, s.experts_read) for s in steps if s.experts_read is not None
             ]
             self.experts.learn(counts)
-            if not counts and len(steps) >= LEAST_STEPS:
+            if not counts and len(steps) >= MIN_STEPS:
                 self._fit_skew(self.experts, steps)
         slices = profile.training("prefill", beside=False)
-        if self._computed.heads and len(slices) >= LEAST_SLICES:
+        if self._computed.heads and len(slices) >= MIN_SLICES:
             self._fit_turns(slices)
 
     def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
@@ -183,7 +183,7 @@ class _LinearBase:
         if self._shape.tensor_parallel > 1:
             amounts.append(2 * layers * self._shape.reduced_bytes(rows))
         every = self._models[kind].predict(features, units)
-        return [tuple(amount / (each + LEAST_SECONDS) for amount in amounts) for each in every]
+        return [tuple(amount / (each + MIN_SECONDS) for amount in amounts) for each in every]
 
     def _features(self, query: _Query) -> Rows:
         """Return the features in which the base is linear, at each of the units."""
@@ -278,7 +278,7 @@ class _KindModel:
     def predicted(self, sample: Sample) -> float:
         """Return the logarithm of the predicted seconds."""
         query = _Query.of(sample)
-        return log(self.base.seconds(query)[0] + LEAST_SECONDS) + self.missed(query)[0]
+        return log(self.base.seconds(query)[0] + MIN_SECONDS) + self.missed(query)[0]
 
     def taught(
         self, samples: Sequence[Sample], first: int, like: "_KindModel | None"
@@ -319,7 +319,7 @@ class _BoundModel:
     def learn(self, log_missed: float) -> None:
         """Learn from a launch that took exp(log_missed) times its prediction."""
         moved = self.correction + MEAN_WEIGHT * log_missed
-        self.correction = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
+        self.correction = max(-MAX_CORRECTION, min(MAX_CORRECTION, moved))
         moved = self.quantile + BOUND_GAIN * ((log_missed > self.quantile) - (1 - BOUND_QUANTILE))
         self.quantile = min(self._most, max(0.0, moved))
 
@@ -340,7 +340,7 @@ def _quantile(missed: Sequence[Floats], configurations: int) -> float:
     Each sample's launches count as one. Fewer than a hundred configurations have no such rank:
     there it is Student's, of the samples' medians.
     """
-    if configurations < LEAST_FOR_QUANTILE:
+    if configurations < MIN_FOR_QUANTILE:
         medians = [float(np.median(each)) for each in missed] or [0.0]
         return float(
             stdtrit(max(1, configurations), BOUND_QUANTILE) * np.sqrt(np.square(medians).mean())
@@ -435,7 +435,7 @@ class Calibrated(Estimator):
         key = (kind, layers, *units, *_sums(load, kind), others)
         means = self._answers.get(key)
         if means is None:
-            if len(self._answers) == MOST_CACHED:
+            if len(self._answers) == MAX_CACHED:
                 self._answers.clear()
             means = self._answers[key] = self._missed(query)
         return means
@@ -456,7 +456,7 @@ class Calibrated(Estimator):
         if kind != "prefill":
             slow = missed > max(SLOW_EXCESS, bounds.quantile) and seconds <= SLOW_SECONDS
             self.slowdown = (
-                min(missed, MOST_SLOW_EXCESS) - LAUNCH_EXCESS if slow and self._slow else 0.0
+                min(missed, MAX_SLOW_EXCESS) - LAUNCH_EXCESS if slow and self._slow else 0.0
             )
             self._slow = slow
             if not self._is_learning_turn():

@@ -8,7 +8,7 @@ from scipy.optimize import minimize
 
 from twolane.estimate.query import Floats
 
-MOST_SAMPLES = 400
+MAX_SAMPLES = 400
 """Samples that are kept; more would make predictions slow, and add little."""
 SEARCH_SAMPLES = 200
 """Samples that the parameters are chosen on."""
@@ -18,7 +18,7 @@ SCALE_DEVIATION = 0.7
 """Standard deviation of the length scales' logarithms, before there are samples."""
 EXPECTED_NOISE = 0.01
 """Median of both noises before there are samples: to measure again changes a percent or less."""
-MOST_DEVIATIONS = 3.0
+MAX_DEVIATIONS = 3.0
 """Deviations from what was expected that are searched: beyond them no covariance has an inverse."""
 JITTER = 1e-8
 """Added to variances, so that covariances have an inverse."""
@@ -118,10 +118,10 @@ def _same(groups: Sequence[str]) -> Floats:
 
 
 def _shuffled(groups: Sequence[str]) -> list[int]:
-    """Places of at most `MOST_SAMPLES` samples, whole configurations in random order."""
+    """Places of at most `MAX_SAMPLES` samples, whole configurations in random order."""
     names = sorted(set(groups))
     rank = dict(zip(names, np.random.default_rng(0).permutation(len(names)), strict=True))
-    return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MOST_SAMPLES]
+    return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MAX_SAMPLES]
 
 
 def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floats]:
@@ -163,7 +163,7 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
         return float(value), gradient + far / width
 
     bounds = list(
-        zip(centre - MOST_DEVIATIONS * width, centre + MOST_DEVIATIONS * width, strict=True)
+        zip(centre - MAX_DEVIATIONS * width, centre + MAX_DEVIATIONS * width, strict=True)
     )
     options = {"maxiter": SEARCH_STEPS}
     found = minimize(loss, centre, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x

@@ -23,7 +23,7 @@ from twolane.estimate.computed import Computed
 from twolane.estimate.profile import Profile, ProfileError, Sample
 from twolane.estimate.query import Corunner, Floats, Ints, Kind, LaunchShape, Load
 
-LEAST_TOKENS = 1024
+MIN_TOKENS = 1024
 """New and reused tokens from which on Equation 1 is fitted, as in the papers; smaller batches are
 bound by the weights' bytes, which no term of it stands for."""
 
@@ -101,7 +101,7 @@ class SoloRun(Estimator):
     def __init__(self, profile: Profile) -> None:
         computed = self._computed = Computed.on(profile)
         alone = profile.training("prefill", beside=False)
-        long = [s for s in alone if s.load.new + s.load.reused >= LEAST_TOKENS]
+        long = [s for s in alone if s.load.new + s.load.reused >= MIN_TOKENS]
         self._models: dict[Kind, LevelModel] = {
             "prefill": _fitted(long or alone, computed),
             "decode": _fitted(profile.training("decode", beside=False), computed),

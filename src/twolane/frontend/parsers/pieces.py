@@ -57,7 +57,7 @@ class Parser(Protocol):
         ...
 
 
-MOST_READ_AGAIN = 256
+MAX_READ_AGAIN = 256
 """Most characters after a mark that are parsed again if no call begins with it: otherwise nested
 marks would be parsed as often as there are marks.
 
@@ -70,10 +70,10 @@ what has told that they are no call stands.
 def read_again_from(text: str, marks: tuple[str, ...]) -> int:
     """Return the position from which a refused text after a mark is parsed again.
 
-    A long one is so from the first mark in its last `MOST_READ_AGAIN` characters on or, where there
+    A long one is so from the first mark in its last `MAX_READ_AGAIN` characters on or, where there
     is none, from what may be the begin of one at its end, and the white space before these.
     """
-    near = len(text) - MOST_READ_AGAIN
+    near = len(text) - MAX_READ_AGAIN
     if near <= 0:
         return 0
     found = [place for mark in marks if (place := text.find(mark, near)) >= 0]

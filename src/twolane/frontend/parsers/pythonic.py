@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from twolane.frontend.parsers.json_call import WHITE, parsed
-from twolane.frontend.parsers.readers import LONGEST_LITERAL, Types
+from twolane.frontend.parsers.readers import MAX_LITERAL_LENGTH, Types
 
 ARGUMENT_NAME = re.compile(r"[^\s=(),'\"\[\]{}]+")
 ARGUMENT = re.compile(rf"(?P<name>{ARGUMENT_NAME.pattern})\s*=(?!=)(?P<value>.+)", re.DOTALL)
@@ -149,7 +149,7 @@ def value_of(text: str) -> Any:
     try:
         return parsed(text)
     except ValueError:
-        if len(text) > LONGEST_LITERAL:
+        if len(text) > MAX_LITERAL_LENGTH:
             return bare
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know

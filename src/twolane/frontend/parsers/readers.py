@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJson, parsed
-from twolane.frontend.parsers.pieces import MOST_READ_AGAIN
+from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
 """JSON types by tool and parameter, where a schema states them."""
@@ -70,7 +70,7 @@ class NamedCall:
         """See `CallReader.feed`."""
         if self.name is None and char != "{":
             self._head.append(char)
-            self.broken = len(self._head) > MOST_READ_AGAIN
+            self.broken = len(self._head) > MAX_READ_AGAIN
             return
         if self.name is None:
             found = self._header.fullmatch("".join(self._head))
@@ -214,9 +214,9 @@ MAY_END = re.compile(rf"\n?[ \t]*(({END_PARAMETER}|{END_FUNCTION})\s*)?(<[^<>\n]
 """Text that may become the end of a value."""
 SPACE_BEHIND = 8
 """Most characters of white space after a name on its line."""
-LONGEST_MARK = 512
+MAX_MARK_LENGTH = 512
 """Most characters that are searched for a mark."""
-LONGEST_LITERAL = 1 << 16
+MAX_LITERAL_LENGTH = 1 << 16
 """Most characters of a value that is parsed as Python."""
 
 
@@ -251,7 +251,7 @@ class XmlCall:
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
         self._pieces.append(char)
-        self._end = (self._end + char)[-LONGEST_MARK:]
+        self._end = (self._end + char)[-MAX_MARK_LENGTH:]
         if self._begun_name is None:
             self._head(char)
         elif self.name is None:
@@ -298,7 +298,7 @@ class XmlCall:
         if not begun:
             self._pieces = []  # or else all of it is read again behind each character
         known = BEGIN_FUNCTION.startswith(begun[: len(BEGIN_FUNCTION)])
-        self.broken = not known or "\n" in begun or len(begun) > MOST_READ_AGAIN
+        self.broken = not known or "\n" in begun or len(begun) > MAX_READ_AGAIN
 
     def _inside(self) -> None:
         """Decide by the text after the name whether a call has begun."""
@@ -354,7 +354,7 @@ class XmlCall:
     def _pass_on(self) -> None:
         """Emit the part of a text value that cannot become its end."""
         text = "".join(self._pieces)
-        near = max(0, len(text) - LONGEST_MARK)
+        near = max(0, len(text) - MAX_MARK_LENGTH)
         found = MAY_END.search(text, near)
         held = len(text) if found is None else found.start()
         if held:
@@ -410,7 +410,7 @@ def typed(value: str, kinds: frozenset[str] | None) -> object:
 
 def literal(value: str) -> object:
     """Return a list or object in Python's syntax; other text unchanged."""
-    if not value.lstrip().startswith(("[", "{")) or len(value) > LONGEST_LITERAL:
+    if not value.lstrip().startswith(("[", "{")) or len(value) > MAX_LITERAL_LENGTH:
         return value
     try:
         return parsed(json.dumps(ast.literal_eval(value.strip())))

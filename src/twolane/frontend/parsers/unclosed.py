@@ -15,7 +15,7 @@ from twolane.frontend.parsers.pieces import (
 )
 from twolane.frontend.parsers.tool_calls import ToolCallParser
 
-MOST_HELD = 1 << 16
+MAX_HELD = 1 << 16
 """Most characters of thinking that are held back: where a call is not closed, nothing else tells
 its arguments from thinking after it."""
 
@@ -97,7 +97,7 @@ class CallsInThinking:
 
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
         """Parse text after a mark; return the thinking, and the text to parse again."""
-        most = MOST_HELD - self._held_size
+        most = MAX_HELD - self._held_size
         for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
             found = parser.feed(char)
             self._calls += found

@@ -31,11 +31,11 @@ CHARACTER = re.compile(r"\\x([0-9A-Fa-f]{2})|\\(.)|(.)", re.S)
 NAMED = {"n": "\n", "r": "\r", "t": "\t"}
 LAST = 0x10FFFF
 """Largest code point."""
-MOST_PLACES = 1000
+MAX_PLACES = 1000
 """Most character positions for which a grammar's lexemes are compared."""
-MOST_NODES = 10_000
+MAX_NODES = 10_000
 """Most nodes of a lexeme."""
-MOST_LOOKS = 200_000
+MAX_LOOKS = 200_000
 """Most comparisons of character ranges, and most steps of computing what may follow what: each
 takes some tenths of a second."""
 
@@ -60,7 +60,7 @@ class Lexeme:
         Raises:
             TooManyPlaces: there are too many.
         """
-        if len(self.chars) == MOST_PLACES:
+        if len(self.chars) == MAX_PLACES:
             raise TooManyPlaces
         self.chars.append(chars)
         self.follow.append(set())
@@ -134,7 +134,7 @@ class Comparison:
     """Compares the lexemes of a grammar in bounded time."""
 
     def __init__(self) -> None:
-        self._left = MOST_LOOKS
+        self._left = MAX_LOOKS
 
     def goes_on(self, lexeme: Lexeme, other: Lexeme, behind: Collection[Ranges]) -> bool:
         """Return whether `other` may begin with all of `lexeme` and continue with what follows.
@@ -206,7 +206,7 @@ class LexemeGrammar:
         before, work = -1, 0
         while before != (now := self._found()):
             before, work = now, work + now
-            if work > MOST_LOOKS:
+            if work > MAX_LOOKS:
                 raise TooManyPlaces
             for rule in reversed(self._rules):  # rules come before those that they refer to
                 self._first[id(rule)] |= self._firsts(rule.alternatives)
@@ -230,7 +230,7 @@ class LexemeGrammar:
             lexeme.nullable, lexeme.first, lexeme.last = built(target, lexeme)
             self.lexemes[id(target)], self.follow[id(target)] = lexeme, set()
             self._places += len(lexeme.chars)
-            if self._places > MOST_PLACES:
+            if self._places > MAX_PLACES:
                 raise TooManyPlaces
         return id(target)
 
@@ -283,7 +283,7 @@ def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:
         TooManyPlaces: there are too many.
     """
     lexeme.nodes += 1
-    if lexeme.nodes > MOST_NODES:
+    if lexeme.nodes > MAX_NODES:
         raise TooManyPlaces
     match node:
         case RegexNode():

@@ -10,9 +10,9 @@ from llguidance import LLMatcher
 from twolane.common.errors import FieldError
 from twolane.common.grammars import (
     MAX_GRAMMAR_BYTES,
-    MOST_OPTIONAL,
-    MOST_PATTERNS,
-    MOST_RULES,
+    MAX_OPTIONAL,
+    MAX_PATTERNS,
+    MAX_RULES,
     parser_limits,
 )
 from twolane.frontend.parsers.reasoning import ThinkingMarks
@@ -66,8 +66,8 @@ def context_free_grammar(text: str) -> str:
     if "%json" in lark:
         raise ValueError("%json is not supported in a grammar: give the schema alone")
     rules = len(RULE.findall(lark))
-    if rules > MOST_RULES:
-        raise ValueError(f"the grammar has {rules} rules; at most {MOST_RULES} can be")
+    if rules > MAX_RULES:
+        raise ValueError(f"the grammar has {rules} rules; at most {MAX_RULES} can be")
     return lark_grammar(lark)
 
 
@@ -93,8 +93,8 @@ def check_complexity(schema: object) -> None:
             stack.extend(part.values())
             references.add(str(part.get("$ref")))
             check_object(part)
-    if len(references) > MOST_RULES:
-        raise ValueError(f"the schema has more than {MOST_RULES} different references")
+    if len(references) > MAX_RULES:
+        raise ValueError(f"the schema has more than {MAX_RULES} different references")
 
 
 def check_object(schema: Mapping[str, Any]) -> None:
@@ -104,13 +104,13 @@ def check_object(schema: Mapping[str, Any]) -> None:
         ValueError: it has.
     """
     patterns = schema.get("patternProperties")
-    if isinstance(patterns, Mapping) and len(patterns) > MOST_PATTERNS:
-        raise ValueError(f"patternProperties can be at most {MOST_PATTERNS} of one object")
+    if isinstance(patterns, Mapping) and len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"patternProperties can be at most {MAX_PATTERNS} of one object")
     properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(properties, Mapping) and len(properties) > MOST_OPTIONAL:
+    if isinstance(properties, Mapping) and len(properties) > MAX_OPTIONAL:
         always = {str(name) for name in required} if isinstance(required, list) else set()
-        if len(properties.keys() - always) > MOST_OPTIONAL:
-            problem = f"an object has more than {MOST_OPTIONAL} properties that are not required"
+        if len(properties.keys() - always) > MAX_OPTIONAL:
+            problem = f"an object has more than {MAX_OPTIONAL} properties that are not required"
             raise ValueError(problem)
 
 

@@ -24,7 +24,7 @@ EQUAL: Mapping[str, str] = MappingProxyType(
     }
 )
 """Equivalents by expression."""
-LONGEST_SPLIT = 1024
+MAX_SPLIT_LENGTH = 1024
 """Characters of an expression up to which it is searched for look-ahead: that takes quadratic time
 in the worst case."""
 AHEAD = "(?="
@@ -36,7 +36,7 @@ def without_look_ahead(expression: str) -> list[str]:
     """Return expressions that match together what one with positive look-ahead at its begin
     matches, as in those of passwords; another expression is returned alone."""
     parts: list[str] = []
-    rest = expression[1:] if len(expression) <= LONGEST_SPLIT and expression[:1] == "^" else ""
+    rest = expression[1:] if len(expression) <= MAX_SPLIT_LENGTH and expression[:1] == "^" else ""
     while rest.startswith(AHEAD):
         ends = (mark.end() for mark, depth in _marks(rest) if depth == 0 and mark[0] == ")")
         if not (end := next(ends, 0)):

@@ -75,9 +75,9 @@ DIALECT = re.compile(
 URI_CHARACTERS = "!#$%&'()*+,-./:;=?@_~"
 """Characters of a reference besides letters and digits."""
 LOOSE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-MOST_STEPS, LONGEST_POINTER = 8, 256
+MAX_STEPS, MAX_POINTER_LENGTH = 8, 256
 """Most steps of a chain of references, and most characters of a reference."""
-MOST_LOOKS = 8192
+MAX_LOOKS = 8192
 """Most schemas and listed values that a `KindFinder` visits, in 1 to 30 µs each."""
 
 
@@ -104,7 +104,7 @@ def with_objects_only(schema: Mapping[str, Any]) -> Json:
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return the target of a local reference; a schema that is none unchanged."""
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         if not isinstance(schema, Mapping):
             break
         inherited = schema.get("allOf")
@@ -119,7 +119,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _pointed(root: Any, reference: str) -> Any:
     """Return the part of a document at a JSON pointer (RFC 6901); None: there is none."""
-    if not reference.startswith("#/") or len(reference) > LONGEST_POINTER:
+    if not reference.startswith("#/") or len(reference) > MAX_POINTER_LENGTH:
         return None
     part = root
     for step in urllib.parse.unquote(reference[2:]).split("/"):
@@ -260,7 +260,7 @@ class KindFinder:
     """
 
     def __init__(self) -> None:
-        self._looks = MOST_LOOKS
+        self._looks = MAX_LOOKS
 
     def kinds_of(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
         """Return the types that a schema names; empty: it names none, or not in all branches, or

@@ -398,7 +398,7 @@ class TextCodec:
         if stop and self._backend is None:
             raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
-    def least_tokens(self, length: int) -> int:
+    def min_tokens_of(self, length: int) -> int:
         """Return the smallest number of tokens of a text with this many characters; 0: unknown."""
         return 0 if self._longest is None else length // self._longest
 

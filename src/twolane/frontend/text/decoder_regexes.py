@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 from tokenizers import decoders
 
-MOST_ALTERNATIVES = 2
+MAX_ALTERNATIVES = 2
 """Most `|` of an expression: each may double the steps at every position."""
-MOST_CHARACTERS = 200
+MAX_CHARACTERS = 200
 """Most characters of an expression."""
 PART = re.compile(
     r"(?P<set>\[\^?\]?(?:\\.|[^\[\]\\])*\])|(?P<escape>\\.)"
@@ -53,7 +53,7 @@ def is_quick(expression: str) -> bool:
     True only for expressions that repeat at most one character or set, and neither look around nor
     back: enough for spaces and the marks of words.
     """
-    if len(expression) > MOST_CHARACTERS or "(?" in expression:
+    if len(expression) > MAX_CHARACTERS or "(?" in expression:
         return False
     counts, before = 0, ""
     for part in PART.finditer(expression):
@@ -64,4 +64,4 @@ def is_quick(expression: str) -> bool:
         elif part[0] == "[" or (part.lastgroup == "escape" and part[0][1] in "123456789gk"):
             return False  # a set within a set, or what a group has matched
         before = part[0]
-    return counts <= 1 and expression.count("|") <= MOST_ALTERNATIVES
+    return counts <= 1 and expression.count("|") <= MAX_ALTERNATIVES

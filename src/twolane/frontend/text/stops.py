@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-MOST_STRINGS = 32
+MAX_STRINGS = 32
 """Most stop strings of a request."""
-LONGEST_STRING = 1024
+MAX_STRING_LENGTH = 1024
 """Most characters of a stop string."""
 
 

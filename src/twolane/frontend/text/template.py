@@ -20,7 +20,7 @@ from markupsafe import escape
 from twolane.frontend.text.template_form import Message, TemplateForm, part, thinking_part, to_json
 
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
-LONGEST_TURN_END = 100
+MAX_TURN_END_LENGTH = 100
 """Most characters after an answer that are searched for a turn's end."""
 OTHER_TOOLS = "xml_tools"
 """The variable in which SmolLM3's template takes functions, as they are in OpenAI's `tools`."""
@@ -68,7 +68,7 @@ def fail(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-MOST_REPEATED = 1 << 24
+MAX_REPEATED = 1 << 24
 """Most characters, entries or bits of a product or power in a template."""
 
 
@@ -86,7 +86,7 @@ class BoundEnvironment(ImmutableSandboxedEnvironment):
                     size = len(repeated) * times
         elif isinstance(left, int) and isinstance(right, int):
             size = left.bit_length() * right
-        if size > MOST_REPEATED:
+        if size > MAX_REPEATED:
             raise TemplateError(f"{operator} makes too much: {size}")
         return super().call_binop(context, operator, left, right)
 
@@ -103,7 +103,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
-MOST_WORDS = 64
+MAX_WORDS = 64
 """Most words of a message that are searched in the prompt, from each of its ends."""
 SEEN = "SeenWord7"
 """Word in the probes' contents."""
@@ -381,7 +381,7 @@ def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
     content = SEEN if as_text else [part(SEEN)]
     answered = [HELLO, {"role": "assistant", "content": content}]
     text = template.tried(answered, add_generation_prompt=False) or ""
-    return text.rpartition(SEEN)[2].strip()[:LONGEST_TURN_END]
+    return text.rpartition(SEEN)[2].strip()[:MAX_TURN_END_LENGTH]
 
 
 def missing_words(said: str, text: str) -> str | None:
@@ -393,8 +393,8 @@ def missing_words(said: str, text: str) -> str | None:
     if any(form in text for form in spellings(said.strip())):
         return None
     words = said.split()
-    if len(words) > 2 * MOST_WORDS:
-        words = words[:MOST_WORDS] + words[-MOST_WORDS:]
+    if len(words) > 2 * MAX_WORDS:
+        words = words[:MAX_WORDS] + words[-MAX_WORDS:]
     return next((w for w in words if not any(form in text for form in spellings(w))), None)
 
 

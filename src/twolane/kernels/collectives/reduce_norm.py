@@ -14,7 +14,7 @@ BLOCKS = 32
 """Most blocks of a launch: 16 SMs hold them all, whatever the width of a row."""
 VECTOR_BYTES = 16
 """Bytes that a thread has of a row."""
-WARP, MOST_THREADS = 32, 1024
+WARP, MAX_THREADS = 32, 1024
 
 
 def flag_bytes(ranks: int) -> int:
@@ -30,7 +30,7 @@ def served(partial: Tensor, out: Tensor) -> bool:
         and partial.dtype in (torch.bfloat16, torch.float32)
         and not rest
         and threads % WARP == 0
-        and threads <= MOST_THREADS
+        and threads <= MAX_THREADS
         and out.is_contiguous()
         and nvrtc.available(partial.device)
     )

@@ -17,7 +17,7 @@
 
 typedef unsigned int u32;
 
-constexpr int MOST_ROWS = 16;
+constexpr int MAX_ROWS = 16;
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PIECES = HIDDEN / 8;                          // of a row, 16 bytes each
@@ -221,7 +221,7 @@ __device__ __forceinline__ u32 before(u32 mine, u32& all) {
 
 __device__ __forceinline__ void deal(const Arguments& a) {
     __shared__ u32 masks[EXPERTS];
-    __shared__ int firsts[EXPERTS], picks[MOST_ROWS * PER_TOKEN];
+    __shared__ int firsts[EXPERTS], picks[MAX_ROWS * PER_TOKEN];
     const int lane = threadIdx.x % 32;
     for (int expert = threadIdx.x; expert < EXPERTS; expert += THREADS) masks[expert] = 0;
     __syncthreads();

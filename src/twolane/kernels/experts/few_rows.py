@@ -12,24 +12,24 @@ from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.fused import Norm, parts
 from twolane.kernels.runtime import nvrtc
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Rows that the kernel routes at most, which are those of one tile of the products behind it."""
 _APART = 8
 """Rows that have blocks of their own; with more, a block has several."""
 _WARPS = 8
 _COLUMNS = 256
 """Numbers of a row that a warp reads at a time."""
-_MOST_HIDDEN = 4096
+_MAX_HIDDEN = 4096
 """Numbers of a row whose part of the router the registers of a warp hold."""
-_MOST_PER_TOKEN = 32
+_MAX_PER_TOKEN = 32
 
 
 def serves(rows: int, per_token: int, router: Tensor) -> bool:
     """Return whether the kernel routes `rows` rows by this router, [experts, hidden], on Hopper."""
     hidden = router.shape[1]
-    sizes = hidden % _COLUMNS == 0 and hidden <= _MOST_HIDDEN and per_token <= _MOST_PER_TOKEN
+    sizes = hidden % _COLUMNS == 0 and hidden <= _MAX_HIDDEN and per_token <= _MAX_PER_TOKEN
     kinds = router.dtype in (torch.bfloat16, torch.float16) and router.is_contiguous()
-    return rows <= MOST_ROWS and sizes and kinds
+    return rows <= MAX_ROWS and sizes and kinds
 
 
 class FewRowsArguments(ctypes.Structure):

@@ -17,7 +17,7 @@ from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.experts import few_rows, grouped_gemm
 from twolane.kernels.experts.routing import (
-    LEAST_GROUP,
+    MIN_GROUP,
     ActiveRows,
     Combination,
     Routing,
@@ -75,7 +75,7 @@ def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> ExpertWay:
             if mean <= most:
                 return ExpertWay("own", rows)
     if hopper and mean > TRITON_MEANS.get(dtype, math.inf):
-        return ExpertWay("torch", LEAST_GROUP)
+        return ExpertWay("torch", MIN_GROUP)
     return ExpertWay("triton", grouped_gemm.ROWS[0])
 
 
@@ -137,7 +137,7 @@ def norm_and_combined(
     """
     rows = rows_in, norm, router.values, active
     few_rows.norm_and_route(*rows, buffers.logits, x, buffers.routing, normalised=normalised)
-    chosen = ExpertWay("own", few_rows.MOST_ROWS, spread=True)
+    chosen = ExpertWay("own", few_rows.MAX_ROWS, spread=True)
     return _multiplied(chosen, x, gate_up, down, buffers, products)
 
 

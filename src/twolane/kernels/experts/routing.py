@@ -23,7 +23,7 @@ _ELEMENTS = 2048
 """Elements that one program copies or sums."""
 _HEAD = 4
 """Numbers in front of the list of groups."""
-LEAST_GROUP = 16
+MIN_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
 
@@ -69,7 +69,7 @@ class Routing:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         entries = (rows, per_token)
-        groups = experts + rows * per_token // LEAST_GROUP
+        groups = experts + rows * per_token // MIN_GROUP
         weights = torch.zeros(entries, dtype=torch.float32, device=device)
         return cls(
             experts,
@@ -305,7 +305,7 @@ def route(
         logits: [T, experts], of the router.
         active: the T rows.
         routing: buffers of T tokens, which are filled.
-        group_rows: the most rows of a group, at least `LEAST_GROUP`; an expert with more gets
+        group_rows: the most rows of a group, at least `MIN_GROUP`; an expert with more gets
             several groups.
         normalised: whether the chosen experts' probabilities are divided by their sum.
     """

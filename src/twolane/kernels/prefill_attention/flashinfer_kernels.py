@@ -329,7 +329,7 @@ class Replayed:
         most = UNPACKED_TOKENS // batch.page_size
         self._unpacked = Unpacked.of(batch, most) if rounded else None
         self._listed = batch.pages
-        self.most_pages = most if rounded else None
+        self.max_pages = most if rounded else None
         """Most pages of a batch, where there is a bound."""
 
     def read(

@@ -85,7 +85,7 @@ _SHORTLIST = 4
 """Ways of the own kernel that are timed in layers."""
 COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
-MOST_TIMED = 128
+MAX_TIMED = 128
 """Largest number of products in one timing; the weights of a model whose layers are so small come
 from the L2 cache when it is served, too."""
 
@@ -301,7 +301,7 @@ class GpuProducts:
         yield CUBLAS
         yield CUBLASLT
         dtype = skinny_gemm.SCHEMES.get(case.scheme)
-        if rows > skinny_gemm.MOST_ROWS or dtype is None:
+        if rows > skinny_gemm.MAX_ROWS or dtype is None:
             return
         gated = case.operation == "gate_up_silu"
         wide = case.operation == "logits"
@@ -403,7 +403,7 @@ class GpuProducts:
 def in_turn(weights: Sequence[Stored]) -> Sequence[Stored]:
     """Repeat these weights, of one shape, until the L2 cache does not serve them, or as often as
     one timing may."""
-    enough = min(-(-COLD_BYTES // weights[0].nbytes), MOST_TIMED)
+    enough = min(-(-COLD_BYTES // weights[0].nbytes), MAX_TIMED)
     return [weights[i % len(weights)] for i in range(enough)]
 
 

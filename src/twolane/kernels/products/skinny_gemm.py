@@ -31,14 +31,14 @@ SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
 """Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
 ROWS = tuple(sorted({*SWAPPED_ROWS, *PLAIN_ROWS}))
 """Either of them."""
-MOST_ROWS = PLAIN_ROWS[-1]
-MOST_TILES = 8192
+MAX_ROWS = PLAIN_ROWS[-1]
+MAX_TILES = 8192
 _SHARED = 216 * 1024
 """Bytes of shared memory of a block. The small kernel in front must fit beside it on the SM, or the
 block could not start early."""
 _RESERVED = 2048
 """Bytes of shared memory reserved for barriers and alignment."""
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 _PARTIAL_FLOATS = 2 * 256 * 128
 """A block leaves at most two partial tiles, none larger than this."""
 
@@ -108,7 +108,7 @@ class Variant:
     @property
     def stages(self) -> int:
         """Tiles of w and x in flight in a block."""
-        return min(_MOST_STAGES, (_SHARED - _RESERVED) // self.stage_bytes)
+        return min(_MAX_STAGES, (_SHARED - _RESERVED) // self.stage_bytes)
 
     @property
     def shared(self) -> int:
@@ -164,16 +164,16 @@ class Scratch:
         floats = blocks * _PARTIAL_FLOATS
         return cls(
             torch.empty(floats, dtype=torch.float32, device=device),
-            torch.zeros(MOST_TILES, dtype=torch.int32, device=device),
+            torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
         )
 
 
 def serves(weight: Tensor, scheme: str, *, gated: bool = False) -> bool:
-    """Return whether the kernel exists for values of a scheme, with up to `MOST_ROWS` rows as torch
+    """Return whether the kernel exists for values of a scheme, with up to `MAX_ROWS` rows as torch
     has them."""
     n, k = weight.shape
     whole = k * weight.itemsize % (INT4_RUN // 2 if scheme in INT4_GROUPS else 16) == 0
-    sizes = n % (32 if gated else 16) == 0 and whole and n <= 64 * MOST_TILES
+    sizes = n % (32 if gated else 16) == 0 and whole and n <= 64 * MAX_TILES
     return sizes and scheme in SCHEMES and weight.is_contiguous() and nvrtc.available(weight.device)
 
 

@@ -21,7 +21,7 @@ FOLLOWER = "twolane.lanes.cpu.follower"
 """The module that the other ranks run."""
 KV_SHARE = 0.25
 """Share of the free memory that all ranks' KV pools take, unless their size is given."""
-KV_MOST_BYTES = 4 * 2**30
+MAX_KV_BYTES = 4 * 2**30
 """Most bytes of all ranks' KV pools whose size is not given."""
 
 
@@ -61,7 +61,7 @@ class CpuMachine:
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""
-        return int(min(free_memory() * KV_SHARE, KV_MOST_BYTES)) // self.tp
+        return int(min(free_memory() * KV_SHARE, MAX_KV_BYTES)) // self.tp
 
     def start(
         self,

@@ -111,7 +111,7 @@ class Runner:
     def load_adapter(self, slot: int, path: str, digest: bytes | None = None) -> None:
         """See `Lanes.load_adapter`."""
         decoder, pool = self._decoder, self._adapters
-        read = read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank, digest)
+        read = read_adapter(path, decoder.shard, decoder.dtype, pool.max_rank, digest)
         pool.put(slot, read)
 
     def drop_adapter(self, slot: int) -> None:

@@ -216,10 +216,10 @@ class MirroredMachine(CudaMachine):
             settings.gpu_memory_utilization,
             kv_cache_dtype=settings.kv_cache_dtype,
             adapter_slots=settings.adapter_slots,
-            most_rank=settings.max_lora_rank,
+            max_lora_rank=settings.max_lora_rank,
         )
         notes = self._meet("loaded", json.dumps(self.free_bytes()))
-        self.least_free = min(map(int, notes))
+        self.min_free = min(map(int, notes))
 
     def kv_cache(self, sizes: LaneSizes) -> MirroredGpuKVCache:
         """See `CudaMachine.kv_cache`: both processes allocate and map both pools."""

@@ -75,10 +75,10 @@ class HybridGraphs:
         batch = AttentionBatch.build([(0, 1)], [[0]], *shape, passes.scratch)
         self._units = units
         self._attention = Replayed(batch, units, WHOLE, kv.rounded)
-        self._most_pages = min(kv.pages, self._attention.most_pages or kv.pages)
+        self._max_pages = min(kv.pages, self._attention.max_pages or kv.pages)
         adapted = passes.kinds[-1]
         own = [3, *[rows] * 3, *[WHOLE] * 3, *[rows] * 5, 1, WHOLE if adapted else 0]
-        self._block = Block([*own, *self._attention.sizes, self._most_pages], device)
+        self._block = Block([*own, *self._attention.sizes, self._max_pages], device)
         lists = self._block.lists
         self._counts, self._decode, self._prompts = lists[0], lists[1:4], lists[4:7]
         self._where, self._ends, self._step = lists[7], lists[8:12], lists[12]
@@ -126,7 +126,7 @@ class HybridGraphs:
         tables = [self._slots.host.pages[row.slot] for row in work.prompts]
         segments, pages = laid_out(chunks, tables, self._kv.page_size, len(work.decode))
         attention = self._attention.parts(segments)
-        if attention is None or len(pages) > self._most_pages:
+        if attention is None or len(pages) > self._max_pages:
             return None
         lists, split = attention
         self._slots.upload(update.slot for update in work.slots)

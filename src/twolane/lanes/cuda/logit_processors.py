@@ -20,7 +20,7 @@ from twolane.lanes.slot_table import SlotTable
 from twolane.lanes.work import Sampling, TokenMask, unpack
 from twolane.sampling import TokenLogprobs
 
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 class TokenHistory:
@@ -60,7 +60,7 @@ class TokenHistory:
         values = torch.where(logits > 0, logits / factor, logits * factor)
         values = torch.where(self._seen | produced, values, logits)
         values -= params.frequency_penalty * counts + params.presence_penalty * produced
-        logits.copy_(values.clamp_(-_LARGEST, _LARGEST))
+        logits.copy_(values.clamp_(-_MAX_FLOAT, _MAX_FLOAT))
 
     def add(self, token: Tensor) -> None:
         """Append an output token, int [1], to the sequence."""

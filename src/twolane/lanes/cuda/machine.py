@@ -38,7 +38,7 @@ from twolane.lanes.work import (
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
-from twolane.model.lora import MOST_RANK
+from twolane.model.lora import MAX_RANK
 from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, Silent
 from twolane.sampling import SamplingParams
@@ -65,7 +65,7 @@ class CudaMachine:
         ranks: their number.
         kv_cache_dtype: "fp8" keeps keys and values in e4m3.
         adapter_slots: number of LoRA adapters that can be loaded at a time.
-        most_rank: the largest rank of one.
+        max_lora_rank: the largest rank of one.
 
     Raises:
         FieldError: there is no room for the adapters, or the model has experts.
@@ -91,7 +91,7 @@ class CudaMachine:
         ranks: int = 1,
         kv_cache_dtype: str = "auto",
         adapter_slots: int = 0,
-        most_rank: int = MOST_RANK,
+        max_lora_rank: int = MAX_RANK,
     ) -> None:
         self.tp = ranks
         self.pass_sizes: Sequence[int] = SIZES
@@ -100,7 +100,7 @@ class CudaMachine:
         """Channels of the lanes, if several ranks share the model."""
         self.step_channel: Channel | None = None
         """The decode graphs', if it is not the decode lane's."""
-        self.least_free: int | None = None
+        self.min_free: int | None = None
         """`free_bytes` of the rank that has the fewest, when it is known."""
         self.decoder = GpuDecoder(spec, weights, rank, ranks)
         _check_heads(self.decoder.spec)
@@ -116,21 +116,21 @@ class CudaMachine:
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(decode_units)
-        self.adapters = self._adapter_pool(weights, adapter_slots, most_rank)
+        self.adapters = self._adapter_pool(weights, adapter_slots, max_lora_rank)
 
-    def _adapter_pool(self, weights: Weights, slots: int, most_rank: int) -> GpuAdapterPool | None:
+    def _adapter_pool(self, weights: Weights, slots: int, rank: int) -> GpuAdapterPool | None:
         """Return the pool of LoRA adapters; None if none are served."""
         if not slots:
             return None
         if self.spec.moe is not None:
             raise FieldError("lora", "adapters need a dense model, and this one has experts")
         shard = self.decoder.shard
-        needed, free = pool_bytes(shard, slots, most_rank, self.itemsize), self.free_bytes()
+        needed, free = pool_bytes(shard, slots, rank, self.itemsize), self.free_bytes()
         if needed > free:
-            rank = f"{slots} adapters of rank {most_rank}"
+            which = f"{slots} adapters of rank {rank}"
             there = f"and {free / 2**30:.1f} are free"
-            raise FieldError("max_loras", f"{rank} take {needed / 2**30:.1f} GiB, {there}")
-        return GpuAdapterPool(shard, weights, slots, most_rank)
+            raise FieldError("max_loras", f"{which} take {needed / 2**30:.1f} GiB, {there}")
+        return GpuAdapterPool(shard, weights, slots, rank)
 
     def kv_bytes(self, max_model_len: int) -> int:
         """Return the bytes for the KV pool: those left of this process's share of the memory, in
@@ -151,7 +151,7 @@ class CudaMachine:
         """Return the bytes left of this process's share of the memory and each other rank's."""
         free, total = torch.cuda.mem_get_info(self.device)
         own = int(free - (1 - self._utilization) * total)
-        return own if self.least_free is None else min(own, self.least_free)
+        return own if self.min_free is None else min(own, self.min_free)
 
     def start(
         self,

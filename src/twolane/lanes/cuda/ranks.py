@@ -111,7 +111,7 @@ class RankedMachine(CudaMachine):
         self.followers = Followers(settings, FOLLOWER)
         super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
         followers = self.followers
-        self.least_free = connect(self, settings.all_reduce, followers.store, followers.check)
+        self.min_free = connect(self, settings.all_reduce, followers.store, followers.check)
 
     def start(
         self,

@@ -204,7 +204,7 @@ class CudaRunner:
         decoder, pool = self._decoder, self.steps.adapters
         if pool is None:
             raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
-        read = read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank, digest)
+        read = read_adapter(path, decoder.shard, decoder.dtype, pool.max_rank, digest)
         pool.put(slot, read)
 
     def drop(self, batch: int) -> None:

@@ -12,7 +12,7 @@ from twolane.model.spec import ModelSpec
 
 log = logging.getLogger("twolane.model")
 
-_NAMED_AT_MOST = 5
+_MAX_NAMED = 5
 """Number of tensors that an error names; it counts the others."""
 _IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 """Ends of the names of tensors in old checkpoints that follow from the config."""
@@ -249,6 +249,6 @@ def refuse_tensors(name: str, what: str, which: Sequence[str]) -> None:
     """
     if not which:
         return
-    more = len(which) - _NAMED_AT_MOST
-    listed = ", ".join(which[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    more = len(which) - _MAX_NAMED
+    listed = ", ".join(which[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
     raise WeightsError(f"{name}: {what} tensors: {listed}")

@@ -20,8 +20,8 @@ from twolane.model.load.quantization import Quantization
 from twolane.model.load.quantization_configs import read_quantization
 from twolane.model.load.rope_config import rope_from_config
 from twolane.model.spec import (
-    MOST_HEADS,
-    MOST_LAYERS,
+    MAX_HEADS,
+    MAX_LAYERS,
     Family,
     ModelSpec,
     MoeSpec,
@@ -266,10 +266,10 @@ def check_counts(layers: int, heads: int) -> None:
     Raises:
         ValueError: one is not that of a model.
     """
-    if not 1 <= layers <= MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers must be 1 to {MOST_LAYERS}, not {layers}")
-    if not 1 <= heads <= MOST_HEADS:
-        raise ValueError(f"num_attention_heads must be 1 to {MOST_HEADS}, not {heads}")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers must be 1 to {MAX_LAYERS}, not {layers}")
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"num_attention_heads must be 1 to {MAX_HEADS}, not {heads}")
 
 
 def spec_from_config(

@@ -13,8 +13,8 @@ from gguf.quants import dequantize
 from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.sharding import Cut
 from twolane.model.spec import (
-    MOST_HEADS,
-    MOST_LAYERS,
+    MAX_HEADS,
+    MAX_LAYERS,
     Family,
     ModelSpec,
     RopeSpec,
@@ -76,7 +76,7 @@ _OF_ROPE = (_ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)
 _PART = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
 )
-_MOST_PARTS = 9999
+_MAX_PARTS = 9999
 """A model is split into at most this many files."""
 _NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 """Keys of YaRN that are not built, with the values that change nothing."""
@@ -114,7 +114,7 @@ class GGUFModel:
         if count == 1:
             return []
         name = _PART.fullmatch(path.name)
-        if name is None or int(name["count"]) != count or count > _MOST_PARTS:
+        if name is None or int(name["count"]) != count or count > _MAX_PARTS:
             raise ValueError(
                 f"{path} is one of {count} files of a model, which must be named "
                 f"NAME-00001-of-{count:05}.gguf and so on"
@@ -174,10 +174,10 @@ class GGUFModel:
             raise UnsupportedModel.because("GGUF architecture", self._architecture, ARCHITECTURES)
         if experts := self._key("expert_count", 0):
             raise UnsupportedModel.because("number of experts", experts, ("0 (dense models)",))
-        heads = self._count("attention.head_count", MOST_HEADS)
+        heads = self._count("attention.head_count", MAX_HEADS)
         hidden = int(self._key("embedding_length"))
         head_dim = int(self._key("attention.key_length", hidden // heads))
-        layers = self._count("block_count", MOST_LAYERS)
+        layers = self._count("block_count", MAX_LAYERS)
         window = self._key("attention.sliding_window", 0) or None
         vocab_size = int(self._tensor("token_embd.weight").shape[1])
         positions = int(self._key("context_length"))

@@ -21,7 +21,7 @@ from twolane.common.files import is_folder
 from twolane.model.load.adapter_files import CONFIG, TENSORS, digest_of_contents
 from twolane.model.load.configs import JOINED
 from twolane.model.load.safetensors import loaded_tensors
-from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
+from twolane.model.lora import MAX_RANK, Adapter, LoraProduct, Section
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
@@ -46,8 +46,8 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 _PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
 """Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing, but
-for `.*` at most `_MOST_GAPS` times."""
-_MOST_GAPS = 3
+for `.*` at most `_MAX_GAPS` times."""
+_MAX_GAPS = 3
 _ENDS = ("lm_head", "model.embed_tokens")
 """The modules outside of layers that PEFT makes adapters of."""
 
@@ -109,7 +109,7 @@ def read_adapter(
     path: str | Path,
     shard: Shard,
     dtype: torch.dtype,
-    most_rank: int = MOST_RANK,
+    max_rank: int = MAX_RANK,
     digest: bytes | None = None,
 ) -> Adapter:
     """Read a rank's part of an adapter, on the CPU.
@@ -120,7 +120,7 @@ def read_adapter(
         path: directory of a PEFT checkpoint.
         shard: the rank's part of the base model.
         dtype: of the adapter's matrices.
-        most_rank: the largest rank of a module that is taken.
+        max_rank: the largest rank of a module that is taken.
         digest: of its files, as `digest_of` says; None: whatever they are.
 
     Raises:
@@ -128,7 +128,7 @@ def read_adapter(
             files are others.
     """
     try:
-        return _read(Path(path), shard, dtype, most_rank, digest)
+        return _read(Path(path), shard, dtype, max_rank, digest)
     except AdapterError:
         raise
     except (ValueError, OSError) as error:
@@ -136,7 +136,7 @@ def read_adapter(
 
 
 def _read(
-    path: Path, shard: Shard, dtype: torch.dtype, most_rank: int, digest: bytes | None
+    path: Path, shard: Shard, dtype: torch.dtype, max_rank: int, digest: bytes | None
 ) -> Adapter:
     if shard.spec.moe is not None:
         raise AdapterError("adapters are served with dense models, and this one has experts")
@@ -148,13 +148,13 @@ def _read(
             raise AdapterError(f"{path} has no {name}{why}")
     written = _content(path / CONFIG, _HEADER_BYTES)
     most = shard.spec.layers * sum(each.rows + each.columns for each in modules.values())
-    stored = _content(path / TENSORS, MOST_RANK * most * 4 + _HEADER_BYTES)
+    stored = _content(path / TENSORS, MAX_RANK * most * 4 + _HEADER_BYTES)
     if digest is not None and digest_of_contents(written, stored) != digest:
         raise AdapterError(f"the files in {path} have changed")
     config, tensors = _config(path, written), loaded_tensors(path / TENSORS, stored)
     found = _found(tensors, shard.spec, modules)
     _check_targets(config, found, [*_ENDS, *_names(shard.spec, modules)])
-    _check_ranks(config, found, most_rank)
+    _check_ranks(config, found, max_rank)
     layers = [
         _layer(i, found, tensors, config, shard, modules, dtype) for i in range(shard.spec.layers)
     ]
@@ -167,7 +167,7 @@ def _content(file: Path, most: int) -> bytes:
         content = opened.read(most + 1)
     if len(content) > most:
         raise AdapterError(
-            f"{file} has more than {most:,} bytes, as no adapter of rank {MOST_RANK} has"
+            f"{file} has more than {most:,} bytes, as no adapter of rank {MAX_RANK} has"
         )
     return content
 
@@ -204,7 +204,7 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
 
 def _check_pattern(field: str, key: str) -> None:
     problem = AdapterError(f"{CONFIG}: {field}: {_short(key)} is no name of modules")
-    if not _PATTERN.fullmatch(key.replace(".*", "", _MOST_GAPS)):
+    if not _PATTERN.fullmatch(key.replace(".*", "", _MAX_GAPS)):
         raise problem
     try:
         re.compile(key)

@@ -54,7 +54,7 @@ QUANTIZATIONS: dict[str, Scheme] = {
     "int4": "int4_g128",
 }
 """Names of `quantization`, and the scheme that matrices get."""
-LEAST_ITEMSIZE = 0.5
+MIN_ITEMSIZE = 0.5
 """Bytes that a weight takes at least in any of the quantised schemes."""
 
 
@@ -284,7 +284,7 @@ def _check_room(
     Raises:
         MemoryError: they take more.
     """
-    itemsize = LEAST_ITEMSIZE if quantised else floats.itemsize
+    itemsize = MIN_ITEMSIZE if quantised else floats.itemsize
     needed, free = spec.parameters * itemsize / ranks, free_memory()
     if needed > free:
         raise MemoryError(

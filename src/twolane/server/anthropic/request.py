@@ -9,11 +9,11 @@ from pydantic import Field, ValidationError, model_validator
 from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import AnswerTokens, Priority, StopString, Temperature, TopK, TopP
 from twolane.frontend.text.codec import SWITCHES
-from twolane.frontend.text.stops import MOST_STRINGS
+from twolane.frontend.text.stops import MAX_STRINGS
 from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
 from twolane.server.http.errors import ApiError, ContextExceeded, from_validation
 from twolane.server.openai.protocol import ChatRequest
-from twolane.server.openai.tools import MOST_TOOLS, FunctionName
+from twolane.server.openai.tools import MAX_TOOLS, FunctionName
 
 SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
 """Fields that /v1/chat/completions has under the same name."""
@@ -146,9 +146,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
-        None
-    )
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -237,7 +235,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: TopK | None = None
     priority: Priority | None = None
     stop_sequences: (
-        Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)] | None
+        Annotated[list[StopString], Field(max_length=MAX_STRINGS, fail_fast=True)] | None
     ) = None
     stream: bool | None = None
 

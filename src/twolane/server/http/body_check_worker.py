@@ -12,9 +12,9 @@ from twolane.server.http import strict_json
 from twolane.server.http.body_checks import IGNORING, BodyRefusal
 from twolane.server.http.errors import ApiError, from_validation
 
-MOST_PARTS = 1 << 15
+MAX_PARTS = 1 << 15
 """Most objects, lists and fields of a body: each takes some microseconds to read."""
-MOST_TEXT = 1 << 24
+MAX_TEXT = 1 << 24
 """Most characters of all strings of a body."""
 
 
@@ -38,8 +38,8 @@ def check_parts(body: Any) -> None:
             parts += 1
             left += value
     for amount, most, what in (
-        (parts, MOST_PARTS, "objects, lists and fields"),
-        (text, MOST_TEXT, "characters of text"),
+        (parts, MAX_PARTS, "objects, lists and fields"),
+        (text, MAX_TEXT, "characters of text"),
     ):
         if amount > most:
             message = f"the body has {amount} {what}; at most {most} are allowed"

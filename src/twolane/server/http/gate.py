@@ -28,7 +28,7 @@ ANTHROPIC_REQUEST_ID = "request-id"
 """Header in which Anthropic's clients read a request's id, besides `REQUEST_ID`."""
 KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key."""
-ID_LONGEST = 128
+MAX_ID_LENGTH = 128
 """Most characters of a client's request id; the rest is cut."""
 IPV6_NETWORK = 64
 """Bits of an IPv6 address that name a client's network."""
@@ -74,8 +74,8 @@ class Gate:
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
         self._on_refusal = on_refusal
-        self._most_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
-        self._arriving = ArrivingBytes(self._most_bytes)
+        self._max_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
+        self._arriving = ArrivingBytes(self._max_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -87,7 +87,7 @@ class Gate:
         send = with_request_id(send, id, scope["path"])
         try:
             check_room(scope)
-            rest = RestOfBody(scope, receive, send, self._most_bytes)
+            rest = RestOfBody(scope, receive, send, self._max_bytes)
             receive, send = rest.receive, rest.send
             key = self._check_key(scope["path"], headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
@@ -161,7 +161,7 @@ def digest(key: bytes) -> bytes:
 def request_id(headers: Headers) -> str:
     """Return the client's id of the request, cleaned, or a new one."""
     given = NOT_IN_IDS.sub("", headers.get(REQUEST_ID, ""))
-    return given[:ID_LONGEST] or uuid.uuid4().hex
+    return given[:MAX_ID_LENGTH] or uuid.uuid4().hex
 
 
 def with_request_id(send: Send, id: str, path: str) -> Send:

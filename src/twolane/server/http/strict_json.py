@@ -12,10 +12,10 @@ from twolane.common.surrogates import LONE_SURROGATE
 from twolane.frontend.body import Location, field_name, shortened
 from twolane.server.http.errors import ApiError
 
-MOST_VALUES = 1 << 18
+MAX_VALUES = 1 << 18
 """Most values of a body, counted by its commas and brackets: parsing blocks the event loop for
 about 0.3 µs a value."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Most fields and indices in an error's path into a body."""
 COUNTED_AT_ONCE = 1 << 18
 """Bytes of a body that are counted before the next check."""
@@ -31,8 +31,8 @@ def check_values(data: bytes) -> None:
     for begin in range(0, len(data), COUNTED_AT_ONCE):
         end = begin + COUNTED_AT_ONCE
         found += sum(data.count(mark, begin, end) for mark in (b",", b"[", b"{"))
-        if found > MOST_VALUES:
-            message = f"the body has more than {MOST_VALUES} values (commas and brackets)"
+        if found > MAX_VALUES:
+            message = f"the body has more than {MAX_VALUES} values (commas and brackets)"
             raise ApiError(413, message, code="body_too_large")
 
 
@@ -109,7 +109,7 @@ def lone_surrogate(made: Any) -> Location | None:
             parts = value.items()
         elif isinstance(value, list):
             parts = enumerate(value)
-        named = len(place) < MOST_NAMED
+        named = len(place) < MAX_NAMED
         left += [((*place, name) if named else place, each) for name, each in parts]
     return None
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from twolane.frontend.body import IGNORED
 
 log = logging.getLogger("twolane.server")
-MOST_LOGGED = 1000
+MAX_LOGGED = 1000
 """Most field names that are logged, since clients can invent any number."""
 
 
@@ -42,6 +42,6 @@ class UnknownFields:
 
     def _log(self, path: str, names: list[str]) -> None:
         for name in dict.fromkeys(names):
-            if (path, name) not in self._logged and len(self._logged) < MOST_LOGGED:
+            if (path, name) not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add((path, name))
                 log.warning("%s: the unknown field %r has no effect", path, name)

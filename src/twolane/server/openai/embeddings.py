@@ -22,7 +22,7 @@ from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, EmbeddingL
 from twolane.server.service import Service
 
 PATH = "/v1/embeddings"
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 """Bytes of hidden states above which an answer is encoded in a thread, so that streams go on."""
 
 
@@ -70,7 +70,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
         with generation:
             states = await unless_gone(request, hidden_states(generation, len(tokens)))
         count = sum(map(len, tokens))
-        if sum(map(len, states)) <= MOST_BYTES:
+        if sum(map(len, states)) <= MAX_BYTES:
             return json_response(answer(body, model, states, count))
         return await asyncio.to_thread(lambda: json_response(answer(body, model, states, count)))
 

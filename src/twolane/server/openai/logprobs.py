@@ -9,7 +9,7 @@ from twolane.engine.messages import TokenLogprobs
 from twolane.frontend.text.codec import TextCodec
 
 Json = dict[str, Any]
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """Number for minus infinity, which JSON does not have, as at OpenAI and vLLM."""
 
 
@@ -129,8 +129,8 @@ class LogprobWriter:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability with minus infinity replaced by `LEAST`."""
-    return max(logprob, LEAST)
+    """Return a log-probability with minus infinity replaced by `MIN_LOGPROB`."""
+    return max(logprob, MIN_LOGPROB)
 
 
 def offsets_in(text: str, pieces: Sequence[str]) -> list[int]:

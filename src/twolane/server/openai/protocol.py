@@ -30,7 +30,7 @@ from twolane.frontend.fields import (
 )
 from twolane.frontend.messages import Messages
 from twolane.frontend.structured.jobs import OutputConstraint
-from twolane.sampling import MOST_LOGPROBS, SamplingParams
+from twolane.sampling import MAX_LOGPROBS, SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
 from twolane.server.openai.tools import (
     NamedChoice,
@@ -112,7 +112,7 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
 DEFAULT_MAX_TOKENS = 16
 """Default limit on a completion's tokens, as in OpenAI's API."""
 Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
-LogprobCount = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
+LogprobCount = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01)]
 """Divisor of logits; it has a minimum because what is almost 0 in float64 is 0 in float32."""

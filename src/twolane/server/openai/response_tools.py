@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from twolane.frontend.body import Body, one_message, wrong
-from twolane.server.openai.tools import MOST_TOOLS
+from twolane.server.openai.tools import MAX_TOOLS
 
 CUSTOM_INPUT = "input"
 """Argument of the function that stands for a tool with free text as input."""
@@ -140,7 +140,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: Name
     description: str | None = None
-    tools: Annotated[list[Named], Field(max_length=MOST_TOOLS, fail_fast=True)]
+    tools: Annotated[list[Named], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
     @property
     def repeated(self) -> Json:
@@ -177,7 +177,7 @@ def _tool(value: Any) -> ResponseTool:
 
 ResponseTools = Annotated[
     list[Annotated[ResponseTool, PlainValidator(_tool), WithJsonSchema({"type": "object"})]],
-    Field(max_length=MOST_TOOLS, fail_fast=True),
+    Field(max_length=MAX_TOOLS, fail_fast=True),
 ]
 
 
@@ -194,7 +194,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 ResponseToolChoice = Annotated[

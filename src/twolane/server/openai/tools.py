@@ -8,7 +8,7 @@ from pydantic import Field
 from twolane.frontend.body import Body, one_message
 from twolane.frontend.structured.tools import Tool
 
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 """Most tools of a request. OpenAI's API takes 128; users of MCP have hundreds."""
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 
@@ -62,7 +62,7 @@ class AllowedFunctions(Body):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChoice(Body):
@@ -72,7 +72,7 @@ class AllowedChoice(Body):
     allowed_tools: AllowedFunctions
 
 
-Tools = Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS, fail_fast=True)]
+Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedChoice | AllowedChoice,
     one_message(

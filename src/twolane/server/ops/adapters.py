@@ -11,20 +11,20 @@ from twolane.server.http.route import json_response
 from twolane.server.openai.schemas import ERRORS, NO_KEY, UNAVAILABLE, Health
 from twolane.server.service import Service
 
-NAME_LONGEST, PATH_LONGEST = 256, 4096
+MAX_NAME_LENGTH, MAX_PATH_LENGTH = 256, 4096
 """Most characters of an adapter's name and of its path."""
 
 
 class UnloadRequest(Body):
     """The body of POST /v1/unload_lora_adapter."""
 
-    lora_name: str = Field(min_length=1, max_length=NAME_LONGEST)
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
 
 
 class LoadRequest(UnloadRequest):
     """The body of POST /v1/load_lora_adapter."""
 
-    lora_path: str = Field(min_length=1, max_length=PATH_LONGEST)
+    lora_path: str = Field(min_length=1, max_length=MAX_PATH_LENGTH)
 
 
 def add_adapter_routes(app: FastAPI, service: Service) -> None:

@@ -47,9 +47,9 @@ WHOLE_BUCKETS = (
 """Buckets of the time of whole requests, in seconds."""
 REFUSALS_KEPT = 20
 """Most refusals that the dashboard shows, in groups of one reason."""
-MOST_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
+MAX_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
 """Most adapters with a label of their own, and the label of all others."""
-MESSAGE_LONGEST = 200
+MAX_MESSAGE_LENGTH = 200
 """Most characters of a refusal's message that are kept."""
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
@@ -284,8 +284,8 @@ class ServerMetrics:
         )
 
     def count_adapter(self, name: str, requests: int) -> None:
-        """Count requests that an adapter answers; adapters beyond `MOST_ADAPTERS` share a label."""
-        if name in self._adapters or len(self._adapters) < MOST_ADAPTERS:
+        """Count requests that an adapter answers; adapters beyond `MAX_ADAPTERS` share a label."""
+        if name in self._adapters or len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(name)
         else:
             name = OTHER_ADAPTERS
@@ -300,7 +300,7 @@ class ServerMetrics:
     def refuse(self, reason: str, message: str) -> None:
         """Count a refused request."""
         self.refused(reason).inc()
-        refusal = RefusalGroup(reason, message[:MESSAGE_LONGEST], time.time())
+        refusal = RefusalGroup(reason, message[:MAX_MESSAGE_LENGTH], time.time())
         if self.refusals and self.refusals[-1].reason == reason:
             refusal.count += self.refusals.pop().count
         self.refusals.append(refusal)

@@ -36,7 +36,7 @@ SETTLE_SECONDS = 0.2
 """Seconds after a request's end within which its last launch is reaped."""
 SENDERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
 """Loggers of the span senders, which write several lines for each attempt."""
-LONGEST_REASON = 300
+MAX_REASON_LENGTH = 300
 """Most characters of a sender's message in the log."""
 CLOSE_SECONDS = 3.0
 """Seconds that sending the last spans may take."""
@@ -64,7 +64,7 @@ class FaultLog(logging.Handler):
         """See `logging.Handler`."""
         if not self._failing:
             self._failing = True
-            reason = record.getMessage()[:LONGEST_REASON]
+            reason = record.getMessage()[:MAX_REASON_LENGTH]
             log.warning("traces do not reach the collector: %s", reason)
 
     def note(self, spans: int, *, sent: bool) -> None:

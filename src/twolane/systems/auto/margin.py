@@ -20,9 +20,9 @@ P99 allows, because late gaps come in bursts and half a minute has few of those.
 MARGIN_GAIN = 1.0
 """Each late decode step shrinks the margin by this fraction for each second of the TBT bound: by
 1 % under a bound of 10 ms. The margin thus moves as fast in time under all bounds."""
-LEAST_MARGIN = 0.6
+MIN_MARGIN = 0.6
 """The margin does not fall below this while the estimator promises no bound."""
-LEAST_PROMISED_MARGIN = 0.8
+MIN_PROMISED_MARGIN = 0.8
 """The margin does not fall below this if the estimator promises its bounds: gaps that are late
 whatever is planned, because host or device stalled, must not take prefill's units away."""
 UNPROMISED_FRACTION = 0.9
@@ -66,7 +66,7 @@ class Margin:
         late = gaps.above(bound, new) if bound < math.inf else 0
         spare = TARGET_LATE_FRACTION * new - late if bound < math.inf else 0.0
         moved = MARGIN_GAIN * spare * min(bound, 1.0) / max(1, decoding)
-        least = LEAST_PROMISED_MARGIN if promises else LEAST_MARGIN
+        least = MIN_PROMISED_MARGIN if promises else MIN_MARGIN
         most = 1.0 if promises else 1.0 / UNPROMISED_FRACTION
         value = min(most, max(least, self.value * math.exp(moved)))
         return Margin(value, now, gaps.total)

@@ -34,21 +34,21 @@ from twolane.systems.plan import Hybrid, Plan
 from twolane.systems.view import RequestView, View
 
 BATCH_SECONDS = 0.2
-"""A prefill batch takes at most this many seconds on the whole device, or `LEAST_BATCH_TOKENS`."""
+"""A prefill batch takes at most this many seconds on the whole device, or `MIN_BATCH_TOKENS`."""
 UNBOUND_BATCH_SECONDS = 1.0
 """A prefill batch takes at most this many seconds while no waiting request has a TTFT bound or
 another priority: no request misses a bound behind it then, and larger batches compute faster: they
 read weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
 UNBOUND_BATCH_FACTOR = 4
 """Factor by which the largest number of new tokens is greater in such a batch."""
-LEAST_BATCH_TOKENS = 256
+MIN_BATCH_TOKENS = 256
 """A prefill batch may have this many new tokens, however long they take."""
 CHOICE_SECONDS = 0.1
 """A choice stands for this many seconds while what it was made for stays the same."""
 SLACK_PARTS = 8
 """A choice is made anew when the slack of tokens has changed by one part in this many of the TBT
 bound."""
-LEAST_PACE = 0.05
+MIN_PACE = 0.05
 """Queued prompts are taken to prefill at this fraction of the whole device's pace at least."""
 
 
@@ -133,7 +133,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if _unbound(order):
             most, seconds = UNBOUND_BATCH_FACTOR * most, UNBOUND_BATCH_SECONDS
         fitting = costs.tokens_in(seconds) or 0.0
-        tokens = min(int(max(LEAST_BATCH_TOKENS, fitting)), most)
+        tokens = min(int(max(MIN_BATCH_TOKENS, fitting)), most)
         coming = next_chunks(view, tokens, split=True, waiting=order)
         if not coming:
             return None
@@ -254,7 +254,7 @@ def _service_order(view: View, memory: AutoMemory) -> ServiceOrder:
     """Return the waiting requests in order."""
     rows = view.decoding or any(view.joining.values())
     choice = memory.current.choice
-    pace = max(LEAST_PACE, choice.pace) if choice and rows else 1.0
+    pace = max(MIN_PACE, choice.pace) if choice and rows else 1.0
 
     def seconds(request: RequestView) -> float:
         return memory.costs.of(request) / pace

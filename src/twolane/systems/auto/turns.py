@@ -14,7 +14,7 @@ from twolane.systems.common.multiplex import shared_levels
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
 
-MOST_STEPS = 8
+MAX_STEPS = 8
 """At most this many decode steps are one launch, where steps are shorter than the lead or a pass is
 launched behind them."""
 SLICE_START_FRACTION = 0.5
@@ -119,7 +119,7 @@ class LaunchPlanner:
             return self._drain(self.choice), self.turn
         if not self._due("device"):
             return Plan(), self.turn
-        steps = max(1, int(min(MOST_STEPS, self.lead / self.step))) if self.step else 1
+        steps = max(1, int(min(MAX_STEPS, self.lead / self.step))) if self.step else 1
         work = DecodeSteps(1 if view.waiting else steps)
         return self._on_device(work, "no prompt to run"), self.turn
 
@@ -149,7 +149,7 @@ class LaunchPlanner:
 
         The launch takes the host longer than what is queued lasts, so steps bridge the time. None
         go behind such steps: they may be shorter, or the launch longer, than predicted, and the
-        pass would never come. Nor do any go if the pass were late behind `MOST_STEPS`, too.
+        pass would never come. Nor do any go if the pass were late behind `MAX_STEPS`, too.
         """
         view, step = self.view, self.step
         if self.turn.steps_first:
@@ -157,7 +157,7 @@ class LaunchPlanner:
         launch_cost = view.launch_costs.seconds(Hybrid())
         late = view.now + launch_cost - (queue(view, "device").until or view.now)
         missed = bool(view.decoding) and late > 0.0 and choice.gap + late > self.target.latest
-        if not missed or not step or MOST_STEPS * step < launch_cost:
+        if not missed or not step or MAX_STEPS * step < launch_cost:
             return 0
         return math.ceil(launch_cost / step)
 

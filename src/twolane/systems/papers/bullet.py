@@ -34,12 +34,12 @@ from twolane.systems.common.settings import at_least
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
 
-MOST_PREDICTED = 64
+MAX_PREDICTED = 64
 """Waiting requests whose latency is predicted, and which may be reordered; the others come after
 them as they are."""
 PERCENTILE = 90.0
 """Percentile of TTFT and of TPOT over requests (Algorithm 1, lines 10 to 18)."""
-LEAST_GROWTH = 0.01
+MIN_GROWTH = 0.01
 """Share by which a further request must raise a batch's predicted tokens a second to join it."""
 
 
@@ -166,7 +166,7 @@ def _intensity_limit(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) 
         if seconds is None:
             break
         before, rate = rate, sum(new[:count]) / seconds
-        if rate < before * (1 + LEAST_GROWTH):
+        if rate < before * (1 + MIN_GROWTH):
             return count - 1
     return len(chunks)
 
@@ -255,7 +255,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _latencies(self, view: View, memory: BulletMemory) -> dict[str, tuple[int, float]]:
         """Return the first waiting requests' latencies, predicted once; empty if unknown."""
         known: dict[str, tuple[int, float]] = {}
-        for request in view.waiting[:MOST_PREDICTED]:
+        for request in view.waiting[:MAX_PREDICTED]:
             entry, new = memory.latencies.get(request.id), request.new
             if entry is None or entry[0] != new:
                 load = Load([new], [request.reused])
@@ -274,14 +274,14 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waiting = list(view.waiting)
         if not self.schedule or not latencies:
             return waiting
-        queue = waiting[:MOST_PREDICTED]
+        queue = waiting[:MAX_PREDICTED]
         order = reorder(
             [(request.started, request.priority) for request in queue],
             [latencies[request.id][1] for request in queue],
             [self._due(request) for request in queue],
             start,
         )
-        ordered = [queue[i] for i in order] + waiting[MOST_PREDICTED:]
+        ordered = [queue[i] for i in order] + waiting[MAX_PREDICTED:]
         fits = next_chunks(view, 1, split=False, waiting=ordered)
         return ordered if fits else waiting
 
