@@ -8,6 +8,7 @@ from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gone import ClientGone
 
 HOP_HEADERS = frozenset(
     (
@@ -25,10 +26,6 @@ NOT_FORWARDED = HOP_HEADERS | {
 """Headers of a request that are not forwarded to a replica."""
 ANSWERED_FOR = HOP_HEADERS | {"date"}
 """Headers of a replica's answer that the fleet sets itself."""
-
-
-DISCONNECT = "disconnect"
-"""Outcome in the metrics of a request whose client disconnected."""
 
 
 class ClientCall(NamedTuple):
@@ -70,22 +67,17 @@ async def read_body(receive: Receive) -> bytes:
     """Read a request's body.
 
     Raises:
-        ApiError: see `BodyReader`; or the client is gone.
+        ApiError: see `BodyReader`.
+        ClientGone: the client left meanwhile.
     """
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left", code=DISCONNECT)
+            raise ClientGone
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)
-
-
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> frozenset[str]:

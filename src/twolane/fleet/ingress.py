@@ -9,15 +9,14 @@ it is no stream of events.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
 import aiohttp
 import msgspec
+from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from twolane.fleet.calls import (
-    DISCONNECT,
     ClientCall,
     answer,
     answer_json,
@@ -27,7 +26,6 @@ from twolane.fleet.calls import (
     retry_after,
     start_answer,
     target,
-    wait_for_disconnect,
 )
 from twolane.fleet.changes import BROADCAST_PATHS, LOST
 from twolane.fleet.forward import Forwarder
@@ -41,6 +39,7 @@ from twolane.router.state import RoutedRequest, total_load
 from twolane.router.table import SentRequest
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
+from twolane.server.http.gone import ClientGone, unless_gone
 from twolane.server.ops.metrics import CONTENT_TYPE
 
 log = logging.getLogger("twolane.fleet")
@@ -145,19 +144,9 @@ class Ingress:
             check_target(scope)
             body = await read_body(receive)
             call = ClientCall(scope, body, noted, self._pool.clock())
-            answering = asyncio.create_task(self._try_all(call))
-            gone = asyncio.create_task(wait_for_disconnect(receive))
-            try:
-                await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if answering.done():
-                    answering.result()
-                else:
-                    self.metrics.count(DISCONNECT)
-            finally:
-                for task in (answering, gone):
-                    task.cancel()
-                    with suppress(asyncio.CancelledError, Exception):
-                        await task
+            await unless_gone(Request(scope, receive), self._try_all(call))
+        except ClientGone:
+            self.metrics.count("disconnect")
         except ApiError as error:
             self.metrics.count(error.code or "invalid")
             if not began:

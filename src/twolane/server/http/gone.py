@@ -33,7 +33,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise ClientGone
         return working.result()
     finally:
-        for task in (watching, working):  # working may raise
+        for task in (watching, working):
             task.cancel()
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError, Exception):  # nobody waits for it any more
                 await task
