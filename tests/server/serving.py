@@ -49,6 +49,7 @@ class Served:
         self.announcement = announcement
         self.more = more
         self.base = announcement.split(" | ")[1]
+        self.key: str | None = None
 
     @property
     def engine_pid(self) -> int | None:
@@ -65,6 +66,8 @@ class Served:
         if body is not None:
             data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(self.base + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as response:

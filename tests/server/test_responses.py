@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from .parrot import Learnt, write_parrot
@@ -40,8 +40,10 @@ SPACE = {"type": "namespace", "name": "agents", "description": "Others", "tools"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     made = str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT))
-    arguments = ("--kv-tokens", "20000", "--stored-response-bytes", "8000")
-    with serving(made, "--served-model-name", "parrot", *arguments) as server:
+    arguments = ("--kv-tokens", "20000", "--stored-response-bytes", "12000")
+    keys = ("--api-key", "none", "--api-key", "other")
+    with serving(made, "--served-model-name", "parrot", *arguments, *keys) as server:
+        server.key = "none"
         yield server
 
 
@@ -49,6 +51,12 @@ def server(tmp_path_factory):
 def client(server):
     with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def other(client):
+    """A client with another key."""
+    return client.with_options(api_key="other")
 
 
 def ask(client, said, **fields):
@@ -250,9 +258,112 @@ def test_a_conversation_goes_on_with_its_id(client):
         client.responses.retrieve(first.id)
 
 
+SAID = [
+    {"role": "developer", "content": [{"type": "input_text", "text": "Be"}] * 2},
+    {"role": "assistant", "content": "Yes", "id": "msg_mine", "phase": "commentary"},
+    {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+    {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "Rain", "status": "incomplete"},
+    {"role": "user", "content": "And Spain?", "id": "msg_mine"},
+]
+
+
+def test_the_items_that_made_a_response_are_listed(client):
+    """In pages, newest first, with those of the responses before it; `encrypted_content` was never
+    seen by the model."""
+    first = ask(client, FRANCE)
+    last = ask(client, SAID, previous_response_id=first.id)
+    page = client.responses.input_items.list(last.id, order="asc", include=[])
+    ResponseItemList.model_validate(page.model_dump(warnings=False))
+    items = [item.model_dump(exclude_none=True) for item in page.data]
+    kinds = ["message", "reasoning", "message", *[item.get("type", "message") for item in SAID]]
+    assert [item["type"] for item in items] == kinds
+    assert items[0]["content"] == [{"type": "input_text", "text": FRANCE}]
+    assert items[1]["id"] == first.output[0].id
+    assert [part["text"] for part in items[3]["content"]] == ["Be", "Be"]
+    assert items[4]["content"][0] == {
+        "type": "output_text",
+        "text": "Yes",
+        "annotations": [],
+        "logprobs": [],
+    }
+    assert (items[4]["id"], items[7]["status"]) == ("msg_mine", "incomplete")
+    assert not {"phase", "encrypted_content"} & {name for item in items for name in item}
+    assert [item["id"].split("_")[0] for item in items] == [
+        "msg",
+        "rs",
+        "msg",
+        "msg",
+        "msg",
+        "rs",
+        "fc",
+        "fco",
+        "msg",
+    ]
+    assert (page.first_id, page.last_id, page.has_more) == (items[0]["id"], items[-1]["id"], False)
+    assert [*client.responses.input_items.list(last.id, limit=2)] == page.data[::-1]
+    [same] = client.responses.input_items.list(first.id).data
+    assert same == page.data[0]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("order=up", "order"),
+        ("after=msg_0", "after"),
+        ("before=msg_0", "before"),
+        ("include[]=message.output_text.logprobs", "include[][0]"),
+    ],
+)
+def test_a_list_of_items_refuses_by_name(client, server, query, param):
+    id = ask(client, "And Spain?").id
+    status, _, body = server.request(f"/v1/responses/{id}/input_items?{query}")
+    assert (status, body["error"]["param"]) == (400, param), body
+
+
+def test_a_response_belongs_to_the_key_that_made_it(client, other):
+    """Another key gets what it gets for an id that there is not."""
+    made = ask(client, "And Spain?")
+    calls = [
+        lambda client, id: client.responses.retrieve(id),
+        lambda client, id: client.responses.delete(id),
+        lambda client, id: client.responses.cancel(id),
+        lambda client, id: client.responses.input_items.list(id),
+        lambda client, id: ask(client, "And Spain?", previous_response_id=id),
+    ]
+    for call in calls:
+        refusals = []
+        for id in (made.id, "resp_" + "0" * 32):
+            with pytest.raises(openai.APIStatusError) as refused:
+                call(other, id)
+            said = refused.value.body["message"].replace(id, "")
+            refusals.append((refused.value.status_code, refused.value.code, said))
+        assert refusals[0] == refusals[1]
+        assert refusals[0][1].endswith("not_found")
+    for id in (made.output[0].id, "msg_0"):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(other, [{"type": "item_reference", "id": id}])
+        assert refused.value.code == "item_not_found"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.cancel(made.id)
+    assert "in the background" in refused.value.message
+    ask(client, "And Spain?", previous_response_id=made.id)
+    client.responses.delete(made.id)
+
+
+def test_a_key_that_stores_very_much_evicts_its_own_responses(client, other):
+    mine = ask(client, "And Spain?")
+    for _ in range(12):
+        ask(other, "And Spain?")
+    client.responses.delete(mine.id)
+
+
 def test_responses_are_kept_within_a_bound(client):
     first = ask(client, FRANCE)
-    for _ in range(6):
+    for _ in range(12):
         ask(client, "And Spain?")
     unstored = ask(client, FRANCE, store=False)
     for response in (first, unstored):

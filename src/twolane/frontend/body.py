@@ -141,7 +141,8 @@ def field_name(location: Location) -> str | None:
 
     None: it is the body itself. Names are those of the client, and shortened.
     """
-    parts = location[1:] if location[:1] in (("body",), ("header",)) else location
+    in_query = location[:1] == ("query",) and len(location) > 1  # else it is a field's name
+    parts = location[1:] if in_query or location[:1] in (("body",), ("header",)) else location
     if not parts:
         return None
     name = shortened(str(parts[0]))

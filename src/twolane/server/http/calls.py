@@ -83,6 +83,20 @@ def call_of(request: Request) -> Call:
     return call
 
 
+def set_key(scope: Scope, key: int | None) -> None:
+    """Set the index of a request's API key; None: the server has no keys."""
+    state = scope.setdefault("state", {})
+    state["key"] = key
+    if (call := state.get("call")) is not None:
+        call.key = key
+
+
+def key_of(request: Request) -> int | None:
+    """Return the index of a request's API key; None: the server has no keys."""
+    key: int | None = request.state.key
+    return key
+
+
 def set_reason(request: Request, code: str, message: str) -> None:
     """Set the reason of a request's refusal, which is otherwise its status."""
     request.state.reason = code, message

@@ -20,7 +20,7 @@ from twolane.server.http.bodies import (
     RestOfBody,
     too_large,
 )
-from twolane.server.http.calls import set_reason
+from twolane.server.http.calls import set_key, set_reason
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
@@ -98,8 +98,7 @@ class Gate:
             self._on_refusal(error.code)
             await refuse(error, scope["path"], send)
             return
-        if (call := scope.get("state", {}).get("call")) is not None:
-            call.key = key
+        set_key(scope, key)
         whose, kept = CLIENT.get(), self._keeps_bodies
         body = BodyReader(receive, self._max_body_bytes, self._arriving, whose, kept=kept)
         try:

@@ -25,6 +25,7 @@ from twolane.frontend.text.output_reader import Delta
 from twolane.server.counts import AnswerCounts
 from twolane.server.http.events import named_event
 from twolane.server.openai.answers import shown_call
+from twolane.server.openai.response_items import PREFIX
 from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
 
 Json = dict[str, Any]
@@ -222,7 +223,6 @@ class ResponseAnswer:
         return b"".join(map(named_event, events))
 
 
-PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 TEXT_OF = {
     "reasoning": "reasoning_text",
     "message": "output_text",

@@ -1,6 +1,7 @@
 """Items of /v1/responses, and their conversion to chat messages."""
 
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,8 +12,22 @@ from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qu
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-ITEM_INERT = PROXIES | {"id", "status", "phase", "caller", "async", "created_by"}
+ITEM_INERT = PROXIES | {"phase", "caller", "async", "created_by"}
 """Fields of items that the model does not see."""
+PREFIX: Mapping[str, str] = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "function_call_output": "fco",
+    "custom_tool_call_output": "ctco",
+    "agent_message": "amsg",
+    "additional_tools": "at",
+}
+"""What the ids of items begin with, by kind."""
+LONGEST_ID = 128
+"""Most characters of a client's id of an item; items with a longer one get a new one."""
+STATUSES = ("in_progress", "completed", "incomplete")
 
 
 class TextPart(Body):
@@ -61,27 +76,48 @@ Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 _PARTS = TypeAdapter(Parts)
 
 
-def _text(value: Any) -> str:
-    """Return a string, or the texts of a list of parts joined by newlines."""
+def _text(value: Any) -> str | list[TextPart]:
+    """Validate a string or a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("text", "must be a string or a list of parts of text")
-    return "\n".join(part.shown for part in _PARTS.validate_python(value))
+    return _PARTS.validate_python(value)
 
 
 Text = Annotated[
-    str,
+    str | list[TextPart],
     PlainValidator(_text),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
 
 
-class MessageItem(Body):
-    """A message of any role."""
+def said(text: str | Sequence[TextPart | AgentPart]) -> str:
+    """Return a string, or the texts of parts joined by newlines."""
+    return text if isinstance(text, str) else "\n".join(part.shown for part in text)
+
+
+class InputItem(Body):
+    """An item, with the fields of its own that the model does not see and lists of items show."""
 
     inert = ITEM_INERT
     null_is_unset = True
+
+    id: Any = None
+    status: Any = None
+
+    def listed(self) -> dict[str, Any]:
+        """Return the item as a list of a response's inputs shows it: with an id and a status, and
+        without the fields that have no effect."""
+        fields = self.model_dump(exclude_none=True, exclude={"id", "status"})
+        kept = isinstance(self.id, str) and 0 < len(self.id) <= LONGEST_ID
+        id = self.id if kept else f"{PREFIX[fields['type']]}_{uuid.uuid4().hex}"
+        status = self.status if self.status in STATUSES else "completed"
+        return {"id": id, **fields, "status": status}
+
+
+class MessageItem(InputItem):
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -89,14 +125,24 @@ class MessageItem(Body):
 
     def turn(self) -> Turn:
         """Return the item as a message."""
-        return {"role": self.role, "content": self.content}
+        return {"role": self.role, "content": said(self.content)}
+
+    def listed(self) -> dict[str, Any]:
+        """See `InputItem.listed`; the content is a list of parts."""
+        item = super().listed()
+        if isinstance(self.content, str):
+            kind = "output_text" if self.role == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": self.content}]
+        for part in item["content"]:
+            if part["type"] == "output_text":
+                part |= {"annotations": [], "logprobs": []}
+        return item
 
 
-class ReasoningItem(Body):
+class ReasoningItem(InputItem):
     """The thinking of an earlier answer."""
 
     inert = ITEM_INERT | {"encrypted_content"}
-    null_is_unset = True
 
     type: Literal["reasoning"]
     summary: Parts | None = None
@@ -104,15 +150,15 @@ class ReasoningItem(Body):
 
     def turn(self) -> Turn:
         """Return the item as a message, to be merged with its neighbours."""
-        parts = self.content or self.summary or ()
-        return {"role": "assistant", "reasoning_content": "\n".join(p.shown for p in parts)}
+        return {"role": "assistant", "reasoning_content": said(self.content or self.summary or ())}
+
+    def listed(self) -> dict[str, Any]:
+        """See `InputItem.listed`."""
+        return {"summary": [], **super().listed()}
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(InputItem):
     """A call of a function that an earlier answer made."""
-
-    inert = ITEM_INERT
-    null_is_unset = True
 
     type: Literal["function_call"]
     call_id: str
@@ -125,11 +171,8 @@ class FunctionCallItem(Body):
         return _calling(self.call_id, qualified(self.namespace, self.name), self.arguments)
 
 
-class CustomCallItem(Body):
+class CustomCallItem(InputItem):
     """A call of a tool with free text as input."""
-
-    inert = ITEM_INERT
-    null_is_unset = True
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -143,11 +186,10 @@ class CustomCallItem(Body):
         return _calling(self.call_id, qualified(self.namespace, self.name), arguments)
 
 
-class OutputItem(Body):
+class OutputItem(InputItem):
     """The output of a tool call."""
 
     inert = ITEM_INERT | {"name", "namespace"}
-    null_is_unset = True
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -155,14 +197,11 @@ class OutputItem(Body):
 
     def turn(self) -> Turn:
         """Return the item as a message."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": said(self.output)}
 
 
-class AgentMessageItem(Body):
+class AgentMessageItem(InputItem):
     """A message from another agent of the client (Codex)."""
-
-    inert = ITEM_INERT
-    null_is_unset = True
 
     type: Literal["agent_message"]
     author: str | None = None
@@ -171,20 +210,22 @@ class AgentMessageItem(Body):
 
     def turn(self) -> Turn:
         """Return the item as a user message that names its author."""
-        parts = self.content or ""
-        said = parts if isinstance(parts, str) else "\n".join(part.shown for part in parts)
         whose = f"Message from {self.author} to {self.recipient}:\n" if self.author else ""
-        return {"role": "user", "content": whose + said}
+        return {"role": "user", "content": whose + said(self.content or "")}
 
 
-class ToolsItem(Body):
+class ToolsItem(InputItem):
     """Tools among the items instead of in `tools` (Codex)."""
 
     inert = ITEM_INERT | {"role"}
-    null_is_unset = True
 
     type: Literal["additional_tools"]
     tools: ResponseTools
+
+    def listed(self) -> dict[str, Any]:
+        """See `InputItem.listed`."""
+        tools = [tool.repeated for tool in self.tools]
+        return {**super().listed(), "role": "developer", "tools": tools}
 
 
 class ReferenceItem(Body):

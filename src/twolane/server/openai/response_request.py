@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 from pydantic import (
     Field,
     TypeAdapter,
@@ -22,6 +23,7 @@ from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
 from twolane.server.openai.response_items import (
     Item,
     Items,
+    MessageItem,
     MessagePart,
     ReferenceItem,
     ToolsItem,
@@ -35,6 +37,7 @@ from twolane.server.openai.response_tools import (
     ResponseTool,
     ResponseToolChoice,
     ResponseTools,
+    by_name,
     chat_tools,
     qualified,
 )
@@ -158,9 +161,13 @@ class InputTokensRequest(Body):
     @model_validator(mode="after")
     def tools_can_be_called(self) -> Self:
         """Refuse different tools of one name, and a choice of tools that are not offered."""
-        told = [one["function"] for tool in self.tools or () for one in tool.shown()]
-        if twice := ambiguous((one["name"], one) for one in told):
-            raise wrong("tools", f"has two different tools of the name {twice}")
+        lists = {"tools": self.tools or ()}
+        for place, item in enumerate(self.items):
+            if isinstance(item, ToolsItem):
+                lists[f"input[{place}].tools"] = item.tools
+        for param, tools in lists.items():
+            if twice := ambiguous(by_name(tools)):
+                raise wrong(param, f"has two different tools of the name {twice}")
         choice = self.tool_choice
         chosen = [choice] if isinstance(choice, NamedTool) else []
         if isinstance(choice, AllowedTools):
@@ -177,9 +184,21 @@ class InputTokensRequest(Body):
     @property
     def all_tools(self) -> list[ResponseTool]:
         """All offered tools, including those among the items."""
-        items = () if isinstance(self.input, str) else self.input
-        added = [tool for item in items if isinstance(item, ToolsItem) for tool in item.tools]
+        added = [tool for item in self.items if isinstance(item, ToolsItem) for tool in item.tools]
         return [*(self.tools or ()), *added]
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The new items; a string is a user's message."""
+        if isinstance(self.input, str):
+            return (MessageItem(role="user", content=self.input),)
+        return self.input
+
+    @property
+    def listed(self) -> bytes:
+        """The new items, whose references are resolved, as a list in JSON."""
+        shown = [item.listed() for item in self.items if not isinstance(item, ReferenceItem)]
+        return msgspec.json.encode(shown)
 
     def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> Self:
         """Return the request with references replaced by the items.
@@ -208,9 +227,7 @@ class InputTokensRequest(Body):
     @property
     def turns(self) -> list[Turn]:
         """The new messages in the format of /v1/chat/completions."""
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        return [item.turn() for item in self.input if isinstance(item, MessagePart)]
+        return [item.turn() for item in self.items if isinstance(item, MessagePart)]
 
     def as_chat(self, history: Sequence[Turn]) -> ChatRequest:
         """Return the request as a request of /v1/chat/completions.

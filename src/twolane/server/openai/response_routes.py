@@ -1,22 +1,31 @@
 """The endpoints of OpenAI's Responses API."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from pydantic import ConfigDict, Field
 
+from twolane.frontend.body import Body
 from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.calls import key_of
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
-from twolane.server.openai.response_items import Turn
 from twolane.server.openai.response_request import (
     RENAMED,
+    Included,
     InputTokensRequest,
     ResponsesRequest,
     renamed,
 )
-from twolane.server.openai.response_store import Json, ResponseStore
+from twolane.server.openai.response_store import (
+    NOTHING_BEFORE,
+    Conversation,
+    Json,
+    OwnResponses,
+    ResponseStore,
+)
 from twolane.server.openai.response_tools import called_tools
 from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
 from twolane.server.respond import begin_chat, respond
@@ -29,6 +38,39 @@ STORED: dict[int | str, dict[str, Any]] = {
     "default": ERRORS["default"],
     **NO_KEY,
 }
+NEUTRAL_FALSE = ("false", "False", "0")
+
+
+class StoredQuery(Body):
+    """Query of GET /v1/responses/{id}."""
+
+    model_config = ConfigDict(strict=False)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "stream": NEUTRAL_FALSE,
+        "include_obfuscation": NEUTRAL_FALSE,
+        "starting_after": (),
+    }
+    why_unsupported = dict.fromkeys(unsupported, "is not supported: a stored response comes whole")
+
+    include: list[Included] | None = None
+    """Without effect, as in the request that made the response."""
+    included: list[Included] | None = Field(default=None, alias="include[]")
+    """`include` as OpenAI's clients write it."""
+
+
+class InputItemsQuery(Body):
+    """Query of GET /v1/responses/{id}/input_items."""
+
+    model_config = ConfigDict(strict=False)
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    """Id of the item behind which the list begins, in its order."""
+    include: list[Included] | None = None
+    """See `StoredQuery.include`."""
+    included: list[Included] | None = Field(default=None, alias="include[]")
+    """See `StoredQuery.included`."""
 
 
 def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) -> None:
@@ -47,9 +89,10 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
     async def responses(body: ResponsesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of items."""
         model = service.check_model(body.model)
-        history = earlier(store, body.previous_response_id)
-        body = body.resolved(store.finder())
-        chat = body.as_chat(history)
+        own = store.of(key_of(request))
+        before = earlier(own, body.previous_response_id)
+        body = body.resolved(own.finder())
+        chat = body.as_chat(before.turns)
         try:
             tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
@@ -60,7 +103,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
             body.repeated(chat.sampling(service.sampling_defaults)),
             reader,
             called_tools(body.all_tools),
-            partial(keep, store, [*history, *body.turns] if body.store is not False else None),
+            keeper(own, body, before),
         )
         return await respond(request, generation, answer, streams=bool(body.stream))
 
@@ -69,11 +112,12 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         response_class=Response,
         responses={200: {"description": "The count.", "content": OBJECT}, **ERRORS, **NO_KEY},
     )
-    async def input_tokens(body: InputTokensRequest) -> Response:
+    async def input_tokens(body: InputTokensRequest, request: Request) -> Response:
         """Count the tokens of a conversation of items, which may be longer than the context."""
         service.check_model(body.model)
-        history = earlier(store, body.previous_response_id)
-        chat = body.resolved(store.finder()).as_chat(history)
+        own = store.of(key_of(request))
+        before = earlier(own, body.previous_response_id)
+        chat = body.resolved(own.finder()).as_chat(before.turns)
         try:
             tokens = await service.prompts.count_chat(chat)
         except ApiError as error:
@@ -84,52 +128,115 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
 
 
 def _add_stored(app: FastAPI, store: ResponseStore) -> None:
-    """Add the paths of the responses in memory."""
+    """Add the paths of the responses in memory; each key sees its own ones only."""
 
     @app.get("/v1/responses/{id}", response_class=Response, responses=STORED)
-    async def stored(id: str, stream: bool = False) -> Response:
+    async def stored(id: str, request: Request, query: Annotated[StoredQuery, Query()]) -> Response:
         """Return a response that is still in memory."""
-        if stream:
-            message = "stream is not supported: a stored response comes whole"
-            raise ApiError(400, message, code="unsupported_parameter", param="stream")
-        found = store.response(id)
+        own = store.of(key_of(request))
+        found = own.response(id)
         if found is None:
-            raise not_stored(store, id, 404, "id")
+            raise not_stored(own, id)
         return Response(found, media_type="application/json")
 
+    @app.get("/v1/responses/{id}/input_items", response_class=Response, responses=STORED)
+    async def input_items(
+        id: str, request: Request, query: Annotated[InputItemsQuery, Query()]
+    ) -> Response:
+        """List the items that a response in memory was made from, those before its own included."""
+        own = store.of(key_of(request))
+        items = own.inputs(id)
+        if items is None:
+            raise not_stored(own, id)
+        return json_response(page_of(items, query))
+
+    @app.post("/v1/responses/{id}/cancel", response_class=Response, include_in_schema=False)
+    async def cancel(id: str, request: Request) -> Response:
+        """Refuse: only what is made in the background can be cancelled."""
+        own = store.of(key_of(request))
+        if own.response(id) is None:
+            raise not_stored(own, id)
+        message = "the response is complete: there are none in the background to cancel"
+        raise ApiError(400, message, code="invalid_value", param="id")
+
     @app.delete("/v1/responses/{id}", response_class=Response, responses=STORED)
-    async def forget(id: str) -> Response:
+    async def forget(id: str, request: Request) -> Response:
         """Forget a response."""
-        if not store.remove(id):
-            raise not_stored(store, id, 404, "id")
+        own = store.of(key_of(request))
+        if not own.remove(id):
+            raise not_stored(own, id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
 
-def earlier(store: ResponseStore, id: str | None) -> list[Turn]:
-    """Return the messages up to the end of an earlier response.
+def page_of(items: list[Json], query: InputItemsQuery) -> Json:
+    """Return the part of a list that a query asks for.
+
+    Args:
+        items: all of them, oldest first.
+        query: of the request.
+
+    Raises:
+        ApiError: 400, there is no item of the id `after`.
+    """
+    ordered = items if query.order == "asc" else items[::-1]
+    if query.after is not None:
+        ids = [item["id"] for item in ordered]
+        if query.after not in ids:
+            message = f"after: the response was made from no item {query.after[:100]!r}"
+            raise ApiError(400, message, code="item_not_found", param="after")
+        ordered = ordered[ids.index(query.after) + 1 :]
+    data = ordered[: query.limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(data) < len(ordered),
+    }
+
+
+def earlier(own: OwnResponses, id: str | None) -> Conversation:
+    """Return the conversation up to the end of an earlier response.
 
     Raises:
         ApiError: 400, it is not in memory.
     """
-    turns = [] if id is None else store.turns(id)
-    if turns is None:
+    if id is None:
+        return NOTHING_BEFORE
+    before = own.conversation(id)
+    if before is None:
         param = "previous_response_id"
-        raise not_stored(store, str(id), 400, param, code="previous_response_not_found")
-    return turns
+        raise not_stored(own, id, 400, param, code="previous_response_not_found")
+    return before
 
 
-def keep(store: ResponseStore, turns: list[Turn] | None, response: Json, answer: Json) -> None:
-    """Store a complete response, unless `turns` is None."""
-    if turns is not None:
-        store.add(response, [*turns, answer])
+def keeper(
+    own: OwnResponses, body: ResponsesRequest, before: Conversation
+) -> Callable[[Json, Json], None]:
+    """Return what is called with the complete response and its message, to store them if the
+    request says so.
+
+    Args:
+        own: responses of the request's key.
+        body: the request, whose references are resolved.
+        before: the conversation that it continues.
+    """
+    if body.store is False:
+        return lambda response, answer: None
+    turns, inputs = [*before.turns, *body.turns], (*before.items, body.listed)
+    return lambda response, answer: own.add(response, [*turns, answer], inputs)
 
 
 def not_stored(
-    store: ResponseStore, id: str, status: int, param: str, code: str = "response_not_found"
+    own: OwnResponses,
+    id: str,
+    status: int = 404,
+    param: str = "id",
+    code: str = "response_not_found",
 ) -> ApiError:
-    """Return the refusal of a response that is not in memory."""
-    why = f"of the latest ones, {store.max_bytes} bytes are kept in memory"
-    if store.max_bytes == 0:
+    """Return the refusal of a response that is not in memory, or is another key's."""
+    why = f"of the latest ones, {own.max_bytes} bytes are kept in memory"
+    if own.max_bytes == 0:
         why = "this server stores none (--stored-response-bytes)"
     message = f"{param}: there is no response {id[:100]!r}; {why}"
     return ApiError(status, message, code=code, param=param)

@@ -11,52 +11,90 @@ ITEM_BYTES = 300
 """Bytes of the index per item."""
 
 
+class Conversation(NamedTuple):
+    """What a request has before its own items."""
+
+    turns: list[Json]
+    """Its messages."""
+    items: tuple[bytes, ...]
+    """Its items, as lists in JSON."""
+
+
+NOTHING_BEFORE = Conversation([], ())
+
+
 class StoredResponse(NamedTuple):
     """A response and the conversation up to its end, as JSON."""
 
     response: bytes
     turns: bytes
+    inputs: tuple[bytes, ...]
+    """Lists of the items that it was made from."""
     items: tuple[str, ...]
     """Ids of its output items."""
 
     @property
     def size(self) -> int:
         """Bytes that it takes in the store."""
-        return len(self.response) + len(self.turns) + ITEM_BYTES * len(self.items)
+        inputs = sum(map(len, self.inputs))
+        return len(self.response) + len(self.turns) + inputs + ITEM_BYTES * len(self.items)
 
 
-class ResponseStore:
-    """The latest responses, as many as fit into `max_bytes`.
+class _Output(msgspec.Struct):
+    """The output of a response."""
 
-    Args:
-        max_bytes: number of bytes that they may take together; 0: none is stored.
-    """
+    output: msgspec.Raw
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+
+class OwnResponses:
+    """The stored responses of one owner."""
+
+    def __init__(self, store: "ResponseStore") -> None:
+        self.max_bytes = store.max_bytes
+        """Number of bytes that the responses of all owners may take together."""
         self.bytes = 0
         """Number of bytes in use."""
+        self._store = store
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._holders: dict[str, str] = {}
         """Id of the response that each item belongs to, by item id."""
 
-    def add(self, response: Json, turns: Sequence[Json]) -> None:
-        """Store a response and evict the oldest ones; one that does not fit is not stored."""
+    def add(self, response: Json, turns: Sequence[Json], inputs: tuple[bytes, ...]) -> None:
+        """Store a response and evict the oldest ones; one that does not fit is not stored.
+
+        Args:
+            response: the response, whole.
+            turns: the messages up to its end.
+            inputs: lists of the items that it was made from.
+        """
         encode = msgspec.json.encode
         items = tuple(item["id"] for item in response["output"])
-        one = StoredResponse(encode(response), encode(turns), items)
+        one = StoredResponse(encode(response), encode(turns), inputs, items)
         if one.size > self.max_bytes:
             return
         self._stored[response["id"]] = one
         self._holders |= dict.fromkeys(items, response["id"])
         self.bytes += one.size
-        while self.bytes > self.max_bytes:
-            self.remove(next(iter(self._stored)))
+        self._store.make_room()
 
     def response(self, id: str) -> bytes | None:
         """Return a stored response; None: there is none of this id."""
         one = self._stored.get(id)
         return None if one is None else one.response
+
+    def inputs(self, id: str) -> list[Json] | None:
+        """Return the items that a response was made from, oldest first and each with an id of its
+        own; None: there is no response of this id."""
+        one = self._stored.get(id)
+        if one is None:
+            return None
+        items = [item for part in one.inputs for item in msgspec.json.decode(part, type=list[Json])]
+        seen: set[str] = set()
+        for place, item in enumerate(items):
+            if item["id"] in seen:  # a client may send an item twice, and page through them
+                item["id"] = f"{item['id']}_{place}"
+            seen.add(item["id"])
+        return items
 
     def finder(self) -> Callable[[str], Json | None]:
         """Return a function that finds items of stored responses by id, for one request.
@@ -77,13 +115,15 @@ class ResponseStore:
 
         return find
 
-    def turns(self, id: str) -> list[Json] | None:
-        """Return the messages up to a response's end; None: there is none of this id."""
+    def conversation(self, id: str) -> Conversation | None:
+        """Return the conversation up to a response's end; None: there is none of this id."""
         one = self._stored.get(id)
         if one is None:
             return None
         self._stored.move_to_end(id)  # who goes on with it once may do so again
-        return msgspec.json.decode(one.turns, type=list[Json])
+        output = msgspec.json.decode(one.response, type=_Output).output
+        turns = msgspec.json.decode(one.turns, type=list[Json])
+        return Conversation(turns, (*one.inputs, bytes(output)))
 
     def remove(self, id: str) -> bool:
         """Delete a response; return whether it was stored."""
@@ -94,3 +134,40 @@ class ResponseStore:
             del self._holders[item]
         self.bytes -= one.size
         return True
+
+    def remove_oldest(self) -> None:
+        """Delete the response that was stored or continued longest ago."""
+        self.remove(next(iter(self._stored)))
+
+
+class ResponseStore:
+    """The latest responses, as many as fit into `max_bytes`.
+
+    Args:
+        max_bytes: number of bytes that they may take together; 0: none is stored.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._owners: dict[int | None, OwnResponses] = {}
+
+    def of(self, owner: int | None) -> OwnResponses:
+        """Return the responses of an API key, which no other key can see.
+
+        Args:
+            owner: index of the key; None: the server has no keys, and all clients are one owner.
+        """
+        if owner not in self._owners:
+            self._owners[owner] = OwnResponses(self)
+        return self._owners[owner]
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes in use."""
+        return sum(own.bytes for own in self._owners.values())
+
+    def make_room(self) -> None:
+        """Evict responses of the owner who has most until all fit: who stores very many evicts only
+        their own."""
+        while self.bytes > self.max_bytes:
+            max(self._owners.values(), key=lambda own: own.bytes).remove_oldest()

@@ -1,6 +1,6 @@
 """Tools of /v1/responses, and their conversion to functions, the only tools that models know."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
@@ -209,6 +209,15 @@ ResponseToolChoice = Annotated[
 def qualified(namespace: str | None, name: str) -> str:
     """Return a tool's name for the model, with its namespace."""
     return name if namespace is None else f"{namespace}.{name}"
+
+
+def by_name(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, object]]:
+    """Yield each tool that the model sees behind its name: the kind, and what the model is told."""
+    for tool in tools:
+        space = tool.name if isinstance(tool, NamespaceTool) else None
+        for one in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
+            if isinstance(one, FunctionTool | CustomTool):
+                yield qualified(space, one.name), (one.type, one.shown(space))
 
 
 def chat_tools(
