@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from twolane.frontend.messages import turns_of
 from twolane.sampling import SamplingParams
-from twolane.server.anthropic.request import MessagesRequest
+from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai import protocol
@@ -17,7 +17,7 @@ from twolane.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from twolane.server.openai.response_request import ResponsesRequest
+from twolane.server.openai.response_request import InputTokensRequest, ResponsesRequest
 from twolane.server.prompts import effort_variables
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -528,7 +528,9 @@ def test_two_tools_of_one_name_are_refused():
     messages = {"model": "m", "max_tokens": 5, **chat}
     for form, body, tools in (
         (ChatRequest, chat, as_chat),
+        (TokenizeRequest, chat, as_chat),
         (ResponsesRequest, items, as_items),
+        (InputTokensRequest, items, as_items),
         (ResponsesRequest, items, [in_space]),
     ):
         error = refusal(form, {**body, "tools": tools})
@@ -538,6 +540,13 @@ def test_two_tools_of_one_name_are_refused():
         form.model_validate({**body, "tools": same})
     with pytest.raises(ApiError, match="two different functions of the name f"):
         MessagesRequest.model_validate({**messages, "tools": as_messages}).as_chat(lambda _: False)
+    with pytest.raises(ApiError, match="two different functions of the name f"):
+        CountTokensRequest.model_validate({**chat, "tools": as_messages}).as_chat(lambda _: False)
+    both = {"input": [{"type": "additional_tools", "tools": as_items}]}
+    assert refusal(ResponsesRequest, both).param == "input[0].tools"
+    free = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    alike = [{"type": "custom", "name": "f"}, {"type": "function", "name": "f", "parameters": free}]
+    assert refusal(ResponsesRequest, {**items, "tools": alike}).param == "tools"
     added = [{"type": "additional_tools", "tools": [tool]} for tool in as_items]
     user = {"role": "user", "content": "Hi"}
     asked = ResponsesRequest.model_validate({"input": [*added, user], "tools": as_items[:1]})

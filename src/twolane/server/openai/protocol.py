@@ -36,7 +36,7 @@ from twolane.server.openai.tools import (
     NamedChoice,
     ToolChoice,
     Tools,
-    ambiguous,
+    check_names,
     chosen_names,
     enforced,
     offered,
@@ -351,8 +351,7 @@ class ChatRequest(GenerationBody, Rendering):
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise wrong("tool_choice", "needs tools")
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := ambiguous(zip(names, self.tools or (), strict=True)):
-            raise wrong("tools", f"has two different functions of the name {twice}")
+        check_names(self.tools)
         if not set(chosen_names(self.tool_choice) or ()).issubset(names):
             raise wrong("tool_choice", f"is not one of the tools: {', '.join(names)[:200]}")
         return self
@@ -382,6 +381,7 @@ class TokenizeRequest(Rendering):
         """Require either a prompt or messages, and messages for the fields of a conversation."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
+        check_names(self.tools)
         for name in (*Rendering.model_fields, "tools") if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise wrong(name, "needs messages")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from twolane.frontend.body import Body, one_message
+from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.structured.tools import Tool
 
 MAX_TOOLS = 1024
@@ -91,6 +91,16 @@ def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:
     """
     known: dict[str, object] = {}
     return next((name for name, tool in named if known.setdefault(name, tool) != tool), None)
+
+
+def check_names(tools: "Sequence[ToolDefinition] | None") -> None:
+    """Refuse two different functions of one name.
+
+    Raises:
+        PydanticCustomError: there are.
+    """
+    if twice := ambiguous((tool.function.name, tool) for tool in tools or ()):
+        raise wrong("tools", f"has two different functions of the name {twice}")
 
 
 def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
