@@ -1,9 +1,14 @@
+import asyncio
+import io
+import logging
 import os
 import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from msgspec.structs import fields
@@ -13,8 +18,10 @@ from twolane.cli import doctor
 from twolane.cli.bench.common import slos
 from twolane.cli.bench.main import BenchCommands
 from twolane.cli.errors import fail
+from twolane.cli.generate import answer
 from twolane.cli.main import Commands, app, main
 from twolane.cli.serve import NO_OPTIONS
+from twolane.common.log_lines import LineHandler
 from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
 from twolane.frontend.other_servers import UNSERVED
@@ -118,6 +125,51 @@ def test_a_terminal_obeys_no_error(capsys):
     """A file's name or a tensor's may come from a checkpoint."""
     assert fail("there is no \x1b[2Jx").exit_code == 1
     assert capsys.readouterr().err == "twolane: there is no \\x1b[2Jx\n"
+
+
+class Answered:
+    """A generation of one text, some of which a terminal would obey."""
+
+    def __init__(self, *request):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    async def __aiter__(self):
+        for text in ("\x1b]0;", "x\x07\r\tü\n", "\x9b2J\u202eb"):
+            yield SimpleNamespace(text=text)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown"),
+    [
+        (True, "\\x1b]0;x\\x07\\x0d\tü\n\\x9b2J\\u202eb\n"),
+        (False, "\x1b]0;x\x07\r\tü\n\x9b2J\u202eb\n"),
+    ],
+)
+def test_a_terminal_obeys_no_answer(terminal, shown, monkeypatch):
+    out = io.StringIO(newline="")
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr("twolane.frontend.generation.Generation", Answered)
+    engine = SimpleNamespace(ready=SimpleNamespace(max_model_len=9))
+    texts = SimpleNamespace(codec=None, encode=AsyncMock(return_value=[1]))
+    asyncio.run(answer(engine, texts, "x", None, chat=False))
+    assert out.getvalue() == shown
+
+
+def test_a_terminal_obeys_no_line_of_a_log_that_no_command_has_set_up(monkeypatch):
+    """Libraries warn of what a checkpoint has."""
+    monkeypatch.setattr(logging, "lastResort", None)
+    monkeypatch.setattr(sys, "argv", ["twolane", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert isinstance(logging.lastResort, LineHandler)
+    assert logging.lastResort.level == logging.WARNING
 
 
 def test_an_option_of_another_server_is_answered_by_what_to_use_instead(capsys, monkeypatch):

@@ -19,6 +19,7 @@ from twolane.bench.preflight import BenchError
 from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
+from twolane.common.printable import printable
 from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import KVCacheDType, Quantization
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
@@ -55,7 +56,7 @@ def find(
     console = Console()
 
     def tell(trial: Trial, slos: dict[str, float]) -> None:
-        typer.echo(_line(trial, slos))
+        typer.echo(printable(_line(trial, slos)))
 
     with contextlib.ExitStack() as stack:
         run: Run
@@ -162,7 +163,7 @@ class OwnServers:
         log = self._out / f"{name}.log"
         typer.echo(f"{system or 'default system'}: starting a server, log in {log}")
         self._server = self._running.enter_context(self._open(system, flags, log))
-        typer.echo(self._server.announcement)
+        typer.echo(printable(self._server.announcement))
         self._serves = system or self._server.system, flags
 
     def _open(

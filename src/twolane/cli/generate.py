@@ -10,6 +10,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.cli.signals import run_until_terminated
+from twolane.common.printable import shown_on
 from twolane.engine.config import LORA, EngineConfig
 from twolane.sampling import SamplingParams
 
@@ -51,10 +52,22 @@ def generate(
     ] = None,
 ) -> None:
     """Answer one prompt in the terminal, without a server."""
-    text = sys.stdin.read() if prompt == "-" else prompt
     with one_line_errors():
+        text = standard_input() if prompt == "-" else prompt
         params = SamplingParams(**sampling)
         run_until_terminated(run(config, text, params, chat=chat))
+
+
+def standard_input() -> str:
+    """Return the text of standard input.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not {error.encoding.upper()}") from error
 
 
 async def run(
@@ -93,7 +106,7 @@ async def answer(
     *,
     chat: bool | None,
 ) -> None:
-    """Write one answer to standard output."""
+    """Write one answer to standard output; a terminal gets its control characters as escapes."""
     from twolane.frontend.generation import Generation
 
     if texts.has_chat_template if chat is None else chat:
@@ -107,6 +120,6 @@ async def answer(
         )
     with Generation(engine, texts.codec, [tokens], [params]) as generation:
         async for delta in generation:
-            sys.stdout.write(delta.text)
+            sys.stdout.write(shown_on(sys.stdout, delta.text))
             sys.stdout.flush()
     sys.stdout.write("\n")

@@ -1,5 +1,6 @@
 """`twolane serve | fleet | generate | pull | profile | simulate | doctor | bench`."""
 
+import logging
 import os
 import sys
 from typing import Annotated, Any, ClassVar
@@ -9,6 +10,7 @@ import typer
 import twolane
 from twolane.cli.errors import INTERRUPTED, fail, told
 from twolane.cli.lazy import LazyCommands
+from twolane.common.log_lines import LineHandler
 from twolane.common.resources import open_standard_files
 from twolane.frontend.other_servers import unserved
 
@@ -77,6 +79,7 @@ def top(
 def main() -> None:
     """Run the command line; a user's error is one line and exit code 2."""
     open_standard_files()
+    logging.lastResort = LineHandler(2, logging.WARNING)  # if no log is set up
     try:
         code = app(prog_name="twolane", standalone_mode=False)
     except typer.Abort:

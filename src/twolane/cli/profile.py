@@ -1,6 +1,6 @@
 """`twolane profile`: what launches take on this machine."""
 
-import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +12,7 @@ from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, finite, takes_engine_settings
+from twolane.common.log_lines import log_to
 from twolane.engine.config import UNPROFILED, EngineConfig
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
 
     from twolane.profile.run import take_profile
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to(sys.stderr.fileno(), "info", "%(message)s")
     with _bars() as progress:
         outcome = take_profile(config, out=out, seconds=seconds, progress=progress)
     profile, console = outcome.profile, Console()

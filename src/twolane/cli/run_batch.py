@@ -1,6 +1,6 @@
 """`twolane run-batch`: a file of requests in OpenAI's batch format."""
 
-import logging
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.cli.signals import run_until_terminated
+from twolane.common.log_lines import log_to
 from twolane.engine.config import EngineConfig
 from twolane.server.options import ServerOptions
 
@@ -49,7 +50,7 @@ def run_batch(
     with one_line_errors():
         # Priorities are between the lines of one file: nobody else waits.
         options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE, allow_priority=True)
-        logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
+        log_to(sys.stderr.fileno(), options.log_level, "%(levelname)s %(message)s")
         answering = batch.run_batch(config, options, source, target, concurrency)
         done = run_until_terminated(answering)
     typer.echo(f"{done.completed} completed, {done.failed} failed: {target}", err=True)

@@ -27,10 +27,11 @@ class LineHandler(logging.Handler):
 
     Args:
         file: descriptor of the open file.
+        level: lowest level of lines that it writes.
     """
 
-    def __init__(self, file: int) -> None:
-        super().__init__()
+    def __init__(self, file: int, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self._file = file
         self._waiting = deque[bytes]()
         self._lost = 0

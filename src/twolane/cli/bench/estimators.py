@@ -8,6 +8,7 @@ import typer
 from twolane.cli.errors import fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
+from twolane.common.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,7 @@ def estimators(
 ) -> None:
     """Print each estimator's errors on held-out samples of a profile, by kind of launch."""
     from rich.console import Console
+    from rich.markup import escape
 
     from twolane.estimate.errors import prediction_seconds, table
     from twolane.estimate.profile import Profile, ProfileError
@@ -36,7 +38,7 @@ def estimators(
         try:
             profile = Profile.read(path)
             errors = table(profile)
-            console.print(_table(_title(path, profile), errors))
+            console.print(_table(escape(printable(_title(path, profile))), errors))
             costs = prediction_seconds(profile)
         except ProfileError as error:
             problem = str(error).removeprefix(str(path)).lstrip(": ")

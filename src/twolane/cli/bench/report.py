@@ -1,6 +1,7 @@
 """`twolane bench report`: figures and tables of runs."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from twolane.cli.errors import fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import finite
+from twolane.common.printable import shown_on
 
 EPILOG = """**Examples**
 
@@ -69,7 +71,7 @@ def report(
         given = saved.read(runs or [], trace_file or [])
         made = report.make(given, trace_from, trace_seconds)
     report.write(made, given, out)
-    typer.echo(report.markdown(made, given))
+    typer.echo(shown_on(sys.stdout, report.markdown(made, given)))
     for title, why in made.lacking:
-        typer.echo(f"Not drawn: {title} {why}")
+        typer.echo(shown_on(sys.stdout, f"Not drawn: {title} {why}"))
     typer.echo(f"{out / 'index.html'}: {len(made.figures)} figures")
