@@ -351,10 +351,14 @@ def test_a_rolling_restart_fails_nothing(pair):
 def test_a_fleet_that_is_stopped_while_its_servers_start_ends_with_them(tmp_path):
     model = write_tiny_model(tmp_path)
     words = [sys.executable, "-m", "twolane", "fleet", str(model), "--load-format", "dummy"]
-    how = ("--hosts", "local", "--port", "0", "--device", "cpu")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    how = ("--hosts", "local", "--port", str(port), "--device", "cpu")
     process = subprocess.Popen([*words, *how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with process:
         started = wait_for(lambda: len(children(process.pid)) == 2 and children(process.pid))
+        at = Served(process, f" | http://127.0.0.1:{port}")
+        assert [at.request(path)[0] for path in ("/livez", "/health")] == [200, 503]
         process.terminate()
         assert process.wait(PATIENCE) == 0
         assert process.stdout.read() == b""

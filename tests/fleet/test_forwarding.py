@@ -152,6 +152,29 @@ def test_what_follows_a_response_goes_where_it_is_stored(streamed) -> None:
     assert not second.asked
 
 
+def test_a_part_of_an_event_is_not_sent_before_the_error_that_ends_a_stream() -> None:
+    parts = (b"data: 1\n\ndata: {", b'"a": "\n', b'"}\n', b"\ndata: 2\n\nda", b"ta: {")
+    read = asyncio.Event()
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        out.write(STREAM + b"".join(map(chunk, parts)))
+        await read.wait()
+
+    async def run() -> None:
+        async with (
+            fleet_of(Scripted(script)) as fleet,
+            fleet.client.post(fleet.base + "/v1/messages", json={}) as answer,
+        ):
+            events = b'data: 1\n\ndata: {"a": "\n"}\n\ndata: 2\n\n'
+            assert await answer.content.readexactly(len(events)) == events
+            read.set()
+            kind, error, *end = (await answer.content.read()).split(b"\n")
+            assert (kind, end) == (b"event: error", [b"", b""])
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "replica_gone"
+
+    asyncio.run(run())
+
+
 def test_a_client_that_leaves_is_left_by_its_server() -> None:
     gone = asyncio.Event()
 

@@ -18,6 +18,7 @@ from twolane.server.http.events import event, named_event
 
 log = logging.getLogger("twolane.fleet")
 
+EVENT_END = b"\n\n"
 REPLICA_HEADER = "x-replica"
 PREDICTED_HEADER = "x-predicted-ttft-ms"
 """Header of answers: predicted TTFT in milliseconds, 0 if unknown."""
@@ -142,16 +143,17 @@ class Forwarder:
         self._metrics.first_events.observe(self._pool.clock() - call.arrived)
         await start_answer(send, answer.status, headers)
         outcome = "answered"
+        whole, rest = _whole_events(first)
         try:
-            await send({"type": "http.response.body", "body": first, "more_body": True})
+            await send({"type": "http.response.body", "body": whole, "more_body": True})
             async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                whole, rest = _whole_events(rest + piece)
+                await send({"type": "http.response.body", "body": whole, "more_body": True})
         except ReplicaLost as error:
             log.warning("%s: an answer was interrupted: %s", member.name, error)
             outcome = "broken_off"
-            body = _failure(call.path)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            rest = _failure(call.path)  # in place of a part of an event
+        await send({"type": "http.response.body", "body": rest})
         self._metrics.count(outcome)
 
 
@@ -166,6 +168,13 @@ async def _pieces(
     while piece := await unless_lost(member.lost, answer.content.readany()):
         ahead.take(piece)
         yield piece
+
+
+def _whole_events(data: bytes) -> tuple[bytes, bytes]:
+    """Return the events that have arrived whole, and the beginning of the next one: an error event
+    behind a part of another would be a part of it."""
+    end = data.rfind(EVENT_END) + len(EVENT_END)
+    return (data[:end], data[end:]) if end >= len(EVENT_END) else (b"", data)
 
 
 def _failure(path: str) -> bytes:

@@ -31,6 +31,7 @@ from twolane.server.run import (
     end,
     first_of,
     return_memory,
+    serving_at,
     set_up_log,
     uvicorn_config,
 )
@@ -127,17 +128,18 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
         )
         async with session:
             pool = Pool(hosts, options, session, shared.api_keys)
+            output = UnsentOutput()
+            app = application(pool, session, shared, output)
+            server = UvicornServer(uvicorn_config(app, shared, output, files_each=FILES_EACH))
+            serving = await serving_at(listener, server)  # probes are answered while servers start
             keeping = asyncio.create_task(pool.run())
             await first_of(pool.started.wait(), stop.asked.wait())
             if pool.failure is not None or stop.asked.is_set():
                 keeping.cancel()
                 await first_of(pool.close(), stop.insisted.wait())
                 await hosts.close()
+                await end(server, serving)
                 return 0 if stop.asked.is_set() else 1
-            output = UnsentOutput()
-            app = application(pool, session, shared, output)
-            server = UvicornServer(uvicorn_config(app, shared, output, files_each=FILES_EACH))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory())
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)

@@ -138,10 +138,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         entry = Entry()
         output = UnsentOutput()
         server = UvicornServer(uvicorn_config(entry, options, output))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.001)
-        listener.listen(BACKLOG)  # which uvicorn has cut to what it accepts at once
+        serving = await serving_at(listener, server)
         with progress_bars() as show:
             starting = asyncio.create_task(
                 start_engine(
@@ -177,6 +174,15 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 await service.tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+async def serving_at(listener: socket.socket, server: UvicornServer) -> asyncio.Task[None]:
+    """Serve at a bound socket; return the task when connections are accepted."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.001)
+    listener.listen(BACKLOG)  # which uvicorn has cut to what it accepts at once
+    return serving
 
 
 async def application(service: Service, config: EngineConfig, options: ServerOptions) -> "FastAPI":
