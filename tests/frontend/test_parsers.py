@@ -148,6 +148,7 @@ WRITTEN = {
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
     "mistral": (("mistral", MISTRAL), "", ROME),
     "pythonic": (("pythonic", PYTHONIC), "", ROME),
+    "pythonic, behind Llama's mark": (("pythonic", f"<|python_tag|>{PYTHONIC}"), "", ROME),
     "pythonic, between texts": (
         ("pythonic", f"See [1] and [[f], [weather].\n{PYTHONIC}\n\nSo I [look] it up."),
         "See [1] and [[f], [weather].So I [look] it up.",
@@ -193,6 +194,14 @@ WRITTEN = {
     ),
     "granite": (("granite", "Ok." + MISTRAL.replace("[TOOL_CALLS]", GRANITE)), "Ok.", ROME),
     "granite, each call between marks": (("granite", GRANITE_CALLS), "", ROME),
+    "granite 3.1": (
+        ("granite", MISTRAL.replace("[TOOL_CALLS]", "<tool_call>")),
+        *("", ROME),
+    ),
+    "phi4_mini_json, with the tokenizer's marks": (
+        ("phi4_mini_json", MISTRAL.replace("[TOOL_CALLS]", GRANITE) + "<|/tool_call|>"),
+        *("", ROME),
+    ),
     "phi4_mini_json": (
         ("phi4_mini_json", MISTRAL.replace("[TOOL_CALLS]", "functools")),
         *("", ROME),
@@ -204,6 +213,19 @@ WRITTEN = {
     ),
     "deepseek": (("deepseek_v3", DEEPSEEK), "", ROME),
     "deepseek 3.1": (("deepseek_v31", DEEPSEEK_31), "", ROME),
+    "deepseek 3.1, as of 3": (("deepseek_v31", DEEPSEEK), "", ROME),
+    "deepseek, as of 3.1": (("deepseek_v3", DEEPSEEK_31), "", ROME),
+    "deepseek, with spaces and without arguments": (
+        (
+            "deepseek_v31",
+            DEEPSEEK_31.replace("weather", " weather\n ").replace("{}", "\n"),
+        ),
+        *("", ROME),
+    ),
+    "deepseek, a tool called function": (
+        ("deepseek_v31", DEEPSEEK_31.replace("weather", "function")),
+        *("", [("function", {"city": "Rome"}), ("f", {})]),
+    ),
     "mistral, with an id": (
         ("mistral_args", MISTRAL_NEW.replace("[ARGS]", "[CALL_ID]abcDEF123[ARGS]")),
         "Ok.",
@@ -264,9 +286,23 @@ WRITTEN = {
         *("", [("f", {})]),
     ),
     "a function as an object": (
-        ("llama3_json", '{"function": {"name": "f"}}'),
-        *('{"function": {"name": "f"}}', []),
+        ("llama3_json", '{"function": {"name": "f"}} {"function": {"name": 1}}'),
+        *('{"function": {"name": 1}}', [("f", {})]),
     ),
+    "a function as an object, with keys around": (
+        ("hermes", f'<tool_call>{{"id": 1, "function": {CALL[11:]}{{"a": 1}}}}, "type": "x"}}'),
+        *("", [("f", {"a": 1})]),
+    ),
+    "a function as an object, a brace too few": (
+        ("hermes", f'<tool_call>{{"function": {CALL[11:]}{{}}}}</tool_call>x'),
+        *("x", [("f", {})]),
+    ),
+    "a list of objects": (("llama3_json", f" [{LLAMA.replace(';', ',')}]"), "", ROME),
+    "a list of objects, between marks": (
+        ("hermes", MISTRAL.replace("[TOOL_CALLS]", "<tool_call>") + "</tool_call>, [x]"),
+        *(", [x]", ROME),
+    ),
+    "a list for the user": (("llama3_json", '[{"a": 1}, [{'), '[{"a": 1}, [{', []),
     "half of a character as the name": (
         ("hermes", '<tool_call>{"name": "\\ud83d"}'),
         *('<tool_call>{"name": "\\ud83d"}', []),

@@ -25,6 +25,7 @@ from twolane.frontend.structured.grammar import (
 from twolane.frontend.structured.patterns import EQUAL
 from twolane.frontend.structured.schema import plain_schema
 from twolane.frontend.structured.tools import (
+    ASSISTANT,
     OPENINGS,
     Tool,
     calls_grammar,
@@ -543,7 +544,8 @@ def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, ta
     """Whatever the marks are, the text before a call is free, and all that is read as one is."""
     if form == "pythonic" and added:
         pytest.skip("a bracket is no special token")
-    mark_of = {OPENINGS[form]: "<|im_start|>"} if added else {}
+    first, *others = OPENINGS.get(form, (ASSISTANT if form == "glm4_0414" else "[",))
+    mark_of = {first: "<|im_start|>"} if added else {}
 
     def token_of(mark):
         return tokenizer.backend.token_to_id(mark_of[mark]) if mark in mark_of else None
@@ -556,11 +558,14 @@ def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, ta
     strict = Tool(WEATHER.name, WEATHER.parameters, strict=True)
     several = strict_grammar(form, [strict, NOTHING], token_of, several=True)
     call = CALLS[form]
-    called = call if call.startswith(OPENINGS[form]) else OPENINGS[form] + call
+    called = call if call.startswith(first) else first + call
     assert all(map(whether, ("", "Hello {a} <tool [TOOL", "It is <b>warm</b>.\n", call)))
     assert whether("I will look.\n" + called)
     assert not whether("I will look. " + called.replace("city", "town"))
     assert not whether(call.replace("city", "town"))
+    for other in others:
+        assert whether("So:\n" + other + called.removeprefix(first))
+        assert not whether(other + called.removeprefix(first).replace("city", "town"))
     text = form in ("glm4_0414", "pythonic") and not added  # it has no tool's name
     assert whether("So " + called.replace("weather", "other")) == text
     assert not whether(called[: called.index("city")])

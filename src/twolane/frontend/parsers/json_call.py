@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 WHITE = " \t\r\n"
 NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
+FUNCTION_ENDED = "}"
+"""Stands for the key of a whole function within another object."""
 SHORT_ESCAPES = '"\\/bfnrtu'
 """Characters that may follow a backslash in a string."""
 QUOTES = ('"', "'")
@@ -155,6 +157,8 @@ class PlainJson:
 class JsonCall:
     """Parses one object such as {"name": "f", "arguments": {…}} character by character.
 
+    It may be the value of "function" in another object, as in OpenAI's API.
+
     The arguments are passed on as they are written, as soon as the name is known; those of a call
     that has none are {}. What begins as no object is passed on when it has ended (`as_object`).
 
@@ -177,6 +181,8 @@ class JsonCall:
         self.spare = ""
         """Text that was fed and does not belong to the call."""
         self._depth = 0
+        self._around = False
+        """Whether the object is in another one."""
         self._unknown: str | None = None
         """A name that is no tool's, seen before any arguments."""
         self._key: str | None = None
@@ -223,7 +229,7 @@ class JsonCall:
     @property
     def _arguments_ended(self) -> bool:
         ended = self._key in ARGUMENTS and self._depth == 1 and self._arguments[-1:] == ["}"]
-        return ended and not self._held
+        return (ended and not self._held) or self._key == FUNCTION_ENDED
 
     def _begin(self, char: str) -> None:
         if char == "{":
@@ -238,6 +244,9 @@ class JsonCall:
         if self._wants_key and char not in WHITE + '",}':
             self.broken = char != "{"  # one may be doubled: Qwen2.5's template shows calls so
             return
+        if char == "{" and self._is_around:
+            self._around, self._key = True, None
+            return
         if char in "{[":
             self._depth += 1
         elif char in "}]":
@@ -247,10 +256,18 @@ class JsonCall:
             self._key = "" if key in ARGUMENTS and self._arguments else key
         elif self._depth == 0 or (self._depth == 1 and char == ","):
             self._value()
-            self.done = self._depth == 0
+            self.done = self._depth == 0 and not self._around
+            if self._depth == 0 and self._around:
+                self._depth, self._around, self._key = 1, False, FUNCTION_ENDED
             self.broken = self.done and self.name is None
         else:
             self._keep(char)
+
+    @property
+    def _is_around(self) -> bool:
+        """Whether an object that begins now is the function of the one around it."""
+        begins = self._depth == 1 and self._key == "function" and not self._scalar
+        return begins and self.name is None and not self._arguments
 
     @property
     def _wants_key(self) -> bool:

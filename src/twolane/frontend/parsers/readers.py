@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJson, parsed
@@ -54,13 +54,14 @@ class NamedCall:
 
     Args:
         header: matches all that is before the object; its group `name` is the tool's.
+        end: mark behind the header of a call without arguments; None: it has none.
     """
 
-    def __init__(self, header: str) -> None:
+    def __init__(self, header: str, end: str | None = None) -> None:
         self.name: str | None = None
         self.done = self.broken = False
         self.spare = ""
-        self._header = re.compile(header)
+        self._header, self._end_mark = re.compile(header), end
         self._head: list[str] = []
         self._object: list[str] = []
         self._taken = self._depth = 0
@@ -70,12 +71,12 @@ class NamedCall:
         """See `CallReader.feed`."""
         if self.name is None and char != "{":
             self._head.append(char)
-            self.broken = len(self._head) > MAX_READ_AGAIN
+            self._end_without_arguments()
+            self.broken = self.name is None and len(self._head) > MAX_READ_AGAIN
             return
         if self.name is None:
-            found = self._header.fullmatch("".join(self._head))
-            self.broken = found is None
-            self.name = found["name"] if found else None
+            self.name = self._named_by("".join(self._head))
+            self.broken = self.name is None
         if settled := self._text.settle(char):
             self._object += self._plain.feed(settled, quoted=True)
         within = self._text.in_string
@@ -83,6 +84,20 @@ class NamedCall:
         if not within:
             self._depth += (char in "{[") - (char in "}]")
             self.done = self._depth == 0
+
+    def _named_by(self, head: str) -> str | None:
+        """Return the tool's name in the text before the object; None: no call begins so."""
+        found = self._header.fullmatch(head)
+        return found["name"] if found else None
+
+    def _end_without_arguments(self) -> None:
+        """Finish the call if the end mark has come before any object."""
+        if self._end_mark is None or self._head[-1] != self._end_mark[-1]:
+            return
+        head = "".join(self._head)
+        if head.endswith(self._end_mark):
+            self.name = self._named_by(head.removesuffix(self._end_mark))
+            self.done, self._object = self.name is not None, ["{}"]
 
     def end(self) -> None:
         """See `CallReader.end`."""
@@ -140,10 +155,16 @@ class ChosenCall:
     Args:
         other: makes what reads the other kind.
         before: characters in front of the call that are no part of it.
+        tools: see `JsonCall`.
     """
 
-    def __init__(self, other: Callable[[], CallReader], before: str = WHITE) -> None:
-        self._other, self._before = other, before
+    def __init__(
+        self,
+        other: Callable[[], CallReader],
+        before: str = WHITE,
+        tools: Collection[str] | None = None,
+    ) -> None:
+        self._other, self._before, self._tools = other, before, tools
         self._reader: CallReader | None = None
 
     @property
@@ -171,7 +192,7 @@ class ChosenCall:
         if self._reader is None:
             if char in self._before:
                 return
-            self._reader = JsonCall() if char == "{" else self._other()
+            self._reader = JsonCall(self._tools) if char == "{" else self._other()
         self._reader.feed(char)
 
     def end(self) -> None:
@@ -191,10 +212,29 @@ def listed_call(_: Types) -> CallReader:
     return ChosenCall(lambda: NamedCall(header), WHITE + "[")
 
 
+def listed_object(types: Types) -> CallReader:
+    """Return what reads Llama's call: an object, alone or of a list."""
+    return ChosenCall(lambda: JsonCall(types), WHITE + "[", types)
+
+
 def tagged_call(types: Types) -> CallReader:
     """Return what reads the call behind `<tool_call>`, in JSON or as Qwen3-Coder writes it: models
-    were trained with both and mix them up."""
-    return ChosenCall(lambda: XmlCall(types))
+    were trained with both and mix them up. Objects may be in a list."""
+    return ChosenCall(lambda: XmlCall(types), WHITE + "[")
+
+
+SEP = "<｜tool▁sep｜>"
+DEEPSEEK_HEADER = (
+    rf"(?=[\s\S]*{SEP})\s*(function{SEP}\s*)?(?P<name>[^\s<]([^\n<]*[^\s<])?)\s*({SEP})?"
+    r"\s*(```(json)?\s*)?"
+)
+"""DeepSeek's text before the arguments: of V3, `function<｜tool▁sep｜>name` and a line's end, or of
+V3.1, `name<｜tool▁sep｜>`."""
+
+
+def deepseek_call(_: Types) -> CallReader:
+    """Return what reads DeepSeek's call."""
+    return NamedCall(DEEPSEEK_HEADER, "<｜tool▁call▁end｜>")
 
 
 BEGIN_FUNCTION = "<function="

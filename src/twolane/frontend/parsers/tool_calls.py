@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from string import ascii_letters
 from types import MappingProxyType
 
-from twolane.frontend.parsers.json_call import JsonCall
+from twolane.frontend.parsers.json_call import WHITE
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -17,10 +17,11 @@ from twolane.frontend.parsers.pieces import (
 from twolane.frontend.parsers.pythonic import PythonicCall
 from twolane.frontend.parsers.readers import (
     CallReader,
-    NamedCall,
     NamedLine,
     Types,
+    deepseek_call,
     listed_call,
+    listed_object,
     tagged_call,
 )
 
@@ -35,8 +36,8 @@ class CallFormat:
     """Marks that begin a call or a list of calls."""
     end: tuple[str, ...] = ()
     """Marks after a call, which are not shown."""
-    separators: str = " \t\r\n"
-    """Characters after a call that are not shown."""
+    separators: str = WHITE
+    """Characters after a call, up to an end mark, that are not shown."""
     again: str = ""
     """First characters of another call after one, without a mark."""
     closes: bool = False
@@ -47,20 +48,30 @@ class CallFormat:
     """Beginnings of a call whose opening mark the model leaves out."""
 
 
+DEEPSEEK = CallFormat(
+    deepseek_call,
+    ("<｜tool▁call▁begin｜>",),
+    ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
+"""DeepSeek's format: fine-tuned models mix the forms of V3 and V3.1."""
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
     {
         "hermes": CallFormat(
             tagged_call,
             ("<tool_call>",),
             ("</tool_call>",),
-            separators="} \t\r\n",
+            separators=",]} \t\r\n",
             again="{",
         ),
         "qwen3_coder": CallFormat(
             tagged_call, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
         ),
         "llama3_json": CallFormat(
-            JsonCall, ("<|python_tag|>",), separators="}; \t\r\n", again="{", bare=True
+            listed_object,
+            ("<|python_tag|>",),
+            separators=",;]} \t\r\n",
+            again="{[",
+            bare=True,
         ),
         "mistral": CallFormat(listed_call, ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"),
         "mistral_args": CallFormat(
@@ -68,30 +79,26 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         ),
         "granite": CallFormat(
             listed_call,
-            ("<|tool_call|>",),
-            ("<|/tool_call|>",),
+            ("<|tool_call|>", "<tool_call>"),  # models of 3.1 write the second
+            ("<|/tool_call|>", "</tool_call>"),
             separators=",]} \t\r\n",
             again="{",
         ),
         "phi4_mini_json": CallFormat(
-            listed_call, ("functools",), separators=",]} \t\r\n", again="{"
+            listed_call,
+            ("functools", "<|tool_call|>"),
+            ("<|/tool_call|>",),
+            separators=",]} \t\r\n",
+            again="{",
         ),
-        "deepseek_v3": CallFormat(
-            lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n(```json)?\s*"),
-            ("<｜tool▁call▁begin｜>",),
-            ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        ),
-        "deepseek_v31": CallFormat(
-            lambda _: NamedCall(r"(?P<name>[^\n<]+)<｜tool▁sep｜>\s*(```json)?\s*"),
-            ("<｜tool▁call▁begin｜>",),
-            ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-        ),
+        "deepseek_v3": DEEPSEEK,
+        "deepseek_v31": DEEPSEEK,
         "glm4_0414": CallFormat(
             NamedLine, ("\n", "<|assistant|>"), ("<|assistant|>", "<|observation|>"), bare=True
         ),
         "pythonic": CallFormat(
             PythonicCall,
-            ("[",),
+            ("[", "<|python_tag|>["),
             ("]",),
             separators=", \t\r\n",
             again=ascii_letters + "_",
@@ -150,6 +157,8 @@ class ToolCallParser:
         self._calls = 0
         """Number of calls with a known name."""
         self._named = False
+        self._marked = False
+        """Whether an end mark followed the last call."""
 
     def feed(self, text: str) -> list[Piece]:
         """See `Parser.feed`."""
@@ -250,7 +259,7 @@ class ToolCallParser:
             self._pass_on(reader, pieces)
         if reader.done:
             self._text = reader.spare + self._text
-            self._state = "after"
+            self._state, self._marked = "after", False
         return True
 
     def _refused(self) -> str:
@@ -272,12 +281,12 @@ class ToolCallParser:
             pieces.append(CallArguments(self._calls - 1, arguments))
 
     def _after(self, pieces: list[Piece]) -> bool:
-        self._text = self._text.lstrip(self._format.separators)
+        self._text = self._text.lstrip(WHITE if self._marked else self._format.separators)
         if not self._text:
             return False
         for mark in self._format.end:
             if self._text.startswith(mark):
-                self._text = self._text[len(mark) :]
+                self._text, self._marked = self._text[len(mark) :], True
                 self._state = "first" if self._format.closes else "after"
                 return True
             if mark.startswith(self._text):

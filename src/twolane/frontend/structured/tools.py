@@ -100,9 +100,9 @@ def strict_grammar(
         return _strict_lines(tools, marks, several=several)
     if call_format == "pythonic":
         return _strict_lists(tools, marks, several=several)
-    opening, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
+    openings, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
     known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
-    calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(opening)) for tool in known]
+    calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     each_opens = not before and call_format not in BARE
     more = f" ({marks.of(*between)} call)*" if several and not each_opens else ""
@@ -115,7 +115,7 @@ def strict_grammar(
         f"bare: {listed}" if bare else "",
         "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
         *rules,
-        *_free_text(opening, marks, NO_CALL if bare else r"(.|\n)*"),
+        *_free_text(openings, marks, NO_CALL if bare else r"(.|\n)*"),
         "SPACE: /[ \\t\\r\\n]+/",
         *marks.rules,
     ]
@@ -157,12 +157,13 @@ def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     return lark_grammar("\n".join(lark))
 
 
-def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
+def _free_text(openings: Sequence[str], marks: "_Marks", text: str) -> list[str]:
     """Return rules for text, given by a regular expression, and for such text before calls."""
-    if not marks.is_text(opening):
-        return [f"TEXT: /{text}/", f"opening: TEXT? {marks.of(opening)}"]
-    mark = re.escape(opening).replace("/", "\\/")
-    return [f"TEXT: /{text}/", f"opening[lazy]: /{text}{mark}/"]  # lazy: it ends with the first one
+    begins = [f"TEXT? {marks.of(mark)}" for mark in openings if not marks.is_text(mark)]
+    written = [re.escape(mark).replace("/", "\\/") for mark in openings if marks.is_text(mark)]
+    lazy = f"written[lazy]: /{text}({'|'.join(written)})/"  # it ends with the first one
+    rules = [f"TEXT: /{text}/", *([lazy] if written else [])]
+    return [*rules, "opening: " + " | ".join([*begins, *(["written"] if written else [])])]
 
 
 class _Marks:
@@ -344,21 +345,20 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "pythonic": (("[",), (", ",), ("]",)),
 }
 """Marks before, between and after the calls of an answer."""
-OPENINGS: Mapping[str, str] = {
-    "hermes": "<tool_call>",
-    "qwen3_coder": "<tool_call>",
-    "llama3_json": "<|python_tag|>",
-    "mistral": "[TOOL_CALLS]",
-    "mistral_args": "[TOOL_CALLS]",
-    "granite": "<|tool_call|>",
-    "glm4_0414": ASSISTANT,
-    "pythonic": "[",
-    "phi4_mini_json": "functools",
-    "deepseek_v3": "<｜tool▁calls▁begin｜>",
-    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+OPENINGS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>",),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "mistral_args": ("[TOOL_CALLS]",),
+    "granite": ("<|tool_call|>", "<tool_call>"),
+    "phi4_mini_json": ("functools", "<|tool_call|>"),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
 }
-"""Mark of the first call in an answer that may have text before it."""
-NO_CALL = r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?"
-"""Text that does not begin like a call without a mark."""
+"""Marks of the first call in an answer that may have text before it; the first one is what
+`LISTS` and `CALLS` begin with."""
+NO_CALL = r"[\[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?"
+"""Text that does not begin like a call without a mark, or a list of such calls."""
 BARE = ("llama3_json",)
 """Formats in which an answer that begins like a call is one."""
