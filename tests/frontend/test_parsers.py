@@ -13,7 +13,12 @@ from twolane.frontend.parsers.json_call import JsonCall, arguments_object
 from twolane.frontend.parsers.json_prefix import ObjectPrefix
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from twolane.frontend.parsers.readers import XmlCall, typed
-from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ReasoningParser, ThinkingMarks
+from twolane.frontend.parsers.reasoning import (
+    KNOWN_MARKS,
+    ReasoningParser,
+    ThinkingMarks,
+    thinking_of,
+)
 from twolane.frontend.parsers.tool_calls import FORMATS, CallFormat, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.tools import Tool
@@ -202,6 +207,15 @@ WRITTEN = {
         ("phi4_mini_json", MISTRAL.replace("[TOOL_CALLS]", GRANITE) + "<|/tool_call|>"),
         *("", ROME),
     ),
+    "nemotron": (
+        ("llama_nemotron_json", MISTRAL.replace("[TOOL_CALLS]", "Ok. <TOOLCALL>") + "</TOOLCALL>."),
+        *("Ok..", ROME),
+    ),
+    "lists without calls": (
+        ("llama_nemotron_json", "Hi. <TOOLCALL>[ ]</TOOLCALL>\n<TOOLCALL>[]</TOOLCALL> You"),
+        *("Hi.You", []),
+    ),
+    "lists that do not end": (("mistral", "[TOOL_CALLS][ "), "[TOOL_CALLS][ ", []),
     "phi4_mini_json": (
         ("phi4_mini_json", MISTRAL.replace("[TOOL_CALLS]", "functools")),
         *("", ROME),
@@ -576,6 +590,39 @@ def test_thinking_is_told_apart_however_the_text_is_cut(places):
     assert read(ReasoningParser(OPENED), cuts(opened, places)) == expected
 
 
+WRAPPED = "<think>So</think>\n<response>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (WRAPPED + "It is.\n</response>\n", "It is."),
+        (WRAPPED + "A <b> </response>\n\n</response> ", "A <b> </response>"),
+        (WRAPPED + "A </response> b </resp", "A </response> b </resp"),
+        (WRAPPED + "</response>", ""),
+        (WRAPPED, ""),
+        ("<think>So</think>\n<respond> </response>", "<respond> </response>"),
+        ("<response>It is.</response>", "<response>It is.</response>"),
+    ],
+)
+@given(places=st.lists(st.integers(0, 100), max_size=12))
+def test_marks_around_an_answer_behind_thinking_are_not_shown(text, shown, places):
+    """Granite 3.3 writes them."""
+    template = "{{ tools }} <think></think> ... <response></response>"
+    thought = "So" if text.startswith("<think>") else ""
+    parser = ReasoningParser(thinking_of(template))
+    assert read(parser, cuts(text, places)) == (thought, shown, [])
+
+
+@given(places=st.lists(st.integers(0, 100), max_size=12))
+def test_thinking_behind_words_is_told_apart(places):
+    """Granite 3.2 has no other marks."""
+    marks = thinking_of("after 'Here is my thought process:' and 'Here is my response:'")
+    text = "Here is my thought process:\n\nSo: Here is.\n\nHere is my response:\n\nIt is."
+    assert read(ReasoningParser(marks), cuts(text, places)) == ("So: Here is.", "It is.", [])
+    assert read(ReasoningParser(marks), cuts(text[4:], places)) == ("", text[4:], [])
+
+
 @pytest.mark.parametrize("begin", ["<think>", "\n <think>\n", "<think>\n\n"])
 @given(places=st.lists(st.integers(0, 100), max_size=12))
 def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
@@ -814,6 +861,7 @@ def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
     assert format_of("{% if tools %}<|tool_call|>{% endif %}") == "granite"
     assert format_of("{% if tools %}functools[{% endif %}") == "phi4_mini_json"
+    assert format_of("{{ tools }}<TOOLCALL>[") == "llama_nemotron_json"
     assert format_of("{{ tools }}[func_name1(params_name1=params_value1...)]") == "pythonic"
     assert format_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}") == "mistral_args"
     assert format_of("{% if tools %}[TOOL_CALLS][{% endif %}") == "mistral"

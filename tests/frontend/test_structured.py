@@ -466,6 +466,7 @@ CALLS = {
     "granite": MISTRAL.replace("[TOOL_CALLS]", "<|tool_call|>"),
     "glm4_0414": 'weather\n{"city": "Rome"}<|assistant|>f\n{}',
     "phi4_mini_json": MISTRAL.replace("[TOOL_CALLS]", "functools"),
+    "llama_nemotron_json": MISTRAL.replace("[TOOL_CALLS]", "<TOOLCALL>") + "</TOOLCALL>",
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
     "pythonic": PYTHONIC,

@@ -18,6 +18,7 @@ ToolForm = Literal[
     "mistral_args",
     "granite",
     "phi4_mini_json",
+    "llama_nemotron_json",
     "deepseek_v3",
     "deepseek_v31",
     "glm4_0414",
@@ -87,7 +88,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Format in which the model writes tool calls; by default detected from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"
     """Where the thinking goes: auto separates it from the answer if the chat template has marks for
-    it, <think> or [THINK]; none leaves it in the answer."""
+    it, such as <think> or [THINK]; none leaves it in the answer."""
     reasoning_field: Annotated[Literal["reasoning_content", "reasoning"], Option(PANEL)] = (
         "reasoning_content"
     )

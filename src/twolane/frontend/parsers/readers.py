@@ -14,7 +14,10 @@ Types = Mapping[str, Mapping[str, frozenset[str]]]
 
 
 class CallReader(Protocol):
-    """Parses one call, character by character; its state depends on the text so far alone."""
+    """Parses one call, character by character; its state depends on the text so far alone.
+
+    A reader that is done without a name has read a list that has no calls.
+    """
 
     @property
     def name(self) -> str | None:
@@ -155,7 +158,7 @@ class ChosenCall:
     Args:
         other: makes what reads the other kind.
         before: characters in front of the call that are no part of it.
-        tools: see `JsonCall`.
+        tools: see `JsonCall`; with them, a list without calls is none.
     """
 
     def __init__(
@@ -166,6 +169,8 @@ class ChosenCall:
     ) -> None:
         self._other, self._before, self._tools = other, before, tools
         self._reader: CallReader | None = None
+        self._listed = self._empty = False
+        """Whether a list has begun, and ended without any call."""
 
     @property
     def name(self) -> str | None:
@@ -175,7 +180,7 @@ class ChosenCall:
     @property
     def done(self) -> bool:
         """See `CallReader.done`."""
-        return self._reader is not None and self._reader.done
+        return self._empty or (self._reader is not None and self._reader.done)
 
     @property
     def broken(self) -> bool:
@@ -191,6 +196,10 @@ class ChosenCall:
         """See `CallReader.feed`."""
         if self._reader is None:
             if char in self._before:
+                self._listed |= char == "["
+                return
+            self._empty = char == "]" and self._listed and self._tools is None
+            if self._empty:
                 return
             self._reader = JsonCall(self._tools) if char == "{" else self._other()
         self._reader.feed(char)

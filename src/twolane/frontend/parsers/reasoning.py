@@ -14,10 +14,18 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
     """Mark after the thinking."""
     opened: bool = False
     """Whether the prompt ends within thinking; if not, the answer may begin with it."""
+    around_answer: tuple[str, str] | None = None
+    """Marks around the answer after the thinking, which are not shown."""
 
 
-KNOWN_MARKS = (ThinkingMarks(), ThinkingMarks("[THINK]", "[/THINK]"))
-"""Known marks: those of most models, and Mistral's."""
+KNOWN_MARKS = (
+    ThinkingMarks(),
+    ThinkingMarks("[THINK]", "[/THINK]"),
+    ThinkingMarks("Here is my thought process:", "Here is my response:"),
+)
+"""Known marks: those of most models, of Mistral's, and of Granite 3.2."""
+AROUND_ANSWER = ("<response>", "</response>")
+"""Marks around the answers of Granite 3.3, behind thinking."""
 
 
 class ReasoningParser:
@@ -37,6 +45,7 @@ class ReasoningParser:
         """Whether only white space, which is dropped, has come since the last mark."""
         self._opened = marks.opened
         """Whether a repeated opening mark, which models write at times, is dropped."""
+        self._within = marks.around_answer and _AnswerWithin(*marks.around_answer)
 
     def feed(self, text: str) -> list[Piece]:
         """See `Parser.feed`."""
@@ -53,6 +62,8 @@ class ReasoningParser:
     def finish(self) -> list[Piece]:
         """See `Parser.finish`."""
         rest, self._text = self._text, ""
+        if self._state == "answer" and self._within:
+            rest += self._within.finish()
         if not rest or (self._state == "thinking" and not rest.strip()):
             return []
         return [Reasoning(rest) if self._state == "thinking" else Content(rest)]
@@ -63,6 +74,7 @@ class ReasoningParser:
             self._text, self._state, self._blank = begun[len(mark) :], "thinking", True
         elif not mark.startswith(begun):
             self._state = "answer"
+            self._within = None  # the marks follow thinking alone
 
     def _think(self, pieces: list[Piece]) -> None:
         if self._blank:
@@ -88,9 +100,49 @@ class ReasoningParser:
         if self._blank:
             self._text = self._text.lstrip()
             self._blank = not self._text
-        if self._text:
-            pieces.append(Content(self._text))
-            self._text = ""
+        shown, self._text = self._text, ""
+        if self._within:
+            shown = self._within.feed(shown)
+        if shown:
+            pieces.append(Content(shown))
+
+
+class _AnswerWithin:
+    """Drops the marks around an answer, if it begins with the first one, and the white space
+    within them. The second one is a mark at the answer's end alone."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._end = begin, end
+        self._state = "start"
+        self._text = ""
+        """Text that may become a mark, or be one."""
+
+    def feed(self, text: str) -> str:
+        """Process more text; return what is certain now."""
+        self._text += text
+        if self._state == "start" and self._text.startswith(self._begin):
+            self._text, self._state = self._text.removeprefix(self._begin), "blank"
+        elif self._state == "start" and not self._begin.startswith(self._text):
+            self._state = "plain"
+        if self._state == "blank" and (said := self._text.lstrip()):
+            self._text, self._state = said, "within"
+        certain = {"plain": len(self._text), "within": self._certain()}.get(self._state, 0)
+        shown, self._text = self._text[:certain], self._text[certain:]
+        return shown
+
+    def finish(self) -> str:
+        """Return the text that was held back and is no mark."""
+        ended = self._state != "plain" and self._text.rstrip().endswith(self._end)
+        rest, self._text = "" if ended or self._state == "blank" else self._text, ""
+        return rest
+
+    def _certain(self) -> int:
+        """Return the number of characters that belong neither to the end mark nor to the white
+        space before it."""
+        said, mark, behind = self._text.rpartition(self._end)
+        if not mark or behind.strip():
+            said = self._text[: len(self._text) - held_back(self._text, (self._end,))]
+        return len(said.rstrip())
 
 
 class AnswerGate:
@@ -156,9 +208,12 @@ class AnswerGate:
 
 def thinking_of(template: str | None) -> ThinkingMarks | None:
     """Return the marks of thinking in a chat template; None: the model does not think."""
-    return next(
+    found = next(
         (marks for marks in KNOWN_MARKS if template is not None and marks.end in template), None
     )
+    if found is not None and "".join(AROUND_ANSWER) in (template or ""):
+        return msgspec.structs.replace(found, around_answer=AROUND_ANSWER)
+    return found
 
 
 def ends_in_thinking(marks: ThinkingMarks, prompt: str, continued: str | None = None) -> bool:

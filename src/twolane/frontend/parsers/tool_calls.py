@@ -91,6 +91,13 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             separators=",]} \t\r\n",
             again="{",
         ),
+        "llama_nemotron_json": CallFormat(
+            listed_call,
+            ("<TOOLCALL>",),
+            ("</TOOLCALL>",),
+            separators=",]} \t\r\n",
+            again="{",
+        ),
         "deepseek_v3": DEEPSEEK,
         "deepseek_v31": DEEPSEEK,
         "glm4_0414": CallFormat(
@@ -121,6 +128,7 @@ def format_of(template: str | None) -> str | None:
         ("[TOOL_CALLS]", "mistral"),
         ("<|tool_call|>", "granite"),
         ("functools[", "phi4_mini_json"),
+        ("<TOOLCALL>", "llama_nemotron_json"),
         ("```json", "deepseek_v3"),
         ("<｜tool▁sep｜>", "deepseek_v31"),
         ("<|observation|>", "glm4_0414"),

@@ -325,6 +325,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "mistral_args": _mistral_call,
     "granite": _json_call("arguments", "", ""),
     "phi4_mini_json": _json_call("arguments", "", ""),
+    "llama_nemotron_json": _json_call("arguments", "", ""),
     "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
     "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
     "glm4_0414": _named_call("NAME\n", tail=()),
@@ -339,6 +340,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "mistral_args": ((), (), ()),
     "granite": (("<|tool_call|>", "["), (", ",), ("]",)),
     "phi4_mini_json": (("functools", "["), (", ",), ("]",)),
+    "llama_nemotron_json": (("<TOOLCALL>", "["), (", ",), ("]", "</TOOLCALL>")),
     "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
     "glm4_0414": ((), (ASSISTANT,), ()),
@@ -353,6 +355,7 @@ OPENINGS: Mapping[str, tuple[str, ...]] = {
     "mistral_args": ("[TOOL_CALLS]",),
     "granite": ("<|tool_call|>", "<tool_call>"),
     "phi4_mini_json": ("functools", "<|tool_call|>"),
+    "llama_nemotron_json": ("<TOOLCALL>",),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
 }
