@@ -89,7 +89,7 @@ def test_help_names_arguments_as_the_pages_do_and_keeps_marks():
         return " ".join(run(*command, "--help").stdout.split())
 
     assert shown("serve").startswith("Usage: twolane serve [OPTIONS] MODEL Serve")
-    assert "marks for it, <think> or [THINK]" in shown("serve")
+    assert "marks for it, such as <think> or [THINK]" in shown("serve")
     assert "[OPTIONS] MODEL Serve a workload" in shown("simulate"), "the hidden NAME:MS is shown"
     assert "[OPTIONS] [RUN]... Draw" in shown("bench", "report")
     assert "[OPTIONS] PROFILE... Print" in shown("bench", "estimators")
