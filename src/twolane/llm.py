@@ -217,10 +217,10 @@ class LLM:
                 has the wrong type.
             EngineError, GenerationFailed: the engine died.
         """
-        given = read_prompts(prompts)
+        listed = read_prompts(prompts)
         fields = text_fields(options)
-        tokens = [self._tokens(prompt, fields) for prompt in given]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        tokens = [self._tokens(prompt, fields) for prompt in listed]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return self._answer(texts, tokens, params, progress, self._options(fields, options))
 
     def chat(
@@ -498,10 +498,10 @@ def end_dropped(engine: EngineClient, texts: Texts, loop: asyncio.AbstractEventL
 
 
 def is_conversation(
-    given: Prompt | Conversation | Sequence[Conversation],
+    messages: Prompt | Conversation | Sequence[Conversation],
 ) -> "TypeIs[Conversation]":
     """Return whether this is one conversation: a list of messages."""
-    return bool(given) and not isinstance(given, str) and isinstance(given[0], Mapping)
+    return bool(messages) and not isinstance(messages, str) and isinstance(messages[0], Mapping)
 
 
 def conversations(
@@ -561,7 +561,7 @@ def check_params(params: SamplingParams) -> None:
         raise FieldError("embeds", "is for /v1/embeddings alone: no answer has hidden states")
 
 
-def check_type(given: object, form: type, name: str) -> None:
+def check_type(value: object, form: type, name: str) -> None:
     """Check nested types, which constructors do not, before they are sent to the engine.
 
     The engine would end at what it cannot read, and with it all that runs.
@@ -570,6 +570,6 @@ def check_type(given: object, form: type, name: str) -> None:
         ValueError: one of them is wrong.
     """
     try:
-        msgspec.convert(msgspec.to_builtins(given), form)
+        msgspec.convert(msgspec.to_builtins(value), form)
     except (TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"{name}: {error}") from error

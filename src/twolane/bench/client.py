@@ -276,7 +276,7 @@ class _Reply:
         self._answer = answer
         self._parser = SSEParser()
         self._status = 200
-        self._said = b""
+        self._refusal = b""
         self._draining = False
 
     @property
@@ -292,7 +292,7 @@ class _Reply:
 
     def on_data(self, data: bytes, now: float) -> None:
         if self.refused:
-            self._said = (self._said + data)[:SHOWN_ERROR]
+            self._refusal = (self._refusal + data)[:SHOWN_ERROR]
             return
         for event in self._parser.feed(data):
             self._answer.add(event, now)
@@ -309,7 +309,7 @@ class _Reply:
     def check(self) -> None:
         """Raise the server's error, if it sent one."""
         if self.refused:
-            text = self._said.decode("utf-8", "replace")
+            text = self._refusal.decode("utf-8", "replace")
             raise StreamError(outcomes.status_outcome(self._status), text)
 
     def _drain(self) -> None:

@@ -256,7 +256,7 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
         system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
     ) -> tuple[Result, bool]:
         name, settings = parse_system(system)
-        asked = SimulateConfig(
+        config = SimulateConfig(
             engine=EngineConfig(
                 model=where.model,
                 system=name,
@@ -281,7 +281,7 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
         )
         requests = workload.build()
         hopeless = Hopeless(requests, points, search.attainment)
-        result = simulate(asked, requests, hopeless, hopeless.tokens).result
+        result = simulate(config, requests, hopeless, hopeless.tokens).result
         return result, result.interrupted
 
     return run

@@ -199,8 +199,8 @@ class Hopeless:
 
     def begun(self, index: int, ttft: float) -> bool:
         """Count a first token after these seconds; return whether the run is hopeless."""
-        slos, asked = self._points[0], self._workload[index]
-        if "ttft" in slos and ttft > bound_for(asked.prompt_tokens, "ttft", slos):
+        slos, request = self._points[0], self._workload[index]
+        if "ttft" in slos and ttft > bound_for(request.prompt_tokens, "ttft", slos):
             self._late.add(index)
             for spare in self._spare:
                 spare["ttft"] -= 1
@@ -345,7 +345,7 @@ def find(
     for point in points:
         _open_folder(point)
     found: list[dict[str, list[float]]] = [{} for _ in points]
-    for system in dict.fromkeys(one for asked in systems for one in variants(asked)):
+    for system in dict.fromkeys(one for listed in systems for one in variants(listed)):
         for i, point in enumerate(points):
             answered = [point] if reads_slos(system) else points[i:]
             for turn in range(search.seeds):
@@ -398,10 +398,10 @@ def tuned(systems: Sequence[str], found: dict[str, list[float]]) -> dict[str, st
     """Return the variant with the highest median goodput so far of each system with several; the
     first listed of equals, and none where nothing holds."""
     best = {}
-    for asked in systems:
-        rates = {one: statistics.median(found[one]) for one in variants(asked) if one in found}
-        if len(variants(asked)) > 1 and any(rates.values()):
-            best[asked] = max(rates, key=rates.__getitem__)
+    for system in systems:
+        rates = {one: statistics.median(found[one]) for one in variants(system) if one in found}
+        if len(variants(system)) > 1 and any(rates.values()):
+            best[system] = max(rates, key=rates.__getitem__)
     return best
 
 
@@ -439,8 +439,8 @@ def _trial(points: Sequence[BoundSearch], system: str, seed: int, rate: float, r
         saved = msgspec.json.decode(path.read_bytes(), type=_SavedRun)
         if saved.trial.system == system:
             return saved.trial
-    asked = [point.search.slos for point in points]
-    result, hopeless = run(system, points[0].search.at(rate, seed), asked)
+    bounds = [point.search.slos for point in points]
+    result, hopeless = run(system, points[0].search.at(rate, seed), bounds)
     trials = [_keep(point, name, system, result, hopeless) for point in points]
     return trials[0]
 

@@ -333,14 +333,14 @@ def _ssl_context() -> ssl.SSLContext:
     return context
 
 
-def _head(parts: SplitResult, given: Mapping[str, str]) -> bytes:
+def _head(parts: SplitResult, more: Mapping[str, str]) -> bytes:
     """Return a request's text from its target to its headers, without those of the body."""
     headers = {"host": ("Host", _host(parts)), "accept": ("Accept", "*/*")}
     headers["user-agent"] = ("User-Agent", "twolane")
     if parts.username is not None:
         secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
         headers["authorization"] = ("Authorization", f"Basic {base64.b64encode(secret).decode()}")
-    headers |= {name.lower(): (name, value) for name, value in given.items()}
+    headers |= {name.lower(): (name, value) for name, value in more.items()}
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     lines = [f"{name}: {value}\r\n" for name, value in headers.values()]
     return f"{quote(target, safe=_URL_CHARACTERS)} HTTP/1.1\r\n{''.join(lines)}".encode()

@@ -109,12 +109,12 @@ def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def starting(
-    asked: Sequence[tuple[Sequence[str], Path]],
+    commands: Sequence[tuple[Sequence[str], Path]],
 ) -> Iterator[list[Callable[[], Server]]]:
     """Start several servers concurrently, like `serving_by`, on the same CPUs.
 
     Args:
-        asked: command and log file of each.
+        commands: command and log file of each.
 
     Yields:
         for each server a function that waits until it serves, and raises BenchError where that
@@ -124,10 +124,10 @@ def starting(
         BenchError: a program does not exist.
     """
     with _divided_cpus() as cpus, contextlib.ExitStack() as stack:
-        ports = _free_ports(len(asked))
+        ports = _free_ports(len(commands))
         yield [
             stack.enter_context(_started(command, log, cpus, port))
-            for (command, log), port in zip(asked, ports, strict=True)
+            for (command, log), port in zip(commands, ports, strict=True)
         ]
 
 
@@ -169,8 +169,8 @@ def _version(url: str) -> str:
     for path in VERSION_PATHS:
         status, body = _answer(url + path)
         with contextlib.suppress(*UNREADABLE):
-            said = msgspec.json.decode(body, type=dict[str, Any])
-            if status == HTTPStatus.OK and (version := said.get("version")):
+            reply = msgspec.json.decode(body, type=dict[str, Any])
+            if status == HTTPStatus.OK and (version := reply.get("version")):
                 return str(version)
     return ""
 

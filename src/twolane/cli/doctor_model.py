@@ -32,8 +32,10 @@ def report(name: str, tokens: str | None) -> None:
     source = resolve(name)
     if source.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
-    file, made = load_both(source)
-    rows = describe(source, file, made) if tokens is None else pieces(TextCodec(made), tokens)
+    file, tokenizer = load_both(source)
+    rows = describe(source, file, tokenizer)
+    if tokens is not None:
+        rows = pieces(TextCodec(tokenizer), tokens)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
@@ -49,33 +51,33 @@ def pieces(codec: TextCodec, text: str) -> Iterator[Sequence[str]]:
 
 
 def describe(
-    source: ModelSource, file: TokenizerFile, made: ModelTokenizer | None
+    source: ModelSource, file: TokenizerFile, tokenizer: ModelTokenizer | None
 ) -> Iterator[Sequence[str]]:
     """Yield the rows of the report: what, its value, where it comes from."""
     yield "model", source.name, str(source.path)
     yield from formats(source)
-    if made is None:
+    if tokenizer is None:
         yield "tokenizer", "none: prompts are token ids", file.origin
         return
-    size = made.backend.get_vocab_size()
-    yield "tokenizer", f"{type(made.backend.model).__name__}, {size:,} tokens", file.origin
+    size = tokenizer.backend.get_vocab_size()
+    yield "tokenizer", f"{type(tokenizer.backend.model).__name__}, {size:,} tokens", file.origin
     yield "BOS", "none", file.origin
     if file.bos is not None:
         yield "BOS", shown(file.bos), file.bos.source
-    for end in ends(source, file, made):
+    for end in ends(source, file, tokenizer):
         yield "EOS", shown(end), end.source
-    yield from templates(file, made)
+    yield from templates(file, tokenizer)
     for note in file.notes:
         yield "note", note, ""
     if source.kind == "dir" and file.origin == "tokenizer.json" and source.tokenizer is not None:
         try:
-            said = disagreement(source.tokenizer, made.backend)
+            difference = disagreement(source.tokenizer, tokenizer.backend)
         except ValueError as error:
             yield "transformers", "has no opinion", str(error)
             return
-        if said is not None:
-            add_note(source, said)
-        yield "transformers", said or f"cuts {len(PROBES)} texts alike", ""
+        if difference is not None:
+            add_note(source, difference)
+        yield "transformers", difference or f"cuts {len(PROBES)} texts alike", ""
 
 
 def formats(source: ModelSource) -> Iterator[Sequence[str]]:
@@ -99,29 +101,29 @@ def shown(token: Declared) -> str:
     return f"{token.id} {token.token!r}"
 
 
-def ends(source: ModelSource, file: TokenizerFile, made: ModelTokenizer) -> list[Declared]:
+def ends(source: ModelSource, file: TokenizerFile, tokenizer: ModelTokenizer) -> list[Declared]:
     """Return every token that ends an answer, once for each place that declares it."""
-    found = []
+    declared = []
     if source.kind == "dir" and source.path is not None:
         for place, ids in declared_eos(source.path).items():
-            found += [Declared(i, made.backend.id_to_token(i) or "", place) for i in ids]
-    return found + file.ends
+            declared += [Declared(i, tokenizer.backend.id_to_token(i) or "", place) for i in ids]
+    return declared + file.ends
 
 
-def templates(file: TokenizerFile, made: ModelTokenizer) -> Iterator[Sequence[str]]:
+def templates(file: TokenizerFile, tokenizer: ModelTokenizer) -> Iterator[Sequence[str]]:
     """Yield the rows about the chat templates."""
-    if made.chat_template is None:
+    if tokenizer.chat_template is None:
         yield "template", "none: no chat", ""
     else:
         yield "template", "", file.template_source or ""
-        yield from form_rows(made, made.chat_template, file.form)
-    if made.tool_template is not None:
+        yield from form_rows(tokenizer, tokenizer.chat_template, file.form)
+    if tokenizer.tool_template is not None:
         yield "tool template", "for conversations with tools", "tool_use"
-        yield from form_rows(made, made.tool_template, file.tool_form)
+        yield from form_rows(tokenizer, tokenizer.tool_template, file.tool_form)
 
 
 def form_rows(
-    made: ModelTokenizer, source: str, form: TemplateForm | None
+    tokenizer: ModelTokenizer, source: str, form: TemplateForm | None
 ) -> Iterator[Sequence[str]]:
     """Yield the rows about one chat template."""
     if form is None:
@@ -139,5 +141,5 @@ def form_rows(
     yield "  tool calls", calls, ""
     yield "  developer", "a role of its own" if form.developer else "read as system", ""
     yield "  turn ends", repr(form.turn_end), ""
-    variables = ChatTemplate(source, made.special_tokens, form).variables
+    variables = ChatTemplate(source, tokenizer.special_tokens, form).variables
     yield "  variables", ", ".join(sorted(variables)) or "none", "chat_template_kwargs"

@@ -23,7 +23,7 @@ def fail(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an error's message; of a file, its name and the system's reason."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
@@ -41,7 +41,7 @@ def with_flags(text: str) -> str:
     """Return an error of the engine with its settings named as their flags are."""
     names = "|".join(field for field in _flags() if "_" in field)
     alone = rf"(?<![\w./'\"-])({names})(?![\w./'\"-])"
-    return re.sub(alone, lambda found: flag(found[0]), text)
+    return re.sub(alone, lambda match: flag(match[0]), text)
 
 
 def _flags() -> dict[str, str]:
@@ -78,4 +78,4 @@ def one_line_errors() -> Iterator[None]:
     except FieldError as error:
         raise wrong_setting(error) from error
     except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
-        raise fail(with_flags(told(error)) or type(error).__name__) from error
+        raise fail(with_flags(message_of(error)) or type(error).__name__) from error

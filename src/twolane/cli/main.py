@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 import twolane
-from twolane.cli.errors import INTERRUPTED, fail, told
+from twolane.cli.errors import INTERRUPTED, fail, message_of
 from twolane.cli.lazy import LazyCommands
 from twolane.common.log_lines import LineHandler
 from twolane.common.resources import open_standard_files
@@ -85,7 +85,7 @@ def main() -> None:
     except typer.Abort:
         code = INTERRUPTED
     except OSError as error:  # a file or an address that cannot be had, wherever it was asked for
-        fail(told(error))
+        fail(message_of(error))
         code = 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # the parser's own errors have it
@@ -108,8 +108,8 @@ def explain(error: Any) -> int:
 def plain(text: str) -> str:
     """Return a parser's message in one line and in plain words."""
     line = " ".join(text.split())
-    for said, words in PLAIN:
-        line = line.replace(said, words)
+    for jargon, words in PLAIN:
+        line = line.replace(jargon, words)
     return line.rstrip(".")
 
 
@@ -121,9 +121,9 @@ def wrong_value(error: Any) -> str | None:
     if context is None or param is None or not problem:
         return None
     source = context.get_parameter_source(param.name)
-    given = {"ENVIRONMENT": str(param.envvar)}.get(source.name if source else "")
-    message = f"{given or (param.opts or [param.name])[0]} {problem}"
-    if given and os.environ.get(given, "").startswith("tcp://"):
+    variable = {"ENVIRONMENT": str(param.envvar)}.get(source.name if source else "")
+    message = f"{variable or (param.opts or [param.name])[0]} {problem}"
+    if variable and os.environ.get(variable, "").startswith("tcp://"):
         message += f", and {LINKED}"
     in_file = source is not None and source.name == "DEFAULT_MAP"
     return f"{context.params['config_file']}: {message}" if in_file else message

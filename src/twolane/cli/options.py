@@ -75,13 +75,13 @@ def takes(
         parameters += [_parameter(one, defaults or {}, variables) for one in offered]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            values = [(one, given.pop(one.name)) for one in offered]
+        def run(**arguments: Any) -> None:
+            values = [(one, arguments.pop(one.name)) for one in offered]
             try:
                 fields = _fields(struct, values)
             except FieldError as error:
                 raise wrong_setting(error) from error
-            command(**given, **{parameter: fields})
+            command(**arguments, **{parameter: fields})
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -98,15 +98,15 @@ def takes_engine_settings(*without: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
+        def run(**arguments: Any) -> None:
             from twolane.engine.settings import check_settings
 
-            config = EngineConfig(model=given["model"], **given.pop("config"))
+            config = EngineConfig(model=arguments["model"], **arguments.pop("config"))
             try:
                 check_settings(config)
             except FieldError as error:
                 raise wrong_setting(error) from error
-            command(**given, config=config)
+            command(**arguments, config=config)
 
         return takes(EngineConfig, "config", without=without, variables=True)(run)
 
@@ -171,14 +171,14 @@ def _callback(setting: Setting, form: Form) -> Callable[..., Any] | None:
     return finite if _holds(form.kind, float) and not setting.option.infinite else None
 
 
-def _no_blank(ctx: typer.Context, param: typer.CallbackParam, given: list[str] | None) -> Any:
+def _no_blank(ctx: typer.Context, param: typer.CallbackParam, value: list[str] | None) -> Any:
     """Refuse an option with a blank value: an empty key would let everybody in."""
     source = ctx.get_parameter_source(str(param.name))
-    if (source is not None and source.name != "DEFAULT" and not given) or any(
-        not text.strip() for text in given or ()
+    if (source is not None and source.name != "DEFAULT" and not value) or any(
+        not text.strip() for text in value or ()
     ):
         raise typer.BadParameter("must not be empty")
-    return given
+    return value
 
 
 def _fields(struct: type[msgspec.Struct], values: list[tuple[Setting, Any]]) -> dict[str, Any]:

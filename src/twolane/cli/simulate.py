@@ -67,5 +67,5 @@ def simulate(
         bench = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
         workload = msgspec.structs.replace(bench.workload, seed=config.seed)
         bench = msgspec.structs.replace(bench, workload=workload)
-        asked = SimulateConfig(engine=config, bench=bench, **where)
-        simulation.show(asked, result_file, requests_file)
+        settings = SimulateConfig(engine=config, bench=bench, **where)
+        simulation.show(settings, result_file, requests_file)

@@ -43,8 +43,8 @@ def problem_of(matcher: "LLMatcher") -> str | None:
     """Return the error of a matcher's grammar or latest token on one line; None: there is none."""
     if not matcher.is_error():
         return None
-    said = " ".join(matcher.get_error().replace(OMITTED_DETAILS, "").split())
-    return NOTHING_FITS if said in NOTHING_FITS_ERRORS else said[:MAX_ERROR_CHARACTERS]
+    problem = " ".join(matcher.get_error().replace(OMITTED_DETAILS, "").split())
+    return NOTHING_FITS if problem in NOTHING_FITS_ERRORS else problem[:MAX_ERROR_CHARACTERS]
 
 
 def matching_takes_too_long(seconds: float, tokens: int) -> bool:

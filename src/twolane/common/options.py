@@ -167,10 +167,10 @@ def _in_unit(text: str, factor: float) -> str:
 @functools.cache
 def docstrings(struct: type) -> dict[str, str]:
     """Return the docstrings of a class's fields, each as one line of text."""
-    [found] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
-    assert isinstance(found, ast.ClassDef)
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
+    assert isinstance(definition, ast.ClassDef)
     docs = {}
-    for field, text in pairwise(found.body):
+    for field, text in pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
     return docs

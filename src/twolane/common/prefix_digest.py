@@ -44,8 +44,8 @@ class Landmarks(NamedTuple):
             salt: see `page_hash.salt_bytes`.
         """
         pages = enumerate(page_hashes(prompt[: len(prompt) - 1], page_size, salt), 1)
-        found = [(page * page_size, each) for page, each in pages if is_landmark(page, page_size)]
-        return cls(*zip(*found, strict=True)) if found else cls()
+        marks = [(page * page_size, each) for page, each in pages if is_landmark(page, page_size)]
+        return cls(*zip(*marks, strict=True)) if marks else cls()
 
 
 class PrefixDigest(msgspec.Struct, frozen=True):

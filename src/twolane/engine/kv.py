@@ -323,10 +323,10 @@ class KVBooks:
         """
         if not self._free_slots:
             return None
-        found = self.lookup(tokens, reuse=reuse, before=before, salt=salt)
-        if found.cost > self.free_pages + self.reclaimable_pages:
+        match = self.lookup(tokens, reuse=reuse, before=before, salt=salt)
+        if match.cost > self.free_pages + self.reclaimable_pages:
             return None
-        path = list(found.path)
+        path = list(match.path)
         for node in path:
             self.tree.pin(node)
         pages = [node.page for node in path]

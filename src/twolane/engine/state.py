@@ -354,7 +354,7 @@ class State:
 def _with_token(output: Output, request: Request, sampled: Sampled) -> Output:
     """Return a request's output with its latest token added."""
     first = request.generated == 1
-    asked = request.sampling.params.prompt_logprobs is not None
+    scored = request.sampling.params.prompt_logprobs is not None
     logprobs = output.logprobs
     if sampled.logprobs is not None:
         logprobs = [*(logprobs or ()), sampled.logprobs]
@@ -363,7 +363,7 @@ def _with_token(output: Output, request: Request, sampled: Sampled) -> Output:
         tokens=[*output.tokens, sampled.token],
         cached=request.cached if first else output.cached,
         logprobs=logprobs,
-        prompt_logprobs=request.prompt_logprobs if first and asked else output.prompt_logprobs,
+        prompt_logprobs=request.prompt_logprobs if first and scored else output.prompt_logprobs,
         embedding=sampled.embedding if first else output.embedding,
         due=output.due,
     )

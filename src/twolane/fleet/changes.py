@@ -114,8 +114,8 @@ class Changes:
         headers: Mapping[str, str],
         within: float | None,
     ) -> Mapping[str, Reply]:
-        asked = [self._ask(each, path, body, headers, within) for each in members]
-        replies = await asyncio.gather(*asked)
+        asking = [self._ask(each, path, body, headers, within) for each in members]
+        replies = await asyncio.gather(*asking)
         return dict(zip([each.name for each in members], replies, strict=True))
 
     async def bring_up_to_date(self, member: Changed) -> None:

@@ -51,8 +51,8 @@ class _Body(msgspec.Struct):
     @property
     def max_output(self) -> int:
         """Limit on the answer's tokens as the router counts it."""
-        asked = self.max_completion_tokens or self.max_tokens or USUAL_OUTPUT
-        return min(max(asked, 1), MAX_OUTPUT)
+        requested = self.max_completion_tokens or self.max_tokens or USUAL_OUTPUT
+        return min(max(requested, 1), MAX_OUTPUT)
 
 
 class _Landmarks(msgspec.Struct):
@@ -96,25 +96,25 @@ class Inquiry:
         headers, body = Headers(scope=call.scope), call.body
         known = _known(body)
         call = call._replace(homes=self._homes(call.path, known))
-        found = None
+        marks = None
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
-            found = await self._landmarks(call, LANDMARKS[call.path])
-            extended = _with_tokens(body, found)
+            marks = await self._landmarks(call, LANDMARKS[call.path])
+            extended = _with_tokens(body, marks)
             if len(extended) <= self._max_body_bytes:  # a replica refuses larger ones
                 call = call._replace(body=extended)
-        asked = headers.get(SESSION_HEADER) or known.user
+        session = headers.get(SESSION_HEADER) or known.user
         return call, RoutedRequest(
-            prompt_tokens=found.prompt_tokens if found else max(1, len(body) // BYTES_PER_TOKEN),
+            prompt_tokens=marks.prompt_tokens if marks else max(1, len(body) // BYTES_PER_TOKEN),
             output_tokens=known.max_output,
-            landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),
+            landmarks=Landmarks(marks.tokens, marks.hashes) if marks else Landmarks(),
             ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),
-            session=asked and session_key(asked),
+            session=session and session_key(session),
         )
 
     def note_response(self, call: ClientCall, member: Member, begun: bytes) -> None:
         """Remember from the head of an answer which replica may have stored the response."""
-        if call.path == RESPONSES and (found := RESPONSE_ID.search(begun)):
-            self._responses[found[1].decode()] = member.name
+        if call.path == RESPONSES and (match := RESPONSE_ID.search(begun)):
+            self._responses[match[1].decode()] = member.name
             if len(self._responses) > KNOWN_RESPONSES:
                 self._responses.popitem(last=False)
 
@@ -146,19 +146,19 @@ class Inquiry:
             ):
                 if answer.status != 200:  # the replica that it is sent to says what is wrong
                     return None
-                found = msgspec.json.decode(await answer.read(), type=_Landmarks)
+                marks = msgspec.json.decode(await answer.read(), type=_Landmarks)
         except (aiohttp.ClientError, TimeoutError, *UNREADABLE):
             return None
-        return found if found.sound else None
+        return marks if marks.sound else None
 
 
-def _bound(path: str, asked: str) -> float | None:
+def _bound(path: str, milliseconds: str) -> float | None:
     """Return the TTFT bound in seconds that a header sets; None: the replica's default. Requests
     that generate nothing have no bound and are never refused."""
     if path not in GENERATING_PATHS:
         return math.inf
     with suppress(ValueError):  # the replica says what is wrong
-        if 0.0 < (seconds := float(asked) / 1e3) < math.inf:
+        if 0.0 < (seconds := float(milliseconds) / 1e3) < math.inf:
             return seconds
     return None
 
@@ -175,14 +175,14 @@ def session_key(name: str) -> str:
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).hexdigest()
 
 
-def _with_tokens(body: bytes, found: _Landmarks | None) -> bytes:
+def _with_tokens(body: bytes, marks: _Landmarks | None) -> bytes:
     """Return a body with its prompt's tokens added, if they are known and change nothing else.
 
     A replica has read the body as an object with fields, so that it begins with a brace.
     """
-    if found is None or found.token_ids is None:
+    if marks is None or marks.token_ids is None:
         return body
     if b'"prompt_token_ids"' in body or b'"truncate_prompt_tokens"' in body:
         return body
     _, _, fields = body.partition(b"{")
-    return b'{"prompt_token_ids":' + msgspec.json.encode(found.token_ids) + b"," + fields
+    return b'{"prompt_token_ids":' + msgspec.json.encode(marks.token_ids) + b"," + fields

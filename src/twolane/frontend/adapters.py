@@ -65,16 +65,16 @@ class Adapters:
 
     def take(self, news: Iterable[AdapterResult]) -> None:
         """Record the results of loading and unloading."""
-        for told in news:
-            path, waiting = self._changing.pop(told.name)
-            if told.loaded:
-                self.loaded[told.name] = AdapterInfo(path, int(time.time()), told.digest)
+        for result in news:
+            path, waiting = self._changing.pop(result.name)
+            if result.loaded:
+                self.loaded[result.name] = AdapterInfo(path, int(time.time()), result.digest)
             if waiting.done():
                 continue  # whoever waited was cancelled
-            if told.problem is None:
+            if result.problem is None:
                 waiting.set_result(None)
             else:
-                waiting.set_exception(AdapterRefused(told.problem))
+                waiting.set_exception(AdapterRefused(result.problem))
 
     def fail(self, error: Exception) -> None:
         """Fail all waiting callers: the engine is gone."""

@@ -78,8 +78,8 @@ class Body(BaseModel):
                 continue
             if name not in cls.unsupported:  # pydantic would collect them all
                 near = get_close_matches(str(name), fields, 1)
-                found = {"param": name, **({"near": near[0]} if near else {})}
-                raise PydanticCustomError("unknown_field", "unknown field", found)
+                context = {"param": name, **({"near": near[0]} if near else {})}
+                raise PydanticCustomError("unknown_field", "unknown field", context)
             if not is_neutral(value, cls.unsupported[name]):
                 why = cls.why_unsupported.get(name, "is not supported")
                 raise wrong(name, why, "unsupported_field")

@@ -326,7 +326,7 @@ class EngineClient:
 
     async def _ping(self) -> None:
         """Ping the engine; log its problems, and kill it if it hangs and the watchdog is on."""
-        told = False
+        reported = False
         while self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Ping())
@@ -337,8 +337,8 @@ class EngineClient:
                 self._kill()
                 self._fail(self._last_words)
                 return
-            if (problem is not None) != told:
-                told = not told
+            if (problem is not None) != reported:
+                reported = not reported
                 log.warning("%s", problem or "the engine answers again")
             await asyncio.sleep(PING_SECONDS)
 

@@ -145,9 +145,9 @@ def read_messages(messages: object, name: str) -> list[Turn]:
     Raises:
         ValueError: a message is refused; the text names its field, below `name`.
     """
-    given = [as_list(turn) for turn in messages] if isinstance(messages, list | tuple) else messages
+    lists = [as_list(turn) for turn in messages] if isinstance(messages, list | tuple) else messages
     try:
-        return turns_of(_MESSAGES.validate_python(given))
+        return turns_of(_MESSAGES.validate_python(lists))
     except ValidationError as error:
         raise ValueError(first_finding(error.errors(), name).message) from error
 
@@ -158,9 +158,9 @@ def read_prompts(prompts: object) -> list[str | list[int]]:
     Raises:
         ValueError: they are no prompts.
     """
-    given = [as_list(one) for one in prompts] if isinstance(prompts, list | tuple) else prompts
+    lists = [as_list(one) for one in prompts] if isinstance(prompts, list | tuple) else prompts
     try:
-        return prompt_list(_PROMPTS.validate_python(given, strict=True))
+        return prompt_list(_PROMPTS.validate_python(lists, strict=True))
     except ValidationError as error:
         raise ValueError(first_finding(error.errors(), "prompts").message) from error
 
@@ -174,12 +174,12 @@ def read_prompt(prompt: object) -> str | list[int]:
     return read_prompts([prompt])[0]
 
 
-def as_list(given: object) -> object:
+def as_list(value: object) -> object:
     """Return a tuple as a list and a mapping as a dict, the only types that pydantic accepts
     here."""
-    if isinstance(given, tuple):
-        return [*given]
-    return dict(given) if isinstance(given, Mapping) else given
+    if isinstance(value, tuple):
+        return [*value]
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

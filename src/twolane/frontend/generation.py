@@ -211,21 +211,21 @@ class Generation:
         """Handle an event of the engine when it arrives: what is counted is what the client
         gets."""
         reader, now = self._readers[index], time.monotonic()
-        told: Delta | Event | None = event
+        item: Delta | Event | None = event
         if reader.stopped:
-            told = None  # the client has its full answer, whatever comes now
+            item = None  # the client has its full answer, whatever comes now
         elif isinstance(event, Output) and event.finish != "abort":
             try:
-                told = self._read(reader, index, event, now)
+                item = self._read(reader, index, event, now)
             except TextError as error:  # others' tokens come this way, too
                 self._engine.abort(self._open[index])
-                told = event = Refused(self._open[index], "broken", str(error))
+                item = event = Refused(self._open[index], "broken", str(error))
         if not isinstance(event, Output) or event.finish is not None:
             if isinstance(event, Output) and reader.stopped:
                 event = msgspec.structs.replace(event, finish="stop")
             self._end(index, event, now)
-        if not self._taken(told):
-            self._put(told)
+        if not self._taken(item):
+            self._put(item)
 
     def _by_name(self, refused: Refused) -> Refused:
         """Return a refusal with the client's name of the field at fault."""
@@ -234,18 +234,18 @@ class Generation:
         message = self._asks_for_grammar + refused.message.removeprefix(GRAMMAR)
         return msgspec.structs.replace(refused, message=message, field=self._asks_for_grammar)
 
-    def _taken(self, told: Delta | Event | None) -> bool:
+    def _taken(self, item: Delta | Event | None) -> bool:
         if self._taker is None or not self._awaited:
             return False
         try:
-            return isinstance(told, Delta) and told.finish is None and self._taker(told)
+            return isinstance(item, Delta) and item.finish is None and self._taker(item)
         except Exception as error:  # whoever iterates gets it: others' tokens come this way, too
             self._put(error)
             return True
 
-    def _put(self, told: Delta | Event | Exception | None) -> None:
+    def _put(self, item: Delta | Event | Exception | None) -> None:
         self._awaited = False
-        self.backlog.put(told)
+        self.backlog.put(item)
 
     def _read(self, reader: OutputReader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)

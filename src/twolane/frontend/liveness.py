@@ -87,11 +87,11 @@ class Liveness:
         if not late:
             return None
         first = late[0]
-        told = "without a prediction"
+        prediction = "without a prediction"
         if first.predicted is not None:
-            told = f"predicted to take {first.predicted:.3g} s"
+            prediction = f"predicted to take {first.predicted:.3g} s"
         lane = "whole device" if first.lane == "device" else f"{first.lane} lane"
-        return f"the {lane} has finished nothing for {first.seconds:.0f} s (a launch {told})"
+        return f"the {lane} has finished nothing for {first.seconds:.0f} s (a launch {prediction})"
 
     @property
     def _silent_rank(self) -> str | None:

@@ -155,7 +155,7 @@ class Message(Body):
         content = self._content()
         if isinstance(content, str):
             return content
-        return "\n".join(said for said in content or () if isinstance(said, str))
+        return "\n".join(part for part in content or () if isinstance(part, str))
 
     @property
     def thoughts(self) -> str:
@@ -168,7 +168,7 @@ class Message(Body):
         turn: Turn = {"role": self.role, "content": self._content()}
         reasoning = self.reasoning_content or self.reasoning
         if self.role == "assistant" and isinstance(turn["content"], list):
-            turn["content"] = [said for said in turn["content"] if isinstance(said, str)]
+            turn["content"] = [part for part in turn["content"] if isinstance(part, str)]
             reasoning = reasoning or self.thoughts
         calls = [call.for_template() for call in self.tool_calls or ()]
         others = {

@@ -153,17 +153,17 @@ _SETTINGS = {
 """Replacements of settings for which the option's hint would not help."""
 
 
-def check_settings(given: Collection[str], known: Collection[str]) -> None:
+def check_settings(names: Collection[str], known: Collection[str]) -> None:
     """Refuse settings that `LLM` does not have.
 
     Args:
-        given: their names.
+        names: their names.
         known: the names that there are.
 
     Raises:
         TypeError: one is not known; the message says what to use instead, where that is listed.
     """
-    for name in given:
+    for name in names:
         if name not in known:
             raise TypeError(f"LLM: {name} is not a setting here: {_setting_hint(name, known)}")
 

@@ -106,8 +106,8 @@ class Worker:
 
     async def greet(self) -> None:
         """Wait until the worker is ready."""
-        _, said = await read(self._reader)
-        [self.pid] = struct.unpack("<q", said)
+        _, reply = await read(self._reader)
+        [self.pid] = struct.unpack("<q", reply)
 
     @property
     def ended(self) -> bool:
@@ -127,10 +127,10 @@ class Worker:
             for begin in range(0, len(view), PART):
                 self._writer.write(view[begin : begin + PART])
                 await self._writer.drain()
-        kind, said = await read(self._reader)
+        kind, reply = await read(self._reader)
         if kind == BROKEN:
-            raise SandboxError(said.decode(errors="replace"))
-        return said
+            raise SandboxError(reply.decode(errors="replace"))
+        return reply
 
     def end(self) -> None:
         """Kill the process."""
@@ -149,7 +149,7 @@ class Sandbox:
         limits: of each job and worker.
     """
 
-    said: bytes
+    setup_result: bytes
     """Result of the program's setup."""
 
     def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
@@ -189,7 +189,7 @@ class Sandbox:
             )
         try:
             async with asyncio.timeout(SETUP_SECONDS):
-                kind, said = await self._set_up(own)
+                kind, reply = await self._set_up(own)
         except TimeoutError as error:
             self._end_zygote()
             raise SandboxError(f"it was not set up within {SETUP_SECONDS:g} s") from error
@@ -199,8 +199,8 @@ class Sandbox:
             self._end_zygote()
             raise
         if kind == BROKEN:
-            raise SandboxError(said.decode(errors="replace"))
-        self.said = said
+            raise SandboxError(reply.decode(errors="replace"))
+        self.setup_result = reply
 
     async def _set_up(self, own: socket.socket) -> tuple[bytes, bytes]:
         # The socket itself stays with the sandbox, which sends descriptors over it.

@@ -47,15 +47,15 @@ def run(set_up: SetUp) -> None:
         return
     seconds, memory = LIMITS.unpack_from(setup)
     limit_memory(SETUP_MEMORY)
-    kind, said, handler = attempt(lambda: set_up(setup[LIMITS.size :]))
-    send(control, kind, said)
+    kind, reply, handler = attempt(lambda: set_up(setup[LIMITS.size :]))
+    send(control, kind, reply)
     if handler is None:
         return
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave no zombies
-    while (given := receive_descriptor(control)) is not None:
-        descriptor, niceness = given
+    while (worker := receive_descriptor(control)) is not None:
+        descriptor, niceness = worker
         if os.fork() == 0:
             control.close()
             die_with_parent()
@@ -76,11 +76,11 @@ def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> N
     while (job := receive(own)) is not None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            kind, said = DONE, handler(job)
+            kind, reply = DONE, handler(job)
         except BaseException as error:
-            kind, said = BROKEN, reason(error).encode(errors="replace")
+            kind, reply = BROKEN, reason(error).encode(errors="replace")
         signal.setitimer(signal.ITIMER_REAL, 0)
-        send(own, kind, said)
+        send(own, kind, reply)
 
 
 class TookTooLong(BaseException):
@@ -112,10 +112,10 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 def attempt(set_up: Callable[[], tuple[bytes, Handler]]) -> tuple[bytes, bytes, Handler | None]:
     """Set a program up; return the kind and content of the answer, and the handler of jobs."""
     try:
-        said, handler = set_up()
+        reply, handler = set_up()
     except BaseException as error:
         return BROKEN, reason(error).encode(errors="replace"), None
-    return DONE, said, handler
+    return DONE, reply, handler
 
 
 def reason(error: BaseException) -> str:
@@ -168,9 +168,9 @@ def receive_descriptor(control: socket.socket) -> tuple[int, int] | None:
     """Return the descriptor of a new worker's socket and its niceness (nice(2)); None: the socket
     was closed."""
     size = socket.CMSG_SPACE(array.array("i").itemsize)
-    said, [*ancillary], _, _ = control.recvmsg(1, size)
+    niceness, [*ancillary], _, _ = control.recvmsg(1, size)
     if not ancillary:
         return None
-    found = array.array("i")
-    found.frombytes(ancillary[0][2])
-    return found[0], said[0]
+    descriptors = array.array("i")
+    descriptors.frombytes(ancillary[0][2])
+    return descriptors[0], niceness[0]

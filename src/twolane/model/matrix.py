@@ -191,8 +191,8 @@ def concatenated(matrices: Sequence[Matrix]) -> Matrix:
         matrices = [_with_zeros(each) for each in matrices]
 
     def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-        given = [part for part in parts if part is not None]
-        return torch.cat(given) if given else None
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present else None
 
     values = torch.cat([each.values for each in matrices])
     scales, zeros = joined([m.scales for m in matrices]), joined([m.zeros for m in matrices])

@@ -36,9 +36,9 @@ class UnsupportedModel(ValueError):
     """The model asks for something that is not built; the message names it and what works."""
 
     @classmethod
-    def because(cls, what: str, given: object, works: Iterable[str]) -> "UnsupportedModel":
+    def because(cls, what: str, value: object, works: Iterable[str]) -> "UnsupportedModel":
         """Return the refusal of one value of `what`, with the list of those that work."""
-        return cls(f"unsupported {what} {given!r}; these work: {', '.join(works)}")
+        return cls(f"unsupported {what} {value!r}; these work: {', '.join(works)}")
 
 
 @dataclass(frozen=True)

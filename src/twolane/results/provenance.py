@@ -140,10 +140,10 @@ def commit() -> str | None:
     TWOLANE_COMMIT counts where git does not know the source.
     """
     here = Path(twolane.__file__).parent
-    if _said("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
+    if _output_of("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
         return os.environ.get(COMMIT)
-    head = _said("git", "-C", str(here), "rev-parse", "HEAD")
-    changed = _said(
+    head = _output_of("git", "-C", str(here), "rev-parse", "HEAD")
+    changed = _output_of(
         *("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"),
         *("--", ":/", KEPT_APART),
     )
@@ -158,8 +158,8 @@ def gpus() -> tuple[str | None, str | None]:
     if visible == "":
         return None, None
     which = [] if visible is None else [f"--id={visible}"]
-    said = _said("nvidia-smi", query, "--format=csv,noheader", *which)
-    rows = [line.rpartition(", ") for line in (said or "").splitlines()]
+    output = _output_of("nvidia-smi", query, "--format=csv,noheader", *which)
+    rows = [line.rpartition(", ") for line in (output or "").splitlines()]
     if not rows:
         return None, None
     cards = Counter(card for card, _, _ in rows)
@@ -188,7 +188,7 @@ def cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _said(*words: str) -> str | None:
+def _output_of(*words: str) -> str | None:
     """Return a command's output; None: it is missing or fails."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)

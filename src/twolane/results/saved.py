@@ -105,11 +105,11 @@ class Saved:
     @property
     def slos(self) -> dict[str, float]:
         """Bounds in ms by name; empty if runs differ."""
-        given: dict[str, set[float]] = {}
+        every: dict[str, set[float]] = {}
         for run in self.runs:
             for name, bound in (run.data.get("slos_ms") or {}).items():
-                given.setdefault(name, set()).add(bound)
-        return {name: min(bounds) for name, bounds in given.items() if len(bounds) == 1}
+                every.setdefault(name, set()).add(bound)
+        return {name: min(bounds) for name, bounds in every.items() if len(bounds) == 1}
 
     @property
     def flat(self) -> dict[str, float]:
@@ -120,8 +120,8 @@ class Saved:
     @property
     def labels(self) -> list[str]:
         """Labels in the order given."""
-        found = [system for one in self.found for system in one.goodput]
-        return list(dict.fromkeys([*(run.label for run in self.runs), *found]))
+        systems = [system for one in self.found for system in one.goodput]
+        return list(dict.fromkeys([*(run.label for run in self.runs), *systems]))
 
 
 def read(inputs: list[str], traces: list[str]) -> Saved:

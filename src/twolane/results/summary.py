@@ -88,40 +88,40 @@ def rate_label(result: Result) -> float | str:
 def warnings(result: Result) -> list[str]:
     """Return warnings about the figures."""
     metrics = result.metrics
-    found = []
+    lines = []
     lag = metrics.lag.percentiles[99.0] or 0.0
     if lag > LAG_BOUND and rate_label(result) != "inf":
-        found.append(f"the client is a bottleneck: it sent up to {_ms(lag)} ms late (P99)")
+        lines.append(f"the client is a bottleneck: it sent up to {_ms(lag)} ms late (P99)")
     loop = result.loop_lag.percentiles[99.0] or 0.0
     if loop > LAG_BOUND:
-        found.append(
+        lines.append(
             f"the client is a bottleneck: it read the clock up to {_ms(loop)} ms late (P99)"
         )
     stalled, bound = result.loop_lag.max or 0.0, result.config.goodput.get("tbt", math.inf)
     if stalled > bound:
-        found.append(
+        lines.append(
             f"the client, or its host, stood still for {_ms(stalled)} ms: gaps of that moment are "
             "not the server's"
         )
     if (metrics.tokens_per_chunk or 0.0) > CHUNK_BOUND:
-        found.append(
+        lines.append(
             f"the server sends {metrics.tokens_per_chunk:.2f} tokens a chunk: TBT is the time "
             "between chunks"
         )
     cached = metrics.cached_tokens / metrics.input_tokens if metrics.input_tokens else 0.0
     if cached > CACHED_BOUND and not any(request.hash_ids for request in result.workload):
-        found.append(
+        lines.append(
             f"{cached:.0%} of the input tokens were in the server's prefix cache, so prompts were "
             "hardly computed: it has seen them before. Another --seed draws new ones"
         )
     if metrics.uncounted:
-        found.append(
+        lines.append(
             f"{metrics.uncounted} answers came without usage: their tokens are counted by chunks"
         )
     short = sum(r.ok and r.output_tokens < r.asked_output for r in result.records)
     if result.config.ignore_eos and short:
-        found.append(f"{short} answers are shorter than asked although ignore_eos was set")
-    return found
+        lines.append(f"{short} answers are shorter than asked although ignore_eos was set")
+    return lines
 
 
 def first_errors(result: Result) -> list[tuple[str, str]]:

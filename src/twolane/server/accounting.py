@@ -90,7 +90,7 @@ def span_attributes(
 ) -> dict[str, str | int | float | bool | list[str]]:
     """Return a request's parameters under OpenTelemetry's names, without those that are not set."""
     chat = isinstance(body, ChatRequest)
-    asked = {
+    attributes = {
         "operation.name": "chat" if chat else "text_completion",
         "provider.name": "twolane",
         "request.model": model_name,
@@ -106,4 +106,4 @@ def span_attributes(
         "request.presence_penalty": params.presence_penalty,
         "request.stop_sequences": list(body.stop_strings) or None,
     }
-    return {f"gen_ai.{name}": value for name, value in asked.items() if value is not None}
+    return {f"gen_ai.{name}": value for name, value in attributes.items() if value is not None}

@@ -72,7 +72,7 @@ def create_app(
     add_response_routes(app, service, ResponseStore(options.stored_response_bytes))
     add_message_routes(app, service)
     opened = {"--admin-endpoints": options.admin_endpoints, "--lora-endpoints": lora_endpoints}
-    add_refused_routes(app, [option for option, given in opened.items() if given])
+    add_refused_routes(app, [option for option, enabled in opened.items() if enabled])
     if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:

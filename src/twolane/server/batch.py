@@ -137,15 +137,15 @@ async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
     """Return the line of the output for a line of the input."""
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     try:
-        given = msgspec.json.decode(line.removeprefix(BOM_UTF8))
-        if isinstance(given, dict) and isinstance(given.get("custom_id"), str):
-            answer["custom_id"] = given["custom_id"]
-        asked = msgspec.convert(given, BatchLine)
+        value = msgspec.json.decode(line.removeprefix(BOM_UTF8))
+        if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
+            answer["custom_id"] = value["custom_id"]
+        request = msgspec.convert(value, BatchLine)
     except UNREADABLE as error:
         return answer | refused("invalid_line", f"line {number}: {error}")
-    if asked.refusal is not None:
-        return answer | refused("invalid_request", asked.refusal)
-    reply = await post(app, asked.url, msgspec.json.encode(asked.body))
+    if request.refusal is not None:
+        return answer | refused("invalid_request", request.refusal)
+    reply = await post(app, request.url, msgspec.json.encode(request.body))
     response = {
         "status_code": reply.status,
         "request_id": answer["id"],

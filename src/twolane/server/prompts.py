@@ -37,8 +37,8 @@ def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[s
         effort: "none" for no thinking.
         has_variable: says whether the template has a variable.
     """
-    asked = {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
-    return {name: value for name, value in asked.items() if has_variable(name)}
+    variables = {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
+    return {name: value for name, value in variables.items() if has_variable(name)}
 
 
 class Prompt(NamedTuple):
@@ -87,15 +87,15 @@ class PromptReader:
         special = body.add_special_tokens is not False
         prompts, all_given = [], body.prompts
         self._admission.check_count(len(all_given) * body.choices, counted_by(body))
-        for given in all_given:
-            if isinstance(given, str) and body.prompt_token_ids is not None:
-                prompts.append(Prompt(body.prompt_token_ids, given))
-            elif isinstance(given, str):
-                self._check_text(len(given), body, "prompt")
-                encode = self._texts.encode(given, add_special_tokens=special, client=CLIENT.get())
-                prompts.append(Prompt(await self._text(encode, "prompt"), given))
+        for prompt in all_given:
+            if isinstance(prompt, str) and body.prompt_token_ids is not None:
+                prompts.append(Prompt(body.prompt_token_ids, prompt))
+            elif isinstance(prompt, str):
+                self._check_text(len(prompt), body, "prompt")
+                encode = self._texts.encode(prompt, add_special_tokens=special, client=CLIENT.get())
+                prompts.append(Prompt(await self._text(encode, "prompt"), prompt))
             else:
-                prompts.append(Prompt(given))
+                prompts.append(Prompt(prompt))
         return self._fitted(prompts, body, "prompt")
 
     async def of_chat(self, body: ChatRequest) -> Prompt:
@@ -128,11 +128,11 @@ class PromptReader:
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
         """Return the tools and variables for the chat template."""
         more: dict[str, Any] = {"tools": body.shown_tools}
-        given = body.chat_template_kwargs or {}
+        stated = body.chat_template_kwargs or {}
         if body.reasoning_effort is not None:
             known = partial(self._texts.has_variable, tools=bool(body.shown_tools))
-            asked = effort_variables(body.reasoning_effort, known)
-            more["variables"] = {**asked, **given}
+            variables = effort_variables(body.reasoning_effort, known)
+            more["variables"] = {**variables, **stated}
         return more
 
     async def tokenize(self, body: TokenizeRequest) -> Listed:

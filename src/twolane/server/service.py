@@ -230,10 +230,10 @@ class Service:
         Raises:
             ApiError: 400; its message says which field to lower.
         """
-        asked = 0
+        count = 0
         if params.prompt_logprobs is not None:
-            asked = sum(map(len, prompts)) * (params.prompt_logprobs + 1)
-        self._check_amount(asked, MAX_PROMPT_LOGPROBS, "prompt_logprobs")
+            count = sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+        self._check_amount(count, MAX_PROMPT_LOGPROBS, "prompt_logprobs")
         if body.logprob_count is not None and not body.stream:
             room = self.engine.ready.max_model_len - min(map(len, prompts))
             tokens = min(params.max_tokens or room, room) * len(prompts) * body.choices
@@ -241,10 +241,10 @@ class Service:
                 tokens * (body.logprob_count + 1), MAX_ANSWER_LOGPROBS, body.limit[0]
             )
 
-    def _check_amount(self, asked: int, most: int, param: str) -> None:
-        if asked > most:
-            amount = f"{asked} log-probabilities, more than {most}"
-            message = f"{param} is too large: the answer could have {amount}"
+    def _check_amount(self, count: int, most: int, param: str) -> None:
+        if count > most:
+            numbers = f"{count} log-probabilities, more than {most}"
+            message = f"{param} is too large: the answer could have {numbers}"
             raise ApiError(400, message, code="invalid_value", param=param)
 
     def _traces(
@@ -256,10 +256,10 @@ class Service:
     ) -> "list[RequestTrace]":
         if self.tracing is None:
             return []
-        asked = span_attributes(body, params, self.check_model(body.model))
+        attributes = span_attributes(body, params, self.check_model(body.model))
         return [
             self.tracing.begin(
-                call.headers, call.arrival, {**asked, "gen_ai.usage.input_tokens": len(prompt)}
+                call.headers, call.arrival, {**attributes, "gen_ai.usage.input_tokens": len(prompt)}
             )
             for prompt in answers
         ]

@@ -105,13 +105,13 @@ class SimulatedMachine:
         return SimLanes(self.device.gpu.units, self._levels, self.device)
 
 
-def _levels(gpu: Gpu, asked: Sequence[int] | None) -> list[tuple[int, int]]:
+def _levels(gpu: Gpu, listed: Sequence[int] | None) -> list[tuple[int, int]]:
     """Return (prefill units, decode units) of each level, fewest for decode first."""
-    if asked is None:
-        asked = range(LEVEL_STEP, gpu.units - LEVEL_STEP + 1, LEVEL_STEP)
-    for units in asked:
+    if listed is None:
+        listed = range(LEVEL_STEP, gpu.units - LEVEL_STEP + 1, LEVEL_STEP)
+    for units in listed:
         if not units < gpu.units:
             raise FieldError(
                 "levels", f"{units} leave none of the {gpu.units} units of {gpu.name} to prefill"
             )
-    return [(gpu.units - units, units) for units in sorted(set(asked))]
+    return [(gpu.units - units, units) for units in sorted(set(listed))]

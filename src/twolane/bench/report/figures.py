@@ -28,18 +28,18 @@ def goodput(saved: Saved) -> Figure:
     """Draw goodput as bars: median, range and values of the seeds."""
     if not saved.found:
         raise Lacking("needs a folder of `twolane bench goodput --out FOLDER`")
-    found = {name: one for each in saved.found for name, one in each.goodput.items()}
+    searches = {name: one for each in saved.found for name, one in each.goodput.items()}
     looks = style.looks(saved.labels)
-    figure, (axes,) = style.new(height=0.9 + 0.55 * len(found))
-    most = max(one["most"] for one in found.values()) or 1.0
-    for row, (name, one) in enumerate(found.items()):
+    figure, (axes,) = style.new(height=0.9 + 0.55 * len(searches))
+    most = max(one["most"] for one in searches.values()) or 1.0
+    for row, (name, one) in enumerate(searches.items()):
         look, middle = looks[name], one["median"]
         axes.barh(row, middle, 0.6, color=look.color, hatch=look.hatch, edgecolor="white")
         axes.hlines(row, one["least"], one["most"], color=style.BLACK, linewidth=1.5)
         axes.plot(one["seeds"], [row] * len(one["seeds"]), "o", color="white", mec="black", ms=4.5)
         text = f"{middle:.2f}" if one["least"] == one["most"] else _with_range(one)
         axes.text(one["most"] + 0.02 * most, row, text, va="center", fontweight="bold")
-    axes.set(yticks=range(len(found)), yticklabels=found, xlabel="goodput, requests/s")
+    axes.set(yticks=range(len(searches)), yticklabels=searches, xlabel="goodput, requests/s")
     search = saved.found[0].search
     bounds = {slo: 1e3 * bound for slo, bound in search["slos"].items()}
     slos = ", ".join(f"{NAMES[slo]} within {bound_words(slo, bounds)}" for slo in bounded(bounds))

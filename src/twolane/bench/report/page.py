@@ -182,14 +182,14 @@ def _speeds(run: Run, percentile: str) -> list[str]:
 def setting(saved: Saved) -> list[str]:
     """Return the setting of the runs in lines, without which figures mean nothing."""
     lines = list(dict.fromkeys(run.where for run in saved.runs))
-    for found in saved.found:
-        work = found.search["workload"]
-        asked = ", ".join(f"{k} {v}" for k, v in work.items() if v is not None and k != "seed")
-        slos = bounds_words(found.search["slos"])
-        share = f"{found.search['attainment']:.1%} keep each of {slos}"
-        lines.append(f"Workload: {asked}; {found.search['seeds']} seeds; {share}")
+    for search in saved.found:
+        work = search.search["workload"]
+        workload = ", ".join(f"{k} {v}" for k, v in work.items() if v is not None and k != "seed")
+        slos = bounds_words(search.search["slos"])
+        share = f"{search.search['attainment']:.1%} keep each of {slos}"
+        lines.append(f"Workload: {workload}; {search.search['seeds']} seeds; {share}")
     runs = [run for run in saved.runs if "trial" not in run.data]
-    abouts = [*(found.about for found in saved.found), *(run.about for run in runs)]
+    abouts = [*(search.about for search in saved.found), *(run.about for run in runs)]
     lines += dict.fromkeys(line for about in abouts if about for line in _made(about))
     sent = {f"{run.data.get('num_prompts')} requests of {run.data.get('dataset')}" for run in runs}
     return lines + [f"Workload: {one}" for one in sorted(sent)]

@@ -64,8 +64,8 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, found, value = text.partition(":")
-    if not found or not name.strip():
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip():
         raise typer.BadParameter(f"--goodput: {text!r} is not NAME:MS")
     return name.strip(), value.strip()
 

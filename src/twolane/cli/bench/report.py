@@ -68,10 +68,10 @@ def report(
     from twolane.results import saved
 
     with common.errors_as_lines():
-        given = saved.read(runs or [], trace_file or [])
-        made = report.make(given, trace_from, trace_seconds)
-    report.write(made, given, out)
-    typer.echo(shown_on(sys.stdout, report.markdown(made, given)))
-    for title, why in made.lacking:
+        inputs = saved.read(runs or [], trace_file or [])
+        drawn = report.make(inputs, trace_from, trace_seconds)
+    report.write(drawn, inputs, out)
+    typer.echo(shown_on(sys.stdout, report.markdown(drawn, inputs)))
+    for title, why in drawn.lacking:
         typer.echo(shown_on(sys.stdout, f"Not drawn: {title} {why}"))
-    typer.echo(f"{out / 'index.html'}: {len(made.figures)} figures")
+    typer.echo(f"{out / 'index.html'}: {len(drawn.figures)} figures")

@@ -262,9 +262,9 @@ class Grammars:
     def constraint(self, grammar: str, stops: Collection[int]) -> Future[tuple[Constraint, bytes]]:
         """Compile a grammar; the future has the constraint of one request and the mask of its
         first token, or a `GrammarError`."""
-        found = self._thread.submit(self._constraint, grammar, stops)
-        found.add_done_callback(lambda _: self._notify())
-        return found
+        compiling = self._thread.submit(self._constraint, grammar, stops)
+        compiling.add_done_callback(lambda _: self._notify())
+        return compiling
 
     def _constraint(self, grammar: str, stops: Collection[int]) -> tuple[Constraint, bytes]:
         group = next(self._made) % self._groups

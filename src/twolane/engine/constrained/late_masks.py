@@ -33,21 +33,21 @@ class LateMasks:
     def start(self) -> None:
         """Begin with the masks of requests that got a token; release launches that they left."""
         state = self._state
-        asked = [
+        requests = [
             request for request in state.masks_to_compute if request.phase is not Phase.FINISHED
         ]
         state.masks_to_compute.clear()
         together: dict[Request, Constraint] = {}
-        for request in asked:
+        for request in requests:
             assert request.constraint is not None
             if request.constraint.pace.apart:
-                found = self._masks.start_apart(request.constraint)
-                self._started.append(_Started([request], found))
+                masks = self._masks.start_apart(request.constraint)
+                self._started.append(_Started([request], masks))
             else:
                 together[request] = request.constraint
         if together:
-            found = self._masks.start([*together.values()])
-            self._started.append(_Started([*together], found))
+            masks = self._masks.start([*together.values()])
+            self._started.append(_Started([*together], masks))
         self._send()
 
     def take(self) -> bool:

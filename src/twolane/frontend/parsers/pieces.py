@@ -76,8 +76,8 @@ def read_again_from(text: str, marks: tuple[str, ...]) -> int:
     near = len(text) - MAX_READ_AGAIN
     if near <= 0:
         return 0
-    found = [place for mark in marks if (place := text.find(mark, near)) >= 0]
-    place = min(found, default=len(text) - held_back(text, marks))
+    places = [place for mark in marks if (place := text.find(mark, near)) >= 0]
+    place = min(places, default=len(text) - held_back(text, marks))
     return len(text[:place].rstrip())
 
 

@@ -117,15 +117,15 @@ class PythonicCall:
     def _take(self) -> None:
         """Finish an argument."""
         text, self._argument = "".join(self._argument).strip(), []
-        found = ARGUMENT.fullmatch(text)
-        if found is None:
+        match = ARGUMENT.fullmatch(text)
+        if match is None:
             self._spoilt |= bool(text)
             self.broken = self._spoilt and self.name is None
             return
-        self.name, name = self._begun, found["name"]
+        self.name, name = self._begun, match["name"]
         if name not in self._known:
             key = json.dumps(name, ensure_ascii=False)
-            value = json.dumps(value_of(found["value"].strip()), ensure_ascii=False)
+            value = json.dumps(value_of(match["value"].strip()), ensure_ascii=False)
             self._pieces.append(f"{', ' if self._known else '{'}{key}: {value}")
             self._known.add(name)
 

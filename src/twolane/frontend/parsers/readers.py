@@ -338,10 +338,10 @@ class XmlCall:
     def _head(self, char: str) -> None:
         """Process a character of the mark before the parameters."""
         if char == ">":
-            found = FUNCTION.fullmatch("".join(self._pieces))
-            self.broken = found is None
-            if found:
-                self._begun_name, self._pieces, self._end = unquoted(found["name"]), [], ""
+            match = FUNCTION.fullmatch("".join(self._pieces))
+            self.broken = match is None
+            if match:
+                self._begun_name, self._pieces, self._end = unquoted(match["name"]), [], ""
             return
         begun = "".join(self._pieces).lstrip()
         if not begun:
@@ -404,8 +404,8 @@ class XmlCall:
         """Emit the part of a text value that cannot become its end."""
         text = "".join(self._pieces)
         near = max(0, len(text) - MAX_MARK_LENGTH)
-        found = MAY_END.search(text, near)
-        held = len(text) if found is None else found.start()
+        match = MAY_END.search(text, near)
+        held = len(text) if match is None else match.start()
         if held:
             self._write(text[:held])
             self._pieces = [text[held:]]

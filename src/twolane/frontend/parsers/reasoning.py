@@ -190,10 +190,10 @@ class AnswerGate:
 
     def _behind(self, before: str, text: str) -> tuple[str, str]:
         """Process text after the thinking, of which only white space has come."""
-        said = text.lstrip()
-        if said:
+        rest = text.lstrip()
+        if rest:
             self._state = "answer"
-        return before + text[: len(text) - len(said)], said
+        return before + text[: len(text) - len(rest)], rest
 
     def release(self) -> str:
         """Return the text that is held back."""

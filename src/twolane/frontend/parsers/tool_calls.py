@@ -211,9 +211,9 @@ class ToolCallParser:
         return True
 
     def _plain(self, pieces: list[Piece]) -> bool:
-        found = [(self._text.find(mark), mark) for mark in self.marks if mark in self._text]
-        if found:
-            place, mark = min(found)
+        places = [(self._text.find(mark), mark) for mark in self.marks if mark in self._text]
+        if places:
+            place, mark = min(places)
             shown = self._text[:place].rstrip()
             space = self._text[len(shown) : place]
             self._show(shown, pieces)

@@ -75,18 +75,18 @@ class CallsInThinking:
     def finish(self) -> list[Piece]:
         """Finish; return the calls, or the held thinking."""
         if self._parser is not None:
-            found = self._parser.finish()
-            calls = [*joined(self._calls + found)]
-            if self._may_be_calls(found) and are_whole(calls):
+            pieces = self._parser.finish()
+            calls = [*joined(self._calls + pieces)]
+            if self._may_be_calls(pieces) and are_whole(calls):
                 return calls
         return self.release()
 
     def _begin(self, text: str) -> tuple[str, str]:
         """Search for a mark; return the thinking, and the text to parse again."""
         self._text += text
-        found = [self._text.find(mark) for mark in self._marks if mark in self._text]
-        if found:
-            thought = self._text[: min(found)]
+        places = [self._text.find(mark) for mark in self._marks if mark in self._text]
+        if places:
+            thought = self._text[: min(places)]
             rest, self._text = self._text[len(thought.rstrip()) :], ""
             self._parser, self._calls, self._held_size = self._make(), [], 0
             return thought.rstrip(), rest
@@ -99,9 +99,9 @@ class CallsInThinking:
         """Parse text after a mark; return the thinking, and the text to parse again."""
         most = MAX_HELD - self._held_size
         for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
-            found = parser.feed(char)
-            self._calls += found
-            if place > most or not self._may_be_calls(found):
+            pieces = parser.feed(char)
+            self._calls += pieces
+            if place > most or not self._may_be_calls(pieces):
                 held = "".join((*self._held, text[:place]))
                 self._held, self._parser = [], None
                 behind = _read_no_more(held, self._marks)
@@ -133,8 +133,8 @@ def _read_no_more(held: str, marks: tuple[str, ...]) -> int:
 def are_whole(pieces: Sequence[Piece]) -> bool:
     """Return whether there are calls, and each one's arguments, in one piece, are a JSON object."""
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
-    said = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
-    return 0 < len(starts) == len(said) and all(map(is_object, said))
+    arguments = [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    return 0 < len(starts) == len(arguments) and all(map(is_object, arguments))
 
 
 def joined(pieces: list[Piece]) -> Iterator[Piece]:

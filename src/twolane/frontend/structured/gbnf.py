@@ -41,8 +41,8 @@ def _plain(part: re.Match[str]) -> str:
 
 
 def _in_literal(text: str) -> str:
-    def plain(found: re.Match[str]) -> str:
-        character = _named(found)
+    def plain(match: re.Match[str]) -> str:
+        character = _named(match)
         return IN_LITERALS.get(character, character)
 
     text = ESCAPE.sub(plain, text)
@@ -50,8 +50,8 @@ def _in_literal(text: str) -> str:
 
 
 def _in_class(text: str) -> str:
-    def plain(found: re.Match[str]) -> str:
-        character = _named(found) if found[0].startswith("\\") else found[0]
+    def plain(match: re.Match[str]) -> str:
+        character = _named(match) if match[0].startswith("\\") else match[0]
         special = character in SIGNS or not character.isprintable()
         return f"\\x{ord(character):02x}" if special and ord(character) < 256 else character
 

@@ -290,7 +290,7 @@ def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:
             place = lexeme.place(class_ranges(node.rx))
             return False, {place}, {place}
         case LiteralNode():
-            numbers = [character_number(found) for found in CHARACTER.finditer(node.value)]
+            numbers = [character_number(match) for match in CHARACTER.finditer(node.value)]
             places = [lexeme.place(((number, number),)) for number in numbers]
             return in_a_row(lexeme, [(False, {place}, {place}) for place in places])
         case SequenceNode():
@@ -329,12 +329,12 @@ def class_ranges(text: str) -> Ranges:
         return ((0, 9), (11, LAST))
     inside = text[1:-1]
     negated = inside.startswith("^")
-    found = [*CHARACTER.finditer(inside.removeprefix("^"))]
+    characters = [*CHARACTER.finditer(inside.removeprefix("^"))]
     ranges, place = [], 0
-    while place < len(found):
-        low = high = character_number(found[place])
-        if place + 2 < len(found) and found[place + 1][0] == "-":
-            high = character_number(found[place + 2])
+    while place < len(characters):
+        low = high = character_number(characters[place])
+        if place + 2 < len(characters) and characters[place + 1][0] == "-":
+            high = character_number(characters[place + 2])
             place += 2
         ranges.append((low, high))
         place += 1
@@ -351,8 +351,8 @@ def others(ranges: Sequence[tuple[int, int]]) -> Ranges:
     return (*left, (start, LAST)) if start <= LAST else tuple(left)
 
 
-def character_number(found: re.Match[str]) -> int:
+def character_number(match: re.Match[str]) -> int:
     """Return the code point of a match of `CHARACTER`."""
-    if found[1]:
-        return int(found[1], 16)
-    return ord(NAMED.get(found[2], found[2]) if found[2] else found[3])
+    if match[1]:
+        return int(match[1], 16)
+    return ord(NAMED.get(match[2], match[2]) if match[2] else match[3])

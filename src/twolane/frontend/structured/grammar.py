@@ -174,7 +174,7 @@ def made_grammar(maker: Maker, field: str) -> str:
     except (FieldError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's own kinds, and its panics, are no `Exception`
-        said = " ".join(str(error).split()) or type(error).__name__
+        problem = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, RecursionError):
-            said = "it is nested too deeply"
-        raise FieldError(field, f"cannot be served: {said}"[:500]) from error
+            problem = "it is nested too deeply"
+        raise FieldError(field, f"cannot be served: {problem}"[:500]) from error

@@ -52,13 +52,13 @@ class GrammarMaker:
             why = "a number of it is beyond 64 bits" if isinstance(error, OverflowError) else error
             raise FieldError(job.field, f"cannot be served: {why}") from error
         try:
-            said = await self._queues[len(data) >= LONG_JOB].run([data], client)
+            reply = await self._queues[len(data) >= LONG_JOB].run([data], client)
         except SandboxError as error:
             raise FieldError(job.field, f"cannot be served: {error}") from error
-        made = msgspec.msgpack.decode(said, type=Result)
-        if isinstance(made, MadeGrammar):
-            return made.grammar
-        raise FieldError(job.field, made.problem)
+        result = msgspec.msgpack.decode(reply, type=Result)
+        if isinstance(result, MadeGrammar):
+            return result.grammar
+        raise FieldError(job.field, result.problem)
 
     async def close(self) -> None:
         """Stop the sandbox."""

@@ -190,10 +190,10 @@ def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
 
 def _dialect(uri: object) -> str | None:
     """Return llguidance's name of a dialect; None: it is another, or the default."""
-    found = DIALECT.fullmatch(uri) if isinstance(uri, str) else None
-    if found is None:
+    match = DIALECT.fullmatch(uri) if isinstance(uri, str) else None
+    if match is None:
         return None
-    old, new = found.groups()
+    old, new = match.groups()
     if old is None:
         return f"https://json-schema.org/draft/{new}/schema"
     return f"http://json-schema.org/draft-{old}/schema#"
@@ -230,16 +230,16 @@ def _with_names(schema: Json, names: Any, root: Mapping[str, Any]) -> Json:
     value = schema.get("additionalProperties", {})
     match {key: known[key] for key in known.keys() - ANNOTATIONS - {"type"}}:
         case {"enum": [*allowed], **others} if not others:
-            said: Json = {"properties": {n: value for n in allowed if isinstance(n, str)}}
+            keywords: Json = {"properties": {n: value for n in allowed if isinstance(n, str)}}
         case {"const": str(only), **others} if not others:
-            said = {"properties": {only: value}}
+            keywords = {"properties": {only: value}}
         case {"pattern": str(pattern), **others} if not others:
-            said = {"patternProperties": {pattern: value}}
+            keywords = {"patternProperties": {pattern: value}}
         case {"minLength": _} | {"maxLength": _} as lengths if not _unknown_lengths(lengths):
-            said = {"patternProperties": {_of_length(lengths): value}}
+            keywords = {"patternProperties": {_of_length(lengths): value}}
         case _:
             return {**schema, "propertyNames": names}
-    return {**schema, **said, "additionalProperties": False}
+    return {**schema, **keywords, "additionalProperties": False}
 
 
 def _unknown_lengths(lengths: Mapping[str, Any]) -> bool:
@@ -286,9 +286,9 @@ class KindFinder:
 
 def _named_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema names directly."""
-    given = schema.get("type")
-    if given is not None:
-        listed = given if isinstance(given, list) else [given]
+    types = schema.get("type")
+    if types is not None:
+        listed = types if isinstance(types, list) else [types]
         return frozenset(kind for kind in listed if isinstance(kind, str))
     return frozenset(KINDS[type(value)] for value in values_of(schema) or ())
 

@@ -49,14 +49,14 @@ class Tool(msgspec.Struct, frozen=True):
 def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:
     """Return the JSON types of parameters by tool and parameter, where schemas name some."""
     finder = KindFinder()
-    found: dict[str, dict[str, frozenset[str]]] = {}
+    types: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
         whole = tool.schema
         properties = whole.get("properties")
         known = properties if isinstance(properties, dict) else {}
         kinds = {name: finder.kinds_of(schema, whole) for name, schema in known.items()}
-        found[tool.name] = {name: some for name, some in kinds.items() if some}
-    return found
+        types[tool.name] = {name: some for name, some in kinds.items() if some}
+    return types
 
 
 def calls_grammar(

@@ -40,9 +40,9 @@ STACK = 2 << 20
 """Stack in bytes for compiling grammars: a quarter of that of the engine's threads."""
 
 
-def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
+def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Read the vocabulary."""
-    setup = msgspec.msgpack.decode(given, type=GrammarSetup)
+    setup = msgspec.msgpack.decode(data, type=GrammarSetup)
     try:
         vocabulary = LLTokenizer(setup.tokenizer, eos_token=list(setup.eos_token_ids))
     except ValueError as error:  # it does not go with the model
@@ -55,10 +55,10 @@ def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
     threading.stack_size(STACK)
 
     def handle(job: bytes) -> bytes:
-        asked = msgspec.msgpack.decode(job, type=GrammarJob)
+        request = msgspec.msgpack.decode(job, type=GrammarJob)
         results: list[Result] = []
         thread = threading.Thread(
-            target=lambda: results.append(result(asked, token_of, vocabulary, longest))
+            target=lambda: results.append(result(request, token_of, vocabulary, longest))
         )
         thread.start()
         thread.join()
@@ -81,11 +81,11 @@ def result(
 ) -> Result:
     """Return the grammar, or why it cannot be served."""
     try:
-        made = grammars.made_grammar(maker(job, token_of), job.field)
-        try_out(made, job.field, vocabulary, longest)
+        grammar = grammars.made_grammar(maker(job, token_of), job.field)
+        try_out(grammar, job.field, vocabulary, longest)
     except FieldError as error:
         return InvalidGrammar(error.problem)
-    return MadeGrammar(made)
+    return MadeGrammar(grammar)
 
 
 def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:

@@ -312,8 +312,8 @@ class TextCodec:
         check_variables(template, variables or {})
         check_calls(template, messages)
         if tools and not template.form.shows_tools:
-            said = "tools is not supported: the model's chat template shows none"
-            raise TextError(said, param="tools")
+            problem = "tools is not supported: the model's chat template shows none"
+            raise TextError(problem, param="tools")
         try:
             text = template.render(
                 messages,
@@ -367,14 +367,14 @@ class TextCodec:
 
     def hidden_in(self, texts: Sequence[str]) -> dict[int, str]:
         """Return the special tokens in some texts, with their spelling there."""
-        found: dict[int, str] = {}
+        hidden: dict[int, str] = {}
         begins, lengths = self._spellings if texts else ("", ())
         for text in texts:
             for place, character in enumerate(text):
                 if character in begins:
                     names = (text[place : place + length] for length in lengths)
-                    found |= {self._hidden[name]: name for name in names if name in self._hidden}
-        return found
+                    hidden |= {self._hidden[name]: name for name in names if name in self._hidden}
+        return hidden
 
     @cached_property
     def _hidden(self) -> Mapping[str, int]:
@@ -483,8 +483,8 @@ def check_words(messages: Sequence[Message], text: str) -> None:
                     raise lost(f"messages[{place}].tool_calls", call["function"]["name"])
             continue
         content = message["content"]
-        for said in [content] if isinstance(content, str) else content or ():
-            word = missing_words(said if isinstance(said, str) else said["thinking"], text)
+        for part in [content] if isinstance(content, str) else content or ():
+            word = missing_words(part if isinstance(part, str) else part["thinking"], text)
             if word is not None:
                 raise lost(f"messages[{place}].content", word)
 

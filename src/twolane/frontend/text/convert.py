@@ -112,8 +112,8 @@ def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
     except TemplateSyntaxError as error:
         parts.notes.append(f"the chat template in {template.source} is broken: {error}")
     except (TookTooLong, RecursionError, MemoryError, UnicodeEncodeError) as error:
-        said = f"the chat template in {template.source} cannot be run: {type(error).__name__}"
-        parts.notes.append(said)
+        problem = f"the chat template in {template.source} cannot be run: {type(error).__name__}"
+        parts.notes.append(problem)
     return None
 
 
@@ -168,9 +168,9 @@ def extra_tokens(config: Mapping[str, Any]) -> list[str]:
     their own in a table, or in fields of a model's own such as `image_token`."""
     values: list[object] = []
     for name in ("extra_special_tokens", "additional_special_tokens"):
-        given = config.get(name)
-        if isinstance(given, dict | list):
-            values += given.values() if isinstance(given, dict) else given
+        value = config.get(name)
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
     values += [v for name, v in config.items() if name.endswith("_token") and name not in NAMES]
     return [token for token in map(content, values) if token is not None]
 
@@ -331,8 +331,8 @@ def settle_bos(parts: Parts) -> Declared | None:
     bos, eos = (None if token is None else backend.token_to_id(token) for token in tokens)
     begins, ends = ids[:1] != plain[:1] and ids[0] == bos, ids[-1:] != plain[-1:] and ids[-1] == eos
     wanted = [
-        has if said is None or token_id is None else said
-        for has, said, token_id in (
+        has if stated is None or token_id is None else stated
+        for has, stated, token_id in (
             (begins, parts.add_bos, bos),
             (ends, parts.add_eos, eos),
         )
@@ -365,8 +365,8 @@ def ends_by_name(parts: Parts) -> list[Declared]:
 def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
     """Return the added token that a chat template puts after an answer, if any."""
     added = backend.get_added_tokens_decoder()
-    found = [id for id, entry in added.items() if text.startswith(entry.content)]
-    longest = max(found, key=lambda id: len(added[id].content), default=None)
+    beginning = [id for id, entry in added.items() if text.startswith(entry.content)]
+    longest = max(beginning, key=lambda id: len(added[id].content), default=None)
     if longest is None:
         return []
     return [Declared(longest, str(added[longest].content), "the chat template")]

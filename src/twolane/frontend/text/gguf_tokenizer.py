@@ -205,13 +205,13 @@ def byte_level(
     for merge in merges:
         cut = merge.find(" ", 1)  # a token may be a space
         pairs.append((merge[:cut], merge[cut + 1 :]))
-    made = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignore_merges))
+    backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in splitting.expressions]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
-    made.decoder = decoders.ByteLevel()
-    add_pieces(made, tokens, kinds)
-    return made
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    backend.decoder = decoders.ByteLevel()
+    add_pieces(backend, tokens, kinds)
+    return backend
 
 
 def special_names(
@@ -223,7 +223,7 @@ def special_names(
     """
     defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {"bos": 11, "eos": 11}
     named = {"unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token"}
-    found = {}
+    names = {}
     for name in ("bos", "eos", "unknown", "seperator", "padding"):
         place = key(f"{name}_token_id")
         if place is None:
@@ -235,8 +235,8 @@ def special_names(
             ):
                 continue
         if place < len(tokens):
-            found[named.get(name, f"{name}_token")] = tokens[place]
-    return found
+            names[named.get(name, f"{name}_token")] = tokens[place]
+    return names
 
 
 def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:

@@ -184,8 +184,8 @@ class OutputReader:
             piece += self._gate.release() if early or last else ""
         if early:
             return thought + piece, None
-        found = self._stops.feed(piece)
-        return thought + found.text, found.stop
+        shown = self._stops.feed(piece)
+        return thought + shown.text, shown.stop
 
     def _hide(self, name: str) -> tuple[str, str | None]:
         """See `_show`: of a token that shows nothing, but has this name in stop strings."""

@@ -41,19 +41,19 @@ def build(
         spaces: normalisation of spaces.
     """
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
-    found = []
+    merges = []
     for place, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
         if kind not in (NORMAL, USER_DEFINED):
             continue
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocabulary and right in vocabulary:
-                found.append((-scores[place], vocabulary[left], vocabulary[right], left, right))
-    found.sort()
+                merges.append((-scores[place], vocabulary[left], vocabulary[right], left, right))
+    merges.sort()
     unknown = next((p for p, kind in zip(pieces, kinds, strict=True) if kind == UNKNOWN), None)
     model = models.BPE(
         vocabulary,
-        [(left, right) for *_, left, right in found],
+        [(left, right) for *_, left, right in merges],
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=BYTE in kinds,
@@ -62,7 +62,7 @@ def build(
 
 
 def finished(
-    made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int], spaces: Spaces
+    backend: Tokenizer, pieces: Sequence[str], kinds: Sequence[int], spaces: Spaces
 ) -> Tokenizer:
     """Set a tokenizer's normaliser, decoder and added tokens."""
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
@@ -71,24 +71,24 @@ def finished(
         steps = [*first, *steps, normalizers.Replace(Regex(f"{SPACE}+\\z"), "")]
     if spaces.prefix == "each":
         steps.append(normalizers.Prepend(SPACE))
-    made.normalizer = normalizers.Sequence(steps)
+    backend.normalizer = normalizers.Sequence(steps)
     if spaces.prefix == "first":
-        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
     strip = [] if spaces.prefix == "none" else [decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(
+    backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    add_pieces(made, pieces, kinds)
-    return made
+    add_pieces(backend, pieces, kinds)
+    return backend
 
 
-def add_pieces(made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
+def add_pieces(backend: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> None:
     """Add pieces that are matched literally as added tokens."""
     for piece, kind in zip(pieces, kinds, strict=True):
         if kind in (CONTROL, UNKNOWN):
-            made.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
+            backend.add_special_tokens([AddedToken(piece, special=True, normalized=False)])
         elif kind == USER_DEFINED:
-            made.add_tokens([AddedToken(piece, special=False, normalized=False)])
+            backend.add_tokens([AddedToken(piece, special=False, normalized=False)])
 
 
 def read_model(

@@ -248,9 +248,9 @@ class ChatTemplate:
 def continued(content: Any) -> tuple[str, Any]:
     """Return the text at a content's end, and the content with the tag appended."""
     if isinstance(content, list):
-        said = content if content and "text" in content[-1] else [*content, part("")]
-        last = said[-1]["text"]
-        return last, [*said[:-1], part(last + TAG)]
+        parts = content if content and "text" in content[-1] else [*content, part("")]
+        last = parts[-1]["text"]
+        return last, [*parts[:-1], part(last + TAG)]
     return content or "", (content or "") + TAG
 
 
@@ -313,11 +313,11 @@ def role_probe(role: str, content: Any) -> list[Message]:
 
 def call_probe(arguments: Literal["object", "text"], content: str | None) -> list[Message]:
     """Return a conversation with a tool call in this form beside this content."""
-    given = CALLED["arguments"] if arguments == "object" else to_json(CALLED["arguments"])
+    value = CALLED["arguments"] if arguments == "object" else to_json(CALLED["arguments"])
     call = {
         "id": RESULT["tool_call_id"],
         "type": "function",
-        "function": {**CALLED, "arguments": given},
+        "function": {**CALLED, "arguments": value},
     }
     return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
 
@@ -356,8 +356,8 @@ def find_call_form(
 
 def find_call_mark(template: ChatTemplate) -> str:
     """Return the mark after which the model is asked to list its calls, or an empty text."""
-    told = template.tried([HELLO], tools=[TOOL]) or ""
-    return next((mark for mark in CALL_MARKS if mark in told), "")
+    text = template.tried([HELLO], tools=[TOOL]) or ""
+    return next((mark for mark in CALL_MARKS if mark in text), "")
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
@@ -384,15 +384,15 @@ def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
     return text.rpartition(SEEN)[2].strip()[:MAX_TURN_END_LENGTH]
 
 
-def missing_words(said: str, text: str) -> str | None:
+def missing_words(message: str, text: str) -> str | None:
     """Return the first word of a message that its prompt lacks, or None.
 
     A template may strip a message, or write it as JSON or HTML does. If it changes more, its first
     and last words are looked for, one by one.
     """
-    if any(form in text for form in spellings(said.strip())):
+    if any(form in text for form in spellings(message.strip())):
         return None
-    words = said.split()
+    words = message.split()
     if len(words) > 2 * MAX_WORDS:
         words = words[:MAX_WORDS] + words[-MAX_WORDS:]
     return next((w for w in words if not any(form in text for form in spellings(w))), None)

@@ -59,13 +59,13 @@ class TemplateForm(msgspec.Struct, frozen=True):
             return [self._adapted(turn)]
         if turn["role"] == "tool":
             return [self._adapted({**turn, "role": "observation"})]
-        said = {name: value for name, value in turn.items() if name != "tool_calls"}
+        rest = {name: value for name, value in turn.items() if name != "tool_calls"}
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         named = [
             {"role": "assistant", "metadata": call["name"], "content": as_text(call["arguments"])}
             for call in calls
         ]
-        return [self._adapted(said), *named] if turn["content"] or not named else named
+        return [self._adapted(rest), *named] if turn["content"] or not named else named
 
     def _adapted(self, turn: Message) -> dict[str, Any]:
         made = dict(turn)
@@ -78,8 +78,8 @@ class TemplateForm(msgspec.Struct, frozen=True):
             made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
         if self.thinking_parts and (thought := made.pop("reasoning_content", None)):
             content = made["content"] or []
-            said = [part(content)] if isinstance(content, str) else content
-            made["content"] = [thinking_part(thought), *said]
+            parts = [part(content)] if isinstance(content, str) else content
+            made["content"] = [thinking_part(thought), *parts]
         if self.short_ids and "tool_call_id" in made:
             made["tool_call_id"] = short_id(made["tool_call_id"])
         return made
@@ -112,17 +112,17 @@ class TemplateForm(msgspec.Struct, frozen=True):
             function["arguments"] = _as_object(function["arguments"])
         elif not isinstance(function["arguments"], str):
             function["arguments"] = to_json(function["arguments"])
-        made = {**call, "function": function}
-        if self.short_ids and "id" in made:
-            made["id"] = short_id(made["id"])
-        return made
+        adapted = {**call, "function": function}
+        if self.short_ids and "id" in adapted:
+            adapted["id"] = short_id(adapted["id"])
+        return adapted
 
 
-def short_id(given: str) -> str:
+def short_id(id: str) -> str:
     """Return the id if it has 9 letters and digits, else one derived from it."""
-    if len(given) == SHORT_ID and given.isalnum() and given.isascii():
-        return given
-    digest = hashlib.sha256(given.encode(errors="surrogatepass")).digest()
+    if len(id) == SHORT_ID and id.isalnum() and id.isascii():
+        return id
+    digest = hashlib.sha256(id.encode(errors="surrogatepass")).digest()
     return base64.b32encode(digest).decode()[:SHORT_ID]
 
 

@@ -74,7 +74,7 @@ class Texts:
         sandbox = Sandbox("twolane.frontend.text.worker", setup, limits)
         try:
             await sandbox.start()
-            loaded = msgspec.msgpack.decode(sandbox.said, type=Loaded)
+            loaded = msgspec.msgpack.decode(sandbox.setup_result, type=Loaded)
             file, tokenizer = await asyncio.to_thread(read_file, loaded.file, decodes_only=True)
         except SandboxError as error:
             raise ValueError(f"{source.name}: the tokenizer cannot be loaded: {error}") from error
@@ -171,10 +171,10 @@ class Texts:
         except (ValueError, OverflowError, TypeError) as error:
             raise TextError(f"the text cannot be tokenised: {error}") from error
         try:
-            said = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
+            reply = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
         except SandboxError as error:
             raise TextError(f"the model's {what} failed: {error}") from error
-        result: Result = read_result(said)
+        result: Result = read_result(reply)
         if isinstance(result, WrongText):
             raise TextError(result.message, result.param)
         return result

@@ -101,10 +101,10 @@ def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     Raises:
         ValueError: the model has no tokenizer, or not one that can be read.
     """
-    made = load_both(source)[1]
-    if made is None:
+    tokenizer = load_both(source)[1]
+    if tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer")
-    return made
+    return tokenizer
 
 
 def load_file(source: ModelSource) -> TokenizerFile:
@@ -168,7 +168,7 @@ def read_file(
         raise ValueError(f"no tokenizer: {error}") from error
     ends = tuple(dict.fromkeys(end.id for end in file.ends))
     templates = file.form, file.tool_template, file.tool_form
-    made = ModelTokenizer(
+    tokenizer = ModelTokenizer(
         backend,
         file.chat_template,
         file.special_tokens,
@@ -177,7 +177,7 @@ def read_file(
         file.longest,
         file.backend if decodes_only else None,
     )
-    return file, made
+    return file, tokenizer
 
 
 class _TokenizerModel(msgspec.Struct):
@@ -237,8 +237,8 @@ def _convert(name: str, path: Path, kept: Path) -> bytes:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
         if run.returncode != 0:
-            said = run.stderr.strip().splitlines()
-            raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
+            lines = run.stderr.strip().splitlines()
+            raise ValueError(f"{name}: no tokenizer: {lines[-1] if lines else 'unknown reason'}")
         data = made.read_bytes()
     write_cache(kept, data)
     return data

@@ -29,13 +29,13 @@ from twolane.model.load.hub import ModelSource
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
+def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Load the programs of a checkpoint.
 
     Raises:
         ValueError: they cannot be read.
     """
-    setup = msgspec.msgpack.decode(given, type=TokenizerSetup)
+    setup = msgspec.msgpack.decode(data, type=TokenizerSetup)
     source = ModelSource("dir", setup.name, None, Path(setup.tokenizer))
     file, tokenizer = load_both(source)
     codec = TextCodec(tokenizer)
@@ -55,18 +55,18 @@ def set_up(given: bytes) -> tuple[bytes, sandboxed.Handler]:
 
 def answer(codec: TextCodec, job: bytes) -> Result:
     """Run a job."""
-    asked = read_job(job)
+    request = read_job(job)
     try:
-        if isinstance(asked, Decode):
-            return Decoded(codec.decode(unpacked(asked.tokens), skip_special_tokens=False))
-        if isinstance(asked, Chat):
-            tokens = codec.chat(asked.messages, **asked.options)
+        if isinstance(request, Decode):
+            return Decoded(codec.decode(unpacked(request.tokens), skip_special_tokens=False))
+        if isinstance(request, Chat):
+            tokens = codec.chat(request.messages, **request.options)
         else:
-            tokens = codec.encode(asked.text, add_special_tokens=asked.add_special_tokens)
+            tokens = codec.encode(request.text, add_special_tokens=request.add_special_tokens)
         return (
             Encoded(packed(tokens))
-            if asked.listing is None
-            else listed(codec, tokens, asked.listing)
+            if request.listing is None
+            else listed(codec, tokens, request.listing)
         )
     except TextError as error:
         return WrongText(str(error), error.param)

@@ -205,13 +205,13 @@ def check_tensors(
     """
     expected = expected_tensors(spec, quantization)
     unused = quantization.unused if quantization is not None else ()
-    found = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
+    names = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
     if left := sum(t.endswith(unused) for t in tensors.names()):
         log.info("%s: %d calibrated scales are ignored: each token has its own", name, left)
-    if spec.tie_embeddings and HEAD in found:
-        found.remove(HEAD)  # it equals the embeddings
-    there = {t: stored for t, stored in expected.items() if t in found}
-    surplus = sorted(found - expected.keys())
+    if spec.tie_embeddings and HEAD in names:
+        names.remove(HEAD)  # it equals the embeddings
+    there = {t: stored for t, stored in expected.items() if t in names}
+    surplus = sorted(names - expected.keys())
     if quantization is not None:  # writers add zeros: biases, and points of symmetric formats
         surplus = [t for t in surplus if not (t.endswith(_ZEROS) and not tensors.get(t).any())]
     if quantised := [t for t in surplus if t.startswith(EMBEDDING.removesuffix("weight"))]:
@@ -219,7 +219,7 @@ def check_tensors(
             f"{name}: quantised embeddings are not read, such as {quantised[0]}; those of 16 or 32 "
             "bits are"
         )
-    missing = [t for t, stored in expected.items() if t not in found and not stored.optional]
+    missing = [t for t, stored in expected.items() if t not in names and not stored.optional]
     refuse_tensors(name, "missing", missing)
     refuse_tensors(name, "surplus", surplus)
     misshapen = [

@@ -174,8 +174,8 @@ def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
     family = check_architecture(raw)
     config = _read_as(family, raw)
     place = "config.json" if "eos_token_id" in raw else f"the default of {family}"
-    found = {GENERATION_FILE: _generation_eos(path), place: config.eos_token_id}
-    merged = {name: merge_eos(config.vocab_size, ids, None) for name, ids in found.items()}
+    ids_of = {GENERATION_FILE: _generation_eos(path), place: config.eos_token_id}
+    merged = {name: merge_eos(config.vocab_size, ids, None) for name, ids in ids_of.items()}
     return {name: ids for name, ids in merged.items() if ids}
 
 
@@ -190,18 +190,18 @@ def sampling_from_directory(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is broken.
     """
-    given = _raw_generation(path)
+    raw = _raw_generation(path)
     chosen: dict[str, Any] = {}
     for name in (field.name for field in msgspec.structs.fields(_Sampling)):
-        if given.get(name) is None:
+        if raw.get(name) is None:
             continue
         try:
-            sampling = converted({name: given[name]}, _Sampling, GENERATION_FILE, lax=True)
+            sampling = converted({name: raw[name]}, _Sampling, GENERATION_FILE, lax=True)
             value = getattr(sampling, name)
             SamplingParams(**{name: value})
         except ValueError as error:
-            said = str(error).removeprefix(f"{GENERATION_FILE}: ")
-            log.warning("%s: %s is not used: %s", path / GENERATION_FILE, name, said)
+            problem = str(error).removeprefix(f"{GENERATION_FILE}: ")
+            log.warning("%s: %s is not used: %s", path / GENERATION_FILE, name, problem)
         else:
             chosen[name] = value
     return chosen
@@ -289,8 +289,8 @@ def spec_from_config(
     config = _read_as(family, raw)
     check_counts(config.num_hidden_layers, config.num_attention_heads)
     if config.max_position_embeddings < 1:
-        said = f"must be 1 or more, not {config.max_position_embeddings}"
-        raise ValueError(f"config.json: max_position_embeddings {said}")
+        problem = f"must be 1 or more, not {config.max_position_embeddings}"
+        raise ValueError(f"config.json: max_position_embeddings {problem}")
     if config.hidden_act not in ("silu", "swish"):  # two names of one function
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     if other := {*(config.layer_types or ())} - _LAYER_TYPES:
@@ -342,8 +342,8 @@ def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
     form = CONFIGS[family]
     switches = [field.name for field in msgspec.structs.fields(form) if field.type is bool]
     raw = {**_DEFAULTS.get(str(raw.get("model_type")), {}), **raw}
-    given = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
-    return converted(given, form, lax=True)
+    fields = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
+    return converted(fields, form, lax=True)
 
 
 def _positions(config: HFConfig, rope: RopeSpec) -> int:
@@ -442,8 +442,8 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
     layers: Iterable[int] = range(config.num_hidden_layers)
     if types is not None and family not in ("mixtral", "phi3", "qwen3_moe"):
         if len(types) != config.num_hidden_layers:
-            said = f"has {len(types)} values for {config.num_hidden_layers} layers"
-            raise ValueError(f"config.json: layer_types {said}")
+            problem = f"has {len(types)} values for {config.num_hidden_layers} layers"
+            raise ValueError(f"config.json: layer_types {problem}")
         layers = (i for i, t in enumerate(types) if t == "sliding_attention")
     elif family == "smollm3":
         layers = _unrotated(config)

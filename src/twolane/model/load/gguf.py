@@ -232,14 +232,14 @@ class GGUFModel:
     def _factors(self) -> dict[str, float | None]:
         """Granite's factors; llama.cpp takes its usual scale of scores where the key is 0."""
         keys = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-        given = {key: float(self._key(key, 1.0)) for key in keys[:3]}
+        factors = {key: float(self._key(key, 1.0)) for key in keys[:3]}
         for key in ("residual_scale", "logit_scale"):
-            if not given[key] > 0.0:
-                raise ValueError(f"{self._architecture}.{key} must be above 0, not {given[key]}")
+            if not factors[key] > 0.0:
+                raise ValueError(f"{self._architecture}.{key} must be above 0, not {factors[key]}")
         scores = float(self._key(keys[3], 0.0))
         return {
-            **given,
-            "logit_scale": 1.0 / given["logit_scale"],
+            **factors,
+            "logit_scale": 1.0 / factors["logit_scale"],
             "attention_scale": scores if scores > 0.0 else None,
         }
 

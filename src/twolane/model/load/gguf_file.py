@@ -74,9 +74,9 @@ class GGUFFile(GGUFReader):
 
     def _texts(self, offset: int, count: int) -> list[str]:
         """Return this many texts that begin at an offset."""
-        data, found = self.data.data, []
+        data, texts = self.data.data, []
         for _ in range(count):
             begin = offset + 8
             offset = begin + _LENGTH.unpack_from(data, offset)[0]
-            found.append(str(data[begin:offset], encoding="utf-8"))
-        return found
+            texts.append(str(data[begin:offset], encoding="utf-8"))
+        return texts

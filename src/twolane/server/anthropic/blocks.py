@@ -179,8 +179,8 @@ class AnthropicMessage(Body):
             for block in self.content
             if isinstance(block, ToolResultBlock)
         ]
-        said = [{"role": self.role, "content": text}] if (text := joined(self.content)) else []
-        return [*results, *said] or [{"role": self.role, "content": ""}]
+        messages = [{"role": self.role, "content": text}] if (text := joined(self.content)) else []
+        return [*results, *messages] or [{"role": self.role, "content": ""}]
 
     def _answer(self) -> Turn:
         thinking = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
@@ -193,15 +193,15 @@ class AnthropicMessage(Body):
             for block in self.content
             if isinstance(block, ToolUseBlock)
         ]
-        said = {
+        fields = {
             "content": joined(self.content),
             "reasoning_content": "\n".join(filter(None, thinking)),
             "tool_calls": calls,
         }
-        return {"role": "assistant", **{name: value for name, value in said.items() if value}}
+        return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
 
 
 def joined(blocks: Sequence[Block]) -> str:
     """Return the texts of the text blocks, joined by newlines."""
-    said = (block for block in blocks if isinstance(block, TextBlock | DocumentBlock))
-    return "\n".join(block.text for block in said)
+    texts = (block for block in blocks if isinstance(block, TextBlock | DocumentBlock))
+    return "\n".join(block.text for block in texts)

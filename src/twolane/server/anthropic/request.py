@@ -194,9 +194,9 @@ class CountTokensRequest(Body):
         the system, in front, and some templates refuse others.
         """
         turns = [turn for message in self.messages for turn in message.turns()]
-        said = ["" if self.system is None else BILLING.sub("", self.system)]
-        said += [turn["content"] for turn in turns if turn["role"] == "system"]
-        return "\n\n".join(filter(None, said)), [t for t in turns if t["role"] != "system"]
+        texts = ["" if self.system is None else BILLING.sub("", self.system)]
+        texts += [turn["content"] for turn in turns if turn["role"] == "system"]
+        return "\n\n".join(filter(None, texts)), [t for t in turns if t["role"] != "system"]
 
     def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
         system, turns = self._conversation()
@@ -259,5 +259,5 @@ def renamed(error: ApiError) -> ApiError:
     new = new.replace(".function.", ".")
     if new == param and not isinstance(error, ContextExceeded):
         return error
-    said = error.in_anthropic_words if isinstance(error, ContextExceeded) else error.message
-    return error.about(new, said.replace(param, new))
+    message = error.in_anthropic_words if isinstance(error, ContextExceeded) else error.message
+    return error.about(new, message.replace(param, new))

@@ -46,10 +46,10 @@ def check_parts(body: Any) -> None:
             raise ApiError(413, message, code="body_too_large")
 
 
-def check(asked: bytes) -> BodyRefusal | None:
-    """Return the refusal of a body, or None; `asked` is its model's name, a newline and the
+def check(request: bytes) -> BodyRefusal | None:
+    """Return the refusal of a body, or None; `request` is its model's name, a newline and the
     body."""
-    what, _, data = asked.partition(b"\n")
+    what, _, data = request.partition(b"\n")
     name = what.decode()
     if name.endswith(IGNORING):
         name = name.removesuffix(IGNORING)
@@ -76,7 +76,7 @@ def set_up(_: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Import the models of requests once, before workers are forked."""
     for module in ("openai.protocol", "openai.response_request", "anthropic.request"):
         importlib.import_module(f"twolane.server.{module}")
-    return b"", lambda asked: msgspec.msgpack.encode(check(asked))
+    return b"", lambda request: msgspec.msgpack.encode(check(request))
 
 
 if __name__ == "__main__":

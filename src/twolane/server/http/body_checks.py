@@ -49,7 +49,7 @@ class BodyChecker:
         unknown = "" if IGNORED.get() is None else IGNORING
         name = f"{model.__module__}:{model.__qualname__}{unknown}\n".encode()
         try:
-            said = await self._queue.run([name, *body], CLIENT.get())
+            reply = await self._queue.run([name, *body], CLIENT.get())
         except QueueFull as error:
             raise queue_full("large bodies wait to be read") from error
         except (SandboxError, OSError, EOFError) as error:
@@ -57,7 +57,7 @@ class BodyChecker:
                 message = "the server is shutting down"
                 raise ApiError(503, message, code="unavailable") from error
             raise ApiError(413, f"reading the body: {error}", code="body_too_large") from error
-        refusal = msgspec.msgpack.decode(said, type=BodyRefusal | None)
+        refusal = msgspec.msgpack.decode(reply, type=BodyRefusal | None)
         if refusal is not None:
             raise ApiError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
 

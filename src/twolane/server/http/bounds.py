@@ -40,5 +40,5 @@ BoundedCall = Annotated[Call, Depends(bounded_call)]
 
 def tighter(*milliseconds: float | None) -> float | None:
     """Return the tightest of the given bounds in seconds, above 0; None: none is given."""
-    given = [value for value in milliseconds if value is not None]
-    return max(min(given) / 1e3, sys.float_info.min) if given else None
+    present = [value for value in milliseconds if value is not None]
+    return max(min(present) / 1e3, sys.float_info.min) if present else None

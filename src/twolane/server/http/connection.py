@@ -94,9 +94,9 @@ class StrictBuffer(ReceiveBuffer):
             h11.RemoteProtocolError: the head is ambiguous.
         """
         if self._data[:2] != b"\r\n":
-            found = blank_line_regex.search(self._data, self._multiple_lines_search)
-            if self._data[:1] == b"\n" or found is not None:
-                check_head(bytes(self._data[: found.end() if found else 1]))
+            match = blank_line_regex.search(self._data, self._multiple_lines_search)
+            if self._data[:1] == b"\n" or match is not None:
+                check_head(bytes(self._data[: match.end() if match else 1]))
         behind_body = self._chunks > 0
         self._chunks = self._body_bytes = 0
         lines = super().maybe_extract_lines()
@@ -112,13 +112,13 @@ def plain_line(line: bytes) -> bytes:
     A target may name the server, too (RFC 9112, section 3.2.2). Clients put slashes together where
     they join addresses. Elsewhere two slashes stay: the name of a model may begin with one.
     """
-    found = REQUEST_LINE.fullmatch(line)
-    if found is None or not (found["server"] or found["path"].startswith(b"/")):
+    match = REQUEST_LINE.fullmatch(line)
+    if match is None or not (match["server"] or match["path"].startswith(b"/")):
         return line
-    path = found["path"].strip(b"/")
+    path = match["path"].strip(b"/")
     if root := API_ROOT.match(path):
         path = b"v1/" + path[root.end() :]
-    return found["method"] + b" /" + path + found["rest"]
+    return match["method"] + b" /" + path + match["rest"]
 
 
 def check_head(head: bytes) -> None:

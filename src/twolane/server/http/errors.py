@@ -96,14 +96,14 @@ class ContextExceeded(ApiError):
         name: str = "the prompt",
     ) -> None:
         limit = f"This model's maximum context length is {context} tokens"
-        said = (
+        message = (
             f"{limit}. However, {name} has {tokens} tokens, and at least one is for the answer. "
             f"Please reduce the length of the {param}."
         )
         self.in_anthropic_words = f"prompt is too long: {tokens} tokens > {context} maximum"
         """Message in the wording of Anthropic's API."""
         if wanted is not None:
-            said = (
+            message = (
                 f"{param} is too large: {wanted}. {limit}, and {name} has {tokens} tokens "
                 f"({wanted} > {context} - {tokens})."
             )
@@ -111,7 +111,7 @@ class ContextExceeded(ApiError):
                 f"input length and `{param}` exceed context limit: {tokens} + {wanted} > {context}"
                 f", decrease input length or `{param}` and try again"
             )
-        super().__init__(400, said, code="context_length_exceeded", param=param)
+        super().__init__(400, message, code="context_length_exceeded", param=param)
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def error_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """Convert pydantic's findings to one error that names the first field at fault."""
-    found = first_finding(errors)
-    message = found.message
-    if found.param is None:
-        message = WHOLE_BODY.get(found.kind, message)
+    finding = first_finding(errors)
+    message = finding.message
+    if finding.param is None:
+        message = WHOLE_BODY.get(finding.kind, message)
     code = {"unsupported_field": "unsupported_parameter", "unknown_field": "unknown_parameter"}
-    return ApiError(400, message, code=code.get(found.kind, "invalid_value"), param=found.param)
+    return ApiError(400, message, code=code.get(finding.kind, "invalid_value"), param=finding.param)

@@ -113,9 +113,9 @@ class Gate:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if KEY_HEADER in headers:
             scheme, key = "bearer", headers[KEY_HEADER]
-        given = digest(key.strip().encode("latin-1"))
+        digested = digest(key.strip().encode("latin-1"))
         # All of them are compared, so that the time tells nothing about which one fits.
-        fitting = [hmac.compare_digest(given, known) for known in self._keys]
+        fitting = [hmac.compare_digest(digested, known) for known in self._keys]
         if scheme.lower() != "bearer" or not any(fitting):
             raise ApiError(
                 401,
@@ -159,8 +159,8 @@ def digest(key: bytes) -> bytes:
 
 def request_id(headers: Headers) -> str:
     """Return the client's id of the request, cleaned, or a new one."""
-    given = NOT_IN_IDS.sub("", headers.get(REQUEST_ID, ""))
-    return given[:MAX_ID_LENGTH] or uuid.uuid4().hex
+    id = NOT_IN_IDS.sub("", headers.get(REQUEST_ID, ""))
+    return id[:MAX_ID_LENGTH] or uuid.uuid4().hex
 
 
 def with_request_id(send: Send, id: str, path: str) -> Send:

@@ -27,11 +27,11 @@ def check_values(data: bytes) -> None:
     Raises:
         ApiError: 413.
     """
-    found = 0
+    count = 0
     for begin in range(0, len(data), COUNTED_AT_ONCE):
         end = begin + COUNTED_AT_ONCE
-        found += sum(data.count(mark, begin, end) for mark in (b",", b"[", b"{"))
-        if found > MAX_VALUES:
+        count += sum(data.count(mark, begin, end) for mark in (b",", b"[", b"{"))
+        if count > MAX_VALUES:
             message = f"the body has more than {MAX_VALUES} values (commas and brackets)"
             raise ApiError(413, message, code="body_too_large")
 
@@ -47,17 +47,17 @@ def parse(data: bytes) -> Any:
     check_values(data)
     try:
         text = data.removeprefix(BOM_UTF8).decode()
-        made = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
         if "\\u" in text:
-            check_pairs(text, made)
-        return made
+            check_pairs(text, value)
+        return value
     except (ValueError, RecursionError) as error:
-        said = str(error)
+        problem = str(error)
         if isinstance(error, RecursionError):
-            said = "lists and objects are nested too deeply"
-        elif "integer string conversion" in said:
-            said = f"a number has more than {sys.get_int_max_str_digits()} digits"
-        message = f"the body is not valid JSON: {said}"
+            problem = "lists and objects are nested too deeply"
+        elif "integer string conversion" in problem:
+            problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
+        message = f"the body is not valid JSON: {problem}"
         raise ApiError(400, message, code="invalid_json") from error
 
 
@@ -74,7 +74,7 @@ def parse_again(data: bytes) -> Any:
         raise ApiError(400, message, code="invalid_json") from error
 
 
-def check_pairs(text: str, made: Any) -> None:
+def check_pairs(text: str, value: Any) -> None:
     """Refuse JSON with a lone surrogate.
 
     Args:
@@ -90,7 +90,7 @@ def check_pairs(text: str, made: Any) -> None:
     except msgspec.ValidationError:  # of numbers
         raise
     except msgspec.DecodeError as error:
-        param = field_name(lone_surrogate(made) or ())
+        param = field_name(lone_surrogate(value) or ())
         message = f"{param or 'the body'} has a lone surrogate, as of an emoji cut in two"
         raise ApiError(400, message, code="invalid_value", param=param) from error
 

@@ -57,22 +57,22 @@ def shown_call(call: ParsedCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def add_text(said: list[Json], field: str, text: str) -> None:
+def add_text(deltas: list[Json], field: str, text: str) -> None:
     """Add text of a field to the deltas of a message."""
-    if said and field in said[-1]:
-        said[-1][field] += text
+    if deltas and field in deltas[-1]:
+        deltas[-1][field] += text
     else:
-        said.append({field: text})
+        deltas.append({field: text})
 
 
-def add_arguments(said: list[Json], call: int, text: str) -> None:
+def add_arguments(deltas: list[Json], call: int, text: str) -> None:
     """Add arguments of a call to the deltas of a message. Clients want each call of a delta in one
     entry: the first list of a stream is kept by some as it is."""
-    [last] = said[-1].get("tool_calls", [{}]) if said else [{}]
+    [last] = deltas[-1].get("tool_calls", [{}]) if deltas else [{}]
     if last.get("index") == call:
         last["function"]["arguments"] += text
     else:
-        said.append({"tool_calls": [{"index": call, "function": {"arguments": text}}]})
+        deltas.append({"tool_calls": [{"index": call, "function": {"arguments": text}}]})
 
 
 class Answer:
@@ -255,17 +255,17 @@ class Answer:
         Many clients read one thing from a chunk and drop the rest: each has thinking, text or one
         call, and that with the reason to finish has nothing else.
         """
-        said = self._said(delta.index, self._read(delta))
+        deltas = self._deltas(delta.index, self._read(delta))
         if delta.finish is not None:
-            said = [each for each in said if each != EMPTY]
+            deltas = [each for each in deltas if each != EMPTY]
         shown = delta.finish, delta.logprobs, self._options.return_token_ids or None
-        if not said and all(each is None for each in shown):
+        if not deltas and all(each is None for each in shown):
             return []
-        if delta.finish is not None or not said:
-            said.append(EMPTY)
-        last, logprobs, tokens = len(said) - 1, delta.logprobs, delta.tokens
+        if delta.finish is not None or not deltas:
+            deltas.append(EMPTY)
+        last, logprobs, tokens = len(deltas) - 1, delta.logprobs, delta.tokens
         chunks: list[Json] = []
-        for place, part in enumerate(said):
+        for place, part in enumerate(deltas):
             ends = (delta.finish, delta.stop_reason) if place == last else (None, None)
             choice = self._choice_head(delta.index, *ends)
             choice["delta"] = part
@@ -276,20 +276,20 @@ class Answer:
             logprobs, tokens = None, []
         return chunks
 
-    def _said(self, index: int, pieces: Sequence[Piece]) -> list[Json]:
+    def _deltas(self, index: int, pieces: Sequence[Piece]) -> list[Json]:
         """Return the deltas that pieces of an answer add to its message."""
-        said: list[Json] = []
+        deltas: list[Json] = []
         for piece in pieces:
             match piece:
                 case Reasoning(text):
-                    add_text(said, self._options.reasoning_field, text)
+                    add_text(deltas, self._options.reasoning_field, text)
                 case Content():
-                    add_text(said, "content", piece.joined)
+                    add_text(deltas, "content", piece.joined)
                 case CallStart():
-                    said.append({"tool_calls": [self._call_delta(index, piece)]})
+                    deltas.append({"tool_calls": [self._call_delta(index, piece)]})
                 case CallArguments(call, text):
-                    add_arguments(said, call, text)
-        return said
+                    add_arguments(deltas, call, text)
+        return deltas
 
     def _call_delta(self, index: int, piece: CallStart) -> Json:
         assert self._readers is not None

@@ -236,12 +236,12 @@ class GenerationBody(TextFields, SamplingFields):
             *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
             *("repetition_penalty", "presence_penalty", "frequency_penalty"),
         )
-        given: dict[str, Any] = {field: getattr(self, field) for field in same}
-        given["logprobs"] = self.logprob_count
-        given["prompt_logprobs"] = self.prompt_logprob_count
-        given["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        given["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}
-        chosen = {key: value for key, value in given.items() if value is not None}
+        fields: dict[str, Any] = {field: getattr(self, field) for field in same}
+        fields["logprobs"] = self.logprob_count
+        fields["prompt_logprobs"] = self.prompt_logprob_count
+        fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        fields["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}
+        chosen = {key: value for key, value in fields.items() if value is not None}
         try:
             return SamplingParams(max_tokens=limit, **{**defaults, **chosen})
         except FieldError as error:
@@ -279,8 +279,8 @@ class CompletionRequest(GenerationBody):
     def prompt_logprob_count(self) -> int | None:
         """See `GenerationBody.prompt_logprob_count`; an echo shows those of `logprobs`."""
         shown = self.logprobs if self.echo else None
-        asked = [count for count in (shown, self.prompt_logprobs) if count is not None]
-        return max(asked, default=None)
+        counts = [count for count in (shown, self.prompt_logprobs) if count is not None]
+        return max(counts, default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -29,12 +29,12 @@ OPENED: Mapping[str, tuple[str, ...]] = {
 """Paths that an option of the server enables."""
 
 
-def add_refused_routes(app: FastAPI, given: Collection[str]) -> None:
+def add_refused_routes(app: FastAPI, enabled: Collection[str]) -> None:
     """Add endpoints that answer why they are not served (501), or which option enables them (404).
 
     Args:
         app: gets the endpoints.
-        given: the options of `OPENED` that the server was started with.
+        enabled: the options of `OPENED` that the server was started with.
     """
 
     def add(path: str, why: str, status: int, code: str) -> None:
@@ -47,5 +47,5 @@ def add_refused_routes(app: FastAPI, given: Collection[str]) -> None:
     for path, why in REFUSED.items():
         add(path, why, 501, "not_served")
     for option, paths in OPENED.items():
-        for path in () if option in given else paths:
+        for path in () if option in enabled else paths:
             add(path, f"is not served: start the server with {option}", 404, "not_found")

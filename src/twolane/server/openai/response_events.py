@@ -193,8 +193,8 @@ class ResponseAnswer:
         item["status"] = status
         kind = item["type"]
         if kind == "function_call":
-            said = {"name": item["name"], "arguments": item["arguments"]}
-            self._emit_item("response.function_call_arguments.done", **said)
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            self._emit_item("response.function_call_arguments.done", **fields)
         elif kind == "custom_tool_call":
             item["input"] = free_text(self._free_text)
             self._emit_item("response.custom_tool_call_input.delta", delta=item["input"])
@@ -235,12 +235,12 @@ LOGPROBS: Mapping[str, Json] = {"reasoning": {}, "message": {"logprobs": []}}
 
 def message_of(reader: AnswerReader) -> Json:
     """Return an answer as a message of /v1/chat/completions for the history."""
-    said = {
+    fields = {
         "content": reader.content,
         "reasoning_content": reader.thinking,
         "tool_calls": [shown_call(call) for call in reader.calls],
     }
-    return {"role": "assistant", **{name: value for name, value in said.items() if value}}
+    return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
 
 
 def free_text(arguments: str) -> str:

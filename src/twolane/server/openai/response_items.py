@@ -25,7 +25,7 @@ PREFIX: Mapping[str, str] = {
     "additional_tools": "at",
 }
 """What the ids of items begin with, by kind."""
-LONGEST_ID = 128
+MAX_ID_LENGTH = 128
 """Most characters of a client's id of an item; items with a longer one get a new one."""
 STATUSES = ("in_progress", "completed", "incomplete")
 
@@ -92,7 +92,7 @@ Text = Annotated[
 ]
 
 
-def said(text: str | Sequence[TextPart | AgentPart]) -> str:
+def shown(text: str | Sequence[TextPart | AgentPart]) -> str:
     """Return a string, or the texts of parts joined by newlines."""
     return text if isinstance(text, str) else "\n".join(part.shown for part in text)
 
@@ -110,7 +110,7 @@ class InputItem(Body):
         """Return the item as a list of a response's inputs shows it: with an id and a status, and
         without the fields that have no effect."""
         fields = self.model_dump(exclude_none=True, exclude={"id", "status"})
-        kept = isinstance(self.id, str) and 0 < len(self.id) <= LONGEST_ID
+        kept = isinstance(self.id, str) and 0 < len(self.id) <= MAX_ID_LENGTH
         id = self.id if kept else f"{PREFIX[fields['type']]}_{uuid.uuid4().hex}"
         status = self.status if self.status in STATUSES else "completed"
         return {"id": id, **fields, "status": status}
@@ -125,7 +125,7 @@ class MessageItem(InputItem):
 
     def turn(self) -> Turn:
         """Return the item as a message."""
-        return {"role": self.role, "content": said(self.content)}
+        return {"role": self.role, "content": shown(self.content)}
 
     def listed(self) -> dict[str, Any]:
         """See `InputItem.listed`; the content is a list of parts."""
@@ -150,7 +150,7 @@ class ReasoningItem(InputItem):
 
     def turn(self) -> Turn:
         """Return the item as a message, to be merged with its neighbours."""
-        return {"role": "assistant", "reasoning_content": said(self.content or self.summary or ())}
+        return {"role": "assistant", "reasoning_content": shown(self.content or self.summary or ())}
 
     def listed(self) -> dict[str, Any]:
         """See `InputItem.listed`."""
@@ -197,7 +197,7 @@ class OutputItem(InputItem):
 
     def turn(self) -> Turn:
         """Return the item as a message."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": said(self.output)}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": shown(self.output)}
 
 
 class AgentMessageItem(InputItem):
@@ -211,7 +211,7 @@ class AgentMessageItem(InputItem):
     def turn(self) -> Turn:
         """Return the item as a user message that names its author."""
         whose = f"Message from {self.author} to {self.recipient}:\n" if self.author else ""
-        return {"role": "user", "content": whose + said(self.content or "")}
+        return {"role": "user", "content": whose + shown(self.content or "")}
 
 
 class ToolsItem(InputItem):

@@ -134,10 +134,10 @@ def _add_stored(app: FastAPI, store: ResponseStore) -> None:
     async def stored(id: str, request: Request, query: Annotated[StoredQuery, Query()]) -> Response:
         """Return a response that is still in memory."""
         own = store.of(key_of(request))
-        found = own.response(id)
-        if found is None:
+        response = own.response(id)
+        if response is None:
             raise not_stored(own, id)
-        return Response(found, media_type="application/json")
+        return Response(response, media_type="application/json")
 
     @app.get("/v1/responses/{id}/input_items", response_class=Response, responses=STORED)
     async def input_items(

@@ -71,7 +71,7 @@ class CustomToolFormat(Body):
         return self
 
     @property
-    def told(self) -> str | None:
+    def shown(self) -> str | None:
         """Description of the format for the model, which is not enforced; None: any text."""
         if self.definition is None:
             return None
@@ -98,8 +98,8 @@ class CustomTool(Body):
         """See `FunctionTool.shown`."""
         properties = {CUSTOM_INPUT: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [CUSTOM_INPUT]}
-        told = [self.description, None if self.format is None else self.format.told]
-        description = "\n\n".join(filter(None, told)) or None
+        texts = [self.description, None if self.format is None else self.format.shown]
+        description = "\n\n".join(filter(None, texts)) or None
         return [_function(qualified(namespace, self.name), description, parameters)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
@@ -249,5 +249,5 @@ def _function(
 ) -> Json:
     function: Json = {"name": name, "description": description, "parameters": parameters}
     function["strict"] = strict
-    said = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": said}
+    fields = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": fields}

@@ -72,8 +72,8 @@ class StructuredOutputs(Body):
     @model_validator(mode="after")
     def exactly_one(self) -> "StructuredOutputs":
         """Require exactly one format."""
-        given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
-        if sum(one is not None for one in given) != 1:
+        forms = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in forms) != 1:
             known = "json, json_object, regex, choice and grammar"
             raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
         return self

@@ -66,13 +66,13 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: 
     page_size = service.engine.ready.page_size
     adapter = service.engine.adapters.loaded.get(body.model or "")
     salt = salt_bytes(body.cache_salt, bytes.fromhex(adapter.digest) if adapter else b"")
-    found = Landmarks.of(tokens, page_size, salt)
+    chosen = Landmarks.of(tokens, page_size, salt)
     return json_response(
         {
             "prompt_tokens": len(tokens),
             "page_size": page_size,
-            "tokens": found.tokens,
-            "hashes": found.hashes,
+            "tokens": chosen.tokens,
+            "hashes": chosen.hashes,
             "token_ids": tokens if shown else None,
         }
     )

@@ -62,13 +62,13 @@ class Scrape(Collector):
 
 def _by_source(metrics: list[Metric]) -> dict[str, list[Metric]]:
     """Return vLLM's metrics by the name of our metric that each replaces."""
-    found = {metric.name.removeprefix(OURS): metric for metric in metrics}
+    ours = {metric.name.removeprefix(OURS): metric for metric in metrics}
     theirs = {
-        OURS + name: [_renamed(found[name], THEIRS + name)] for name in SAME_NAMES if name in found
+        OURS + name: [_renamed(ours[name], THEIRS + name)] for name in SAME_NAMES if name in ours
     }
     for name, old in OLD_NAMES.items():
-        theirs[OURS + name].append(_renamed(found[name], THEIRS + old))
-    theirs[f"{OURS}request_success"] = [_ends(found["request_success"], found["requests_aborted"])]
+        theirs[OURS + name].append(_renamed(ours[name], THEIRS + old))
+    theirs[f"{OURS}request_success"] = [_ends(ours["request_success"], ours["requests_aborted"])]
     return theirs
 
 

@@ -105,13 +105,13 @@ class Candidates:
         if not alone:
             return []
         spatial = self._spatial(alone)
-        found = [*spatial, self._temporal(alone)]
+        candidates = [*spatial, self._temporal(alone)]
         hybrid = [] if sliced else [self._hybrid(alone, chunk)]
         if self.stagger:
             scores = [way.score for way in hybrid if way.gap <= self.target]
             least = max(scores, default=0.0) / STAGGERED_FRACTION
-            found += [way for way in self._staggered(alone, spatial) if way.score > least]
-        return found + hybrid
+            candidates += [way for way in self._staggered(alone, spatial) if way.score > least]
+        return candidates + hybrid
 
     def _spatial(self, alone: float) -> list[Candidate]:
         """Return a candidate for each level, with slices that last about a step.
@@ -127,12 +127,12 @@ class Candidates:
         whole = predict(prefill_slice(self.batch, self.layers), p, Corunner(self.decode, d))
         if gaps is None or whole is None:
             return []
-        found = []
+        candidates = []
         for level, gap, seconds in zip(self.levels, gaps.tolist(), whole.tolist(), strict=True):
             layer, pace = seconds / self.layers, alone / max(seconds, gap)
             layers, score = max(1, round(gap / layer)), self._score(pace, gap)
-            found.append(Candidate("spatial", level, layers, layer, 0, gap, pace, score))
-        return found
+            candidates.append(Candidate("spatial", level, layers, layer, 0, gap, pace, score))
+        return candidates
 
     def _staggered(self, alone: float, spatial: Sequence[Candidate]) -> list[Candidate]:
         """Return a candidate for each level that leaves time for a layer before the next step.
@@ -140,7 +140,7 @@ class Candidates:
         Only whole layers run, so the whole device waits for the longer of a step and the layers
         beside it. The fewer layers a bound has room for, the more of it that wastes.
         """
-        ahead, found = self._layer_alone(alone), []
+        ahead, candidates = self._layer_alone(alone), []
         for way in spatial:
             beside = max(way.gap, way.layers * way.layer)
             layers = min(self.layers, int((self.target - beside) / ahead))
@@ -151,8 +151,8 @@ class Candidates:
             gap = layers * ahead + beside
             score = self._score(pace, gap)
             taken = way.level, way.layers, way.layer, 0, gap, pace, score
-            found.append(Candidate("staggered", *taken, beside, ahead))
-        return found
+            candidates.append(Candidate("staggered", *taken, beside, ahead))
+        return candidates
 
     def _temporal(self, alone: float) -> Candidate:
         """Return the candidate with the most layers between two steps within the bound, or one."""

@@ -185,7 +185,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         The batch's own requests join decode only at its end: the next batch's choice counts them.
         """
         unknown = Candidate("temporal", (view.units,) * 2, 1, 0.0, 0, math.inf, 1.0, 0.0)
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         if step:
             levels = [level for level in shared_levels(view) if level[0] + level[1] <= view.units]
             ways = Candidates(
@@ -201,9 +201,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 view.pass_sizes,
                 stagger=_backlogged(view, prompts),
             )
-            found = ways.all(sliced=not prompts.chunks, chunk=current.pass_tokens)
-        tokens = max((way.tokens for way in found), default=0) or current.pass_tokens
-        choice = choose(found or [unknown], target.planned, current.choice, self.hysteresis)
+            candidates = ways.all(sliced=not prompts.chunks, chunk=current.pass_tokens)
+        tokens = max((way.tokens for way in candidates), default=0) or current.pass_tokens
+        choice = choose(candidates or [unknown], target.planned, current.choice, self.hysteresis)
         return replace(current, choice=choice, pass_tokens=tokens)
 
 

@@ -133,8 +133,8 @@ def decode_seconds(
 def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
     """Return the waiting request of each chunk."""
     ids = {chunk.request for chunk in chunks}
-    found = {r.id: r for r in view.waiting if r.id in ids}
-    return [found[chunk.request] for chunk in chunks]
+    requests = {r.id: r for r in view.waiting if r.id in ids}
+    return [requests[chunk.request] for chunk in chunks]
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:

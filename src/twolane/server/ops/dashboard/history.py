@@ -147,8 +147,8 @@ class Span:
     def prefix_hits(self) -> float | None:
         """Return the hit rate of the prefix cache in tokens; None: none were looked up."""
         first, last = self._first.stats, self._last.stats
-        asked = last.prefix_queries - first.prefix_queries
-        return (last.prefix_hits - first.prefix_hits) / asked if asked else None
+        queries = last.prefix_queries - first.prefix_queries
+        return (last.prefix_hits - first.prefix_hits) / queries if queries else None
 
     def lanes(self) -> list[tuple[str, int, float]]:
         """Return tuples of lane, units, and share of the time that the lane worked on them."""
@@ -213,12 +213,12 @@ class Ring:
 
     def before(self, at: float) -> Reading:
         """Return the latest reading up to a time, or else the first."""
-        found = self.readings[0]
+        earlier = self.readings[0]
         for reading in self.readings:
             if reading.at > at:
                 break
-            found = reading
-        return found
+            earlier = reading
+        return earlier
 
 
 class History:
