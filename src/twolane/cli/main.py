@@ -1,4 +1,4 @@
-"""`twolane serve | fleet | generate | pull | profile | simulate | doctor | bench`."""
+"""`twolane`: its commands, and parsers' errors in one plain line."""
 
 import logging
 import os

