@@ -16,7 +16,7 @@ from twolane.common.log_lines import log_to
 from twolane.engine.config import UNPROFILED, EngineConfig
 
 if TYPE_CHECKING:
-    from twolane.profile.run import Progress
+    from twolane.common.vocabulary import OnProgress
 
 EPILOG = """**Examples**
 
@@ -80,7 +80,7 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
 
 
 @contextmanager
-def _bars() -> Iterator["Progress"]:
+def _bars() -> Iterator["OnProgress"]:
     """Show a progress bar for each stage on standard error if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn

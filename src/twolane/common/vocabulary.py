@@ -1,5 +1,6 @@
-"""Names that several packages share: lanes, estimators, kinds of machines."""
+"""Names and types that several packages share: lanes, estimators, kinds of machines."""
 
+from collections.abc import Callable
 from typing import Literal
 
 LaneName = Literal["prefill", "decode", "device"]
@@ -20,3 +21,6 @@ EstimatorName = Literal[
 
 MachineKind = Literal["cpu", "cuda", "simulated"]
 """The kind of device that an engine runs on."""
+
+OnProgress = Callable[[str, float], None]
+"""Called with a stage of a start and the fraction of it that is done."""

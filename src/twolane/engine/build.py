@@ -8,6 +8,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
+from twolane.common.vocabulary import OnProgress
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
@@ -50,9 +51,7 @@ class Built:
             self.kv_events.close()
 
 
-def build(
-    config: EngineConfig, notify: Callable[[], None], progress: Callable[[str, float], None]
-) -> Built:
+def build(config: EngineConfig, notify: Callable[[], None], progress: OnProgress) -> Built:
     """Load the model and make the lanes; `notify` is called when a ticket has results.
 
     Raises:
@@ -69,7 +68,7 @@ def assemble(
     config: EngineConfig,
     machine: Machine,
     notify: Callable[[], None],
-    progress: Callable[[str, float], None],
+    progress: OnProgress,
 ) -> Built:
     """Build an engine on a loaded machine, from settings that the caller has checked.
 

@@ -6,14 +6,12 @@ from typing import Protocol
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import MachineKind
+from twolane.common.vocabulary import MachineKind, OnProgress
 from twolane.lanes.base import Lanes
 from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.model.spec import ModelSpec
-
-Progress = Callable[[str, float], None]
 
 
 class MachineLanes(Lanes, Protocol):
@@ -65,7 +63,7 @@ class Machine(Protocol):
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Progress,
+        progress: OnProgress,
     ) -> MachineLanes:
         """Allocate the KV pool and start the lanes.
 
@@ -77,7 +75,7 @@ class Machine(Protocol):
         ...
 
 
-def load(settings: DeviceSettings, progress: Progress) -> Machine:
+def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
     """Load the model onto the device that the settings name.
 
     Raises:

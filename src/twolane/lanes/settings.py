@@ -2,12 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import torch
 
 from twolane.common.errors import FieldError
+from twolane.common.vocabulary import OnProgress
 from twolane.model.decoder import Weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -101,7 +102,7 @@ def memory_errors(settings: DeviceSettings) -> Iterator[None]:
 
 
 def load_shard(
-    settings: DeviceSettings, device: str, progress: Callable[[str, float], None], rank: int = 0
+    settings: DeviceSettings, device: str, progress: OnProgress, rank: int = 0
 ) -> tuple[ModelSpec, Weights]:
     """Load one rank's part of the weights; return it with the whole model's shape.
 

@@ -14,10 +14,10 @@ from statistics import median
 
 import torch
 
+from twolane.common.vocabulary import OnProgress
 from twolane.estimate.profile import Probe
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
-from twolane.lanes.machine import Progress
 
 log = logging.getLogger("twolane.profile")
 
@@ -35,7 +35,7 @@ BATCH = 4
 
 
 def probed(
-    partitions: GreenContexts, device: torch.device, shares: Sequence[int], progress: Progress
+    partitions: GreenContexts, device: torch.device, shares: Sequence[int], progress: OnProgress
 ) -> list[Probe]:
     """Time both kernels on each share of a GPU that does nothing else.
 

@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from twolane.common.vocabulary import OnProgress
 from twolane.engine.build import make_books
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
@@ -32,8 +33,6 @@ SAVE_SECONDS = 5.0
 MAX_BATCH_TOKENS = 16_384
 """New tokens of the largest prefill batch that is measured."""
 
-Progress = Callable[[str, float], None]
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -53,7 +52,7 @@ def take_profile(
     out: Path | None,
     seconds: float,
     rounds: int = ROUNDS,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Outcome:
     """Measure for this many seconds, going on with the profile that is there.
 
@@ -92,7 +91,7 @@ def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
     )
 
 
-def probe(profile: Profile, machine: Machine, shares: Sequence[int], progress: Progress) -> None:
+def probe(profile: Profile, machine: Machine, shares: Sequence[int], progress: OnProgress) -> None:
     """Add the rates of a product and a copy on those of a GPU's shares that the profile lacks.
 
     The profile of a CPU has no probes: DuetServe's are of SMs.
@@ -120,7 +119,7 @@ def work_through(
     points: list[Point],
     clocks: Clocks,
     seconds: float,
-    progress: Progress,
+    progress: OnProgress,
 ) -> int:
     """Measure the points that the profile lacks; return their number. Saves every few seconds."""
     done, begun, spent = profile.done(), time.monotonic(), profile.seconds
@@ -170,7 +169,7 @@ def resumed(path: Path, fresh: Profile) -> Profile:
 
 
 @contextmanager
-def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator[Rig]:
+def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iterator[Rig]:
     """Start the lanes as they would serve; yield a rig on them."""
     most = context_length(config, machine.spec)
     books = make_books(config, machine, most)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twolane.common.errors import FieldError
+from twolane.common.vocabulary import OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import fitted, read_profile
 from twolane.estimate.base import Estimator
@@ -25,7 +26,6 @@ from twolane.estimate.query import (
     hybrid_pass,
     prefill_slice,
 )
-from twolane.lanes.machine import Progress
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.model.spec import ModelSpec
@@ -171,7 +171,7 @@ class EmulatedMachine(SimulatedMachine):
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Progress,
+        progress: OnProgress,
     ) -> SimLanes:
         """See `Machine.start`."""
         lanes = super().start(sizes, notify, progress)

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import MachineKind
+from twolane.common.vocabulary import MachineKind, OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import nano_batches
 from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
-from twolane.lanes.machine import Progress
 from twolane.lanes.settings import LaneSizes
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import DeviceModel
@@ -99,7 +98,7 @@ class SimulatedMachine:
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Progress,
+        progress: OnProgress,
     ) -> SimLanes:
         """See `Machine.start`."""
         return SimLanes(self.device.gpu.units, self._levels, self.device)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from twolane.common.vocabulary import OnProgress
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine
@@ -88,7 +89,7 @@ class DisaggregatedMachine(CpuMachine):
         RankLost: rank 1 does not start.
     """
 
-    def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, settings: DeviceSettings, progress: OnProgress) -> None:
         super().__init__(settings, progress)
         self._memories = SharedMemory.new(), SharedMemory.new()
         self._arrivals, arrivals = os.pipe()
@@ -107,7 +108,7 @@ class DisaggregatedMachine(CpuMachine):
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> DisaggregatedLanes:
         """See `Machine.start`."""
         shape = self._decoder.spec, sizes.pages, sizes.page_size, self._decoder.dtype

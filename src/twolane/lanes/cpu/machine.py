@@ -6,7 +6,7 @@ import torch
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
-from twolane.common.vocabulary import MachineKind
+from twolane.common.vocabulary import MachineKind, OnProgress
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.followers import Followers
@@ -41,7 +41,7 @@ class CpuMachine:
     page_sizes: Sequence[int] = ()
     revision = ""
 
-    def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, settings: DeviceSettings, progress: OnProgress) -> None:
         self._cores: Sequence[int] = usable_cores()[: settings.cores]
         self.tp = settings.tensor_parallel_size
         torch.set_num_threads(len(self._cores))  # for loading; each lane sets its own
@@ -67,7 +67,7 @@ class CpuMachine:
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> CpuLanes | RankedLanes:
         """See `Machine.start`."""
         spec, dtype = self._decoder.spec, self._decoder.dtype

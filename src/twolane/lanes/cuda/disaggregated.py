@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import LaneName
+from twolane.common.vocabulary import LaneName, OnProgress
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket, HalfLaunch, WatchedLaunch
 from twolane.lanes.cuda.launch_thread import Launcher
@@ -204,7 +204,7 @@ class MirroredMachine(CudaMachine):
         rank: int,
         store: dist.TCPStore,
         check: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> None:
         torch.cuda.set_device(rank)
         self._number, self._store, self._check = rank, store, check
@@ -247,7 +247,7 @@ class CudaPairMachine(MirroredMachine):
     runner_type = CudaDecodeRunner
     prefills = False
 
-    def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, settings: DeviceSettings, progress: OnProgress) -> None:
         if lacking := lacks():
             raise FieldError("disaggregated", lacking)
         read, write = os.pipe()
@@ -260,7 +260,7 @@ class CudaPairMachine(MirroredMachine):
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> DisaggregatedLanes:
         """See `CudaMachine.start`; once only."""
         self.followers.on_lost = notify

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import LaneName, MachineKind
+from twolane.common.vocabulary import LaneName, MachineKind, OnProgress
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
@@ -157,7 +157,7 @@ class CudaMachine:
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> CudaLanes:
         """Allocate the KV pool, capture the graphs and start the lanes.
 
@@ -172,7 +172,7 @@ class CudaMachine:
         return lanes
 
     def _launched_runner(
-        self, sizes: LaneSizes, progress: Callable[[str, float], None]
+        self, sizes: LaneSizes, progress: OnProgress
     ) -> tuple[CudaRunner, Launcher]:
         """Return the runner, and the launcher of the one thread that launches: cuBLAS keeps a
         handle and workspaces for each thread."""
@@ -192,7 +192,7 @@ class CudaMachine:
     def runner(
         self,
         sizes: LaneSizes,
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> CudaRunner:
         """Allocate the KV pool and capture the graphs, on the thread that is to launch; see
         `start`."""

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
+from twolane.common.vocabulary import OnProgress
 from twolane.kernels.collectives.reduce_norm import flag_bytes
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
@@ -27,9 +28,7 @@ FOLLOWER = "twolane.lanes.cuda.follower"
 """The module that the other ranks run."""
 
 
-def load_rank(
-    settings: DeviceSettings, rank: int, progress: Callable[[str, float], None]
-) -> tuple[object, ...]:
+def load_rank(settings: DeviceSettings, rank: int, progress: OnProgress) -> tuple[object, ...]:
     """Return the arguments of a rank's `CudaMachine`: its part of the model, on its GPU."""
     torch.cuda.set_device(rank)
     spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
@@ -104,7 +103,7 @@ class RankedMachine(CudaMachine):
         RankLost: another rank does not start.
     """
 
-    def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
+    def __init__(self, settings: DeviceSettings, progress: OnProgress) -> None:
         there, ranks = torch.cuda.device_count(), settings.tensor_parallel_size
         if ranks > there:
             raise FieldError("tensor_parallel_size", f"is {ranks}, and PyTorch finds {there} GPUs")
@@ -117,7 +116,7 @@ class RankedMachine(CudaMachine):
         self,
         sizes: LaneSizes,
         notify: Callable[[], None],
-        progress: Callable[[str, float], None],
+        progress: OnProgress,
     ) -> CudaLanes:
         """See `CudaMachine.start`; once only."""
 

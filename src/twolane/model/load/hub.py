@@ -39,9 +39,6 @@ from twolane.model.spec import ModelSpec, UnsupportedModel
 
 log = logging.getLogger("twolane.model")
 
-Progress = Callable[[str, float], None]
-"""Called with a stage and the fraction of it that is done."""
-
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _POLL_SECONDS = 0.1

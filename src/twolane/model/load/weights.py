@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
+from twolane.common.vocabulary import OnProgress
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.load.checkpoint import (
     EMBEDDING,
@@ -30,7 +31,7 @@ from twolane.model.load.checkpoint import (
 from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
-from twolane.model.load.hub import ModelSource, Progress
+from twolane.model.load.hub import ModelSource
 from twolane.model.load.joined import Joined, Place
 from twolane.model.load.quantization import BLOCK, FLOATS, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
@@ -68,7 +69,7 @@ def load_weights(
     seed: int = 0,
     router_skew: float = 0.0,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     rank: int = 0,
     ranks: int = 1,
 ) -> tuple[ModelSpec, Weights]:
@@ -319,7 +320,7 @@ class _Loader:
         """The shape of the rank's part."""
         return self.shard.local
 
-    def weights(self, progress: Progress) -> Weights:
+    def weights(self, progress: OnProgress) -> Weights:
         """Load the rank's part of all weights, layer by layer."""
         embedding = self._get(EMBEDDING)
         layers = []
