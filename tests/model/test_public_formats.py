@@ -600,7 +600,6 @@ def test_logits_of_one_rank_and_of_two(name: str, tmp_path: Path) -> None:
 
 _FLOAT4 = {"num_bits": 4, "type": "float"}
 _INT8 = _numbers(num_bits=8, type="int", strategy="channel")
-_BY_TENSOR = _group(_numbers(**_FLOAT, strategy="tensor"), _STATIC)
 _ROUND = {
     "quant_method": "auto-round",
     "packing_format": "auto_round:auto_gptq",
