@@ -20,7 +20,7 @@ class Tally:
     tokens: int = 0
     forgiven: int = 0
     side_by_side: int = 0
-    """Launches that began in one lane while one ran in another."""
+    """Launches that were given to one lane while another had one."""
 
     def __str__(self) -> str:
         return (

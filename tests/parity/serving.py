@@ -42,6 +42,8 @@ class Flown:
 
     lane: LaneName
     name: str
+    launched: float
+    """When the engine gave it to its lane."""
     start: float
     end: float
     requests: int
@@ -56,7 +58,8 @@ class LaunchLog(Trace):
         self.launches: list[Flown] = []
 
     def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
-        self.launches.append(Flown(lane, name, start, end, len(args["requests"])))
+        launched = start - args["waited"]
+        self.launches.append(Flown(lane, name, launched, start, end, len(args["requests"])))
 
 
 class OneThread(Runner):
@@ -140,9 +143,12 @@ class Served:
 
     @property
     def side_by_side(self) -> int:
-        """How many launches began in one lane before an earlier one had ended in another."""
-        launched = sorted(self.launches, key=lambda launch: launch.start)
-        return sum(a.lane != b.lane and b.start < a.end for a, b in pairwise(launched))
+        """How many launches were given to one lane before an earlier one had ended in another.
+
+        Whether both compute then, or take turns on a core that others want, is up to the machine.
+        """
+        launched = sorted(self.launches, key=lambda launch: launch.launched)
+        return sum(a.lane != b.lane and b.launched < a.end for a, b in pairwise(launched))
 
 
 def serve(
