@@ -17,7 +17,10 @@ from twolane.frontend.structured.grammar import json_schema_grammar, regex_gramm
 from twolane.sampling import SamplingParams
 
 EOS = 2
-SYSTEMS = ("static-split", "chunked", "auto", "bullet", "duetserve", "temporal", "two-stream")
+SYSTEMS = [
+    *("static-split", "chunked", "auto", "two-stream"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("bullet", "duetserve", "temporal")),
+]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["xy", "zzz"]}},

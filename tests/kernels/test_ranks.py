@@ -144,7 +144,7 @@ def on_ranks(
 @pytest.fixture
 def path(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     fakes(device, monkeypatch)
-    return make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
+    return make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=2)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])

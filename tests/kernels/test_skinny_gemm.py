@@ -119,14 +119,11 @@ VARIANTS = [
     (Variant(64, 64, wide=True), 50),
     (Variant(256, 64), 64),
     (Variant(128, 64, gated=True, dtype=FP16), 33),
-    (Variant(128, 128), 70),
-    (Variant(256, 40, swap=True), 33),
     (Variant(256, 48, swap=True), 40),
     (Variant(128, 96, swap=True, gated=True), 90),
     (Variant(128, 16, swap=True, dtype=E4M3), 9),
     (Variant(256, 40, swap=True, dtype=E4M3), 33),
     (Variant(128, 128, dtype=E4M3), 101),
-    (Variant(256, 64, dtype=E4M3), 64),
     (Variant(128, 32, swap=True, gated=True, dtype=E4M3), 30),
     (Variant(256, 64, gated=True, dtype=E4M3), 61),
     (Variant(128, 16, swap=True, group=128), 9),
@@ -134,6 +131,10 @@ VARIANTS = [
     (Variant(256, 24, swap=True, gated=True, group=32), 24),
 ]
 ALL = [
+    (Variant(128, 128), 70),
+    (Variant(256, 40, swap=True), 33),
+    (Variant(256, 64, dtype=E4M3), 64),
+] + [
     (variant, rows - 3)
     for rows in ROWS
     for gated, wide, dtype in (
@@ -157,7 +158,7 @@ def test_against_a_reference(build, variant: Variant, m: int) -> None:
     """Tiles cut among blocks and not, the last ones partly outside, k not whole; rows strided."""
     k = 256 if variant.group else 200 * (1 + (variant.dtype == E4M3))
     case = Case(variant, m, 2 * variant.columns + 16, k)
-    for blocks in (1, 3, 7):
+    for blocks in (1, 7):
         out = case.old.clone()
         rest = {"scales": case.scales, "w_groups": case.w_groups}
         run(build, variant, blocks, case.x, case.w, case.bias, out[:-1], **rest)

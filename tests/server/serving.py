@@ -169,12 +169,19 @@ def serving(*args: str, stderr: Path | None = None, before: Sequence[str] = ()) 
         assert line, f"the server ended with {process.wait()}"
         yield Served(process, line.strip(), *(process.stdout.readline().strip() for _ in range(2)))
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(process)
         process.stdout.close()
+
+
+def end(process: subprocess.Popen) -> None:
+    """Have a server stop, without those who are still served, or kill it.
+
+    Two signals that are sent at once may arrive as one, and one has it wait for whom it serves.
+    """
+    for _ in range(40):
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.25)
+            return
+    process.kill()
+    process.wait()

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from twolane.common.garbage import gc_disabled
+from twolane.frontend.socket_folders import SocketFolder
 from twolane.server.http.connection import (
     CONNECTION,
     EXTRA_CONNECTIONS,
@@ -352,11 +353,10 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model
     assert "Traceback" not in log.read_text()
 
 
-def test_the_second_server_on_a_port_ends_before_it_loads(tiny_model):
-    with serving(str(tiny_model), *TINY) as served:
-        command = [sys.executable, "-m", "twolane", "serve", "no-such-model-anywhere"]
-        port = str(address(served)[1])
-        run = subprocess.run([*command, "--port", port], capture_output=True, text=True)
+def test_the_second_server_on_a_port_ends_before_it_loads(tiny):
+    command = [sys.executable, "-m", "twolane", "serve", "no-such-model-anywhere"]
+    port = str(address(tiny)[1])
+    run = subprocess.run([*command, "--port", port], capture_output=True, text=True)
     assert run.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in run.stderr
     assert len(run.stderr.splitlines()) == 1
@@ -457,22 +457,24 @@ def test_a_full_disk_behind_standard_output_is_no_reason_not_to_serve(tiny_model
 
 
 def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_path, monkeypatch):
+    """Not that of a living process."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def folders():
         return set(tmp_path.glob("twolane-*/owner"))
 
-    with serving(str(tiny_model), *TINY) as first:
-        [kept] = folders()
-        with serving(str(tiny_model), *TINY) as other:
-            [dead] = folders() - {kept}
-            other.process.kill()
-            other.process.wait()
-            assert dead in folders()
-            with serving(str(tiny_model), *TINY):
-                assert dead not in folders()
-                assert kept in folders()
-        assert first.request("/health")[0] == 200
+    mine = SocketFolder()
+    [kept] = folders()
+    with serving(str(tiny_model), *TINY) as other:
+        [dead] = folders() - {kept}
+        other.process.kill()
+        other.process.wait()
+        assert dead in folders()
+        with serving(str(tiny_model), *TINY):
+            assert dead not in folders()
+            assert kept in folders()
+    mine.remove()
 
 
 def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():

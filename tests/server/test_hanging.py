@@ -35,7 +35,7 @@ import sys
 if sys.orig_argv[1:4] == ["-m", "twolane", "serve"]:
     import time
     from pathlib import Path
-    from twolane.frontend import liveness
+    from twolane.frontend import engine_client, liveness
 
     def said(what):
         file = Path({folder!r}) / what
@@ -56,11 +56,17 @@ if sys.orig_argv[1:4] == ["-m", "twolane", "serve"]:
         def _longest(self, wait):
             return super()._longest(wait) if said("lane") is None else said("lane")
 
-    liveness.Liveness = Liveness
+    liveness.Liveness = engine_client.Liveness = Liveness
+    engine_client.PING_SECONDS = 0.2
 """
 """Has the API process wait for the engine's loop or its lanes as long as a file by that name says,
-and its clock jump: no starved engine may seem to be hung before the test has made it so."""
+and its clock jump: no starved engine may seem to be hung before the test has made it so. It asks
+more often than it does by itself."""
 LENIENT = ("--hang-seconds", "3600")
+
+
+SILENT = 0.4
+"""Seconds without a sign after which a test goes on: what shall be silent surely is."""
 
 
 def health(served):
@@ -75,17 +81,30 @@ def folder(tmp_path):
     return path
 
 
-@pytest.fixture
-def start(folder, tiny_model):
-    """Starts a server whose decode lane hangs while there is a file "hang"."""
+def started(folder, model, *args, log=None):
+    """A server whose decode lane hangs while there is a file "hang" in the folder."""
     code = BOUNDS.format(folder=str(folder)) + HANG.format(flag=str(folder / "hang"))
     (folder / "sitecustomize.py").write_text(code)
     before = ("env", f"PYTHONPATH={folder}:{os.environ.get('PYTHONPATH', '')}")
+    return serving(str(model), *TINY, *LENIENT, *args, stderr=log, before=before)
+
+
+@pytest.fixture
+def start(folder, tiny_model):
+    """Starts such a server."""
 
     def start(*args, model=tiny_model, log=None):
-        return serving(str(model), *TINY, *LENIENT, *args, stderr=log, before=before)
+        return started(folder, model, *args, log=log)
 
     return start
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory, tiny_model):
+    """One without a watchdog, and its folder; tests remove what they have put there."""
+    folder = tmp_path_factory.mktemp("watched")
+    with started(folder, tiny_model) as served:
+        yield served, folder
 
 
 def say(folder, what, seconds):
@@ -101,34 +120,37 @@ def streaming(served):
     return client
 
 
-def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(start, folder):
-    with start() as served:
-        assert health(served) == (200, "")
-        with stopped(served.engine_pid):
-            wait_for(lambda: served.metrics()["engine_silence_seconds"] > 1)
-            say(folder, "loop", 0.0)
-            assert health(served)[0] == 503
-            assert "the engine has made no turn for" in health(served)[1]
-            assert served.request("/livez")[0] == 200
-            assert served.request("/v1/completions", {"prompt": [5]})[0] == 503
-            assert served.metrics()["engine_hung"] == 1
-        wait_for(lambda: health(served)[0] == 200)
-        wait_for(lambda: served.metrics()["engine_hung"] == 0)
-        asked = {"prompt": [5], "max_tokens": 2}
-        wait_for(lambda: served.request("/v1/completions", asked)[0] == 200)
+def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(watched):
+    served, folder = watched
+    assert health(served) == (200, "")
+    with stopped(served.engine_pid):
+        wait_for(lambda: served.metrics()["engine_silence_seconds"] > SILENT)
+        say(folder, "loop", 0.0)
+        assert health(served)[0] == 503
+        assert "the engine has made no turn for" in health(served)[1]
+        assert served.request("/livez")[0] == 200
+        assert served.request("/v1/completions", {"prompt": [5]})[0] == 503
+        assert served.metrics()["engine_hung"] == 1
+    wait_for(lambda: health(served)[0] == 200)
+    wait_for(lambda: served.metrics()["engine_hung"] == 0)
+    asked = {"prompt": [5], "max_tokens": 2}
+    wait_for(lambda: served.request("/v1/completions", asked)[0] == 200)
+    (folder / "loop").unlink()
 
 
-def test_health_tells_of_a_lane_that_finishes_nothing(start, folder):
-    with start() as served:
-        client = streaming(served)
-        (folder / "hang").touch()
-        wait_for(lambda: served.metrics()["launch_wait_seconds"] > 1)
-        say(folder, "lane", 1.0)
-        assert "the decode lane has finished nothing for" in health(served)[1]
-        wait_for(lambda: served.metrics()["engine_silence_seconds"] < 1)  # the loop makes turns
-        (folder / "hang").unlink()
-        wait_for(lambda: health(served)[0] == 200)
-        assert "error" not in client.last
+def test_health_tells_of_a_lane_that_finishes_nothing(watched):
+    served, folder = watched
+    client = streaming(served)
+    (folder / "hang").touch()
+    wait_for(lambda: served.metrics()["launch_wait_seconds"] > SILENT)
+    say(folder, "lane", SILENT)
+    assert "the decode lane has finished nothing for" in health(served)[1]
+    wait_for(lambda: served.metrics()["engine_silence_seconds"] < SILENT)  # the loop makes turns
+    (folder / "hang").unlink()
+    wait_for(lambda: health(served)[0] == 200)
+    (folder / "lane").unlink()
+    assert "error" not in client.last
+    client.leave()
 
 
 @pytest.mark.parametrize("how", ["loop", "lane"])
@@ -141,8 +163,8 @@ def test_the_watchdog_ends_a_hung_engine_with_a_reason(start, folder, tmp_path, 
             os.kill(engine, signal.SIGSTOP)
         else:
             (folder / "hang").touch()
-            wait_for(lambda: served.metrics()["launch_wait_seconds"] > 1)
-        say(folder, how, 0.5)
+            wait_for(lambda: served.metrics()["launch_wait_seconds"] > SILENT)
+        say(folder, how, SILENT)
         assert client.ended.wait(PATIENCE)
         assert "the watchdog has killed the engine" in client.last["error"]["message"]
         assert served.process.wait(PATIENCE) == 1
@@ -157,9 +179,9 @@ def test_a_server_that_stood_still_itself_kills_no_engine(start, folder):
     with start("--watchdog") as served:
         engine = served.engine_pid
         with stopped(engine):
-            wait_for(lambda: served.metrics()["engine_silence_seconds"] > 1)
+            wait_for(lambda: served.metrics()["engine_silence_seconds"] > SILENT)
             say(folder, "jump", 1e6)
-            wait_for(lambda: 1 < served.metrics()["engine_silence_seconds"] < 1e5)
+            wait_for(lambda: SILENT < served.metrics()["engine_silence_seconds"] < 1e5)
         wait_for(lambda: health(served) == (200, ""))
         assert alive(engine)
 
@@ -192,7 +214,7 @@ def test_the_watchdog_is_on_with_several_ranks(start, folder, how, tmp_path):
         engine = served.engine_pid
         (follower,) = children(engine)
         with stopped(engine):
-            say(folder, "loop", 0.5)
+            say(folder, "loop", SILENT)
             assert served.process.wait(PATIENCE) == 1
             assert not alive(engine)
         wait_for(lambda: not alive(follower))

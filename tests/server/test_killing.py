@@ -28,6 +28,12 @@ from .serving import PATIENCE, alive, engine_of, serving, wait_for
 from .test_lifecycle import LONG, Stream
 
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
+MOMENTS = [
+    "idle",
+    pytest.param("prefill", marks=pytest.mark.full),
+    pytest.param("stream", marks=pytest.mark.full),
+    "both",
+]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
@@ -95,7 +101,7 @@ def busy(served, moment):
     return clients
 
 
-@pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
+@pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killing_the_engine(tiny_model, moment, seed):
     with serving(str(tiny_model), *TINY) as served:
@@ -167,7 +173,7 @@ def test_killing_the_server_while_it_starts(tiny_model, seed):
     wait_for(lambda: not alive(engine))
 
 
-@pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_killing_the_server(tiny_model, moment):
     with serving(str(tiny_model), *TINY) as served:
         engine = served.engine_pid

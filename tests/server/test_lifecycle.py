@@ -146,8 +146,15 @@ def whole(tiny):
     return tiny.request("/v1/completions", {**LONG, **SIXTEEN})[2]["choices"]
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.0"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("version", "late"),
+    [
+        ("1.1", True),
+        ("1.0", False),
+        pytest.param("1.1", False, marks=pytest.mark.full),
+        pytest.param("1.0", True, marks=pytest.mark.full),
+    ],
+)
 def test_streams_are_whole_and_in_order(tiny, whole, version, late):
     """Also for who does not read until all has been made, which is more than the sockets hold."""
     asked = json.dumps({**LONG, **SIXTEEN, "stream": True}).encode()
@@ -269,25 +276,9 @@ def test_stopping_refuses_what_is_being_tokenised():
     assert asyncio.run(run()) == {(503, "unavailable")}
 
 
-def test_killing_the_engine_ends_streams_and_the_server(doomed):
-    stream = Stream(doomed)
-    stream.next_token()
-    engine = doomed.engine_pid
-    os.kill(engine, signal.SIGKILL)
-    assert "signal 9" in stream.end()["error"]["message"]
-    assert doomed.process.wait(PATIENCE) == 1
-    assert not alive(engine)
-
-
-def test_killing_the_server_ends_the_engine(doomed):
-    stream = Stream(doomed)
-    stream.next_token()
-    engine = doomed.engine_pid
-    doomed.process.kill()
-    wait_for(lambda: not alive(engine))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT]
+)
 def test_a_signal_drains(doomed, number):
     stream = Stream(doomed, {**LONG, "max_tokens": 300})
     stream.next_token()

@@ -1,6 +1,7 @@
 """Servers of checkpoints whose own programs have no end or panic."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,18 @@ from .serving import PATIENCE, alive, children, serving, wait_for, write_tiny_mo
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "70000")
+IMPATIENT = """
+import sys
+from twolane.frontend import sandboxed
+
+within = sandboxed.within
+sandboxed.within = lambda seconds, work: within(min(seconds, 1.5), work)
+if sys.orig_argv[1:4] == ["-m", "twolane", "serve"]:
+    from twolane.frontend.text import texts
+
+    texts.Texts.load.__func__.__defaults__ = (texts.Limits(seconds=1.5),)
+"""
+"""Has a server end a checkpoint's programs soon, at its start and when they are asked for."""
 
 
 def model(path, tokenizer, template, **changes):
@@ -30,11 +43,13 @@ def model(path, tokenizer, template, **changes):
 
 def test_a_template_without_an_end_holds_nobody_up_but_its_caller(tmp_path, tokenizer):
     path = model(tmp_path / "endless", tokenizer, ENDLESS + "{{ messages[0].content }}")
-    with serving(path, *ARGUMENTS) as served:
+    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
+    before = ("env", f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with serving(path, *ARGUMENTS, before=before) as served:
         began = time.monotonic()
         status, _, body = served.request("/v1/chat/completions", HELLO)
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
-        assert "did not end within 5 s" in body["error"]["message"]
+        assert "did not end within 1.5 s" in body["error"]["message"]
         assert time.monotonic() - began < PATIENCE
         assert served.request("/v1/completions", {"prompt": "Hello", "max_tokens": 1})[0] == 200
         # While it is at it again, signals are obeyed.
@@ -42,8 +57,10 @@ def test_a_template_without_an_end_holds_nobody_up_but_its_caller(tmp_path, toke
         asking.start()
         wait_for(lambda: served.metrics()["requests_in_flight"])
         started = children(served.process.pid)
-        for _ in range(2):
-            served.process.send_signal(signal.SIGTERM)
+        served.process.send_signal(signal.SIGTERM)
+        with suppress(OSError):  # the template was ended first, and then the server
+            wait_for(lambda: served.request("/health")[0] == 503)
+        served.process.send_signal(signal.SIGTERM)
         served.process.wait(PATIENCE)
         asking.join()
         wait_for(lambda: not any(map(alive, started)))
