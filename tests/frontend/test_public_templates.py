@@ -147,12 +147,18 @@ SERVED = {
 }
 
 
+JOINED = {"two of the user": [user(user()["content"] + "\n\nQuestion4")]}
+"""What a template that refuses a conversation gets in its place."""
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(name, conversation, tools):
     messages, codec = CONVERSATIONS[conversation], SERVED[name]
     expected = theirs(TEMPLATES[name], messages, tools)
+    if expected is None and conversation in JOINED:
+        expected = theirs(TEMPLATES[name], JOINED[conversation], tools)
     turns = turns_of(TypeAdapter(Messages).validate_python(messages))
     if expected is None:
         with pytest.raises(TextError, match="chat template"):

@@ -293,6 +293,42 @@ def test_a_template_that_fails_is_a_refusal(tokenizer):
         codec.chat([{"role": "user", "content": "Hi"}])
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}",
+        "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
+    ],
+)
+def test_messages_of_the_system_in_front_are_one_where_the_template_takes_one(tokenizer, refusal):
+    template = "{% for m in messages %}WAY{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    codec = with_template(tokenizer, template.replace("WAY", refusal))
+    first, second = {"role": "system", "content": "Be"}, {"role": "developer", "content": ["nice"]}
+    hello = {"role": "user", "content": "Hello"}
+    assert decoded(codec, [first, second, hello]) == "system: Be\n\nnice\nuser: Hello\n"
+    with pytest.raises(TextError, match=r"first!|does not show messages\[2\].content"):
+        codec.chat([first, hello, second])
+    free = with_template(tokenizer, template.replace("WAY", ""))
+    assert decoded(free, [first, first, hello]) == "system: Be\nsystem: Be\nuser: Hello\n"
+
+
+def test_messages_of_the_user_are_one_where_turns_must_alternate(tokenizer):
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate!') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    codec = with_template(tokenizer, template)
+    turns = [{"role": role, "content": role} for role in ("user", "user", "assistant", "user")]
+    assert decoded(codec, turns) == "user: user\n\nuser\nassistant: assistant\nuser: user\n"
+    for refused in ([*turns[:3], turns[2]], [{**turns[0], "name": "Ann"}, *turns[1:]]):
+        with pytest.raises(TextError, match="alternate!"):
+            codec.chat(refused)
+
+
+def decoded(codec, messages):
+    return codec.decode(codec.chat(messages), skip_special_tokens=False)
+
+
 @pytest.mark.parametrize("template", ["{% if %}", None])
 def test_without_a_whole_template_completions_go_on(tokenizer, template):
     codec = with_template(tokenizer, template)
@@ -366,7 +402,7 @@ def calls(*names):
     [
         (
             "{{ messages[-1].content }}",
-            [{"role": "user", "content": "lost words"}, {"role": "user", "content": "Hi"}],
+            [{"role": "user", "content": "lost words"}, {"role": "assistant", "content": "Hi"}],
             "messages[0].content",
         ),
         ("{{ messages[0].content[:2] }}", [{"role": "user", "content": "Hi, all"}], "messages[0]"),

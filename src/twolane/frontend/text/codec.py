@@ -4,7 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from jinja2 import TemplateSyntaxError
@@ -302,6 +302,9 @@ class TextCodec:
     ) -> list[int]:
         """Return the tokens of a conversation; see `ChatTemplate.render`.
 
+        Where the template refuses the messages, or shows but some of them, those of the system in
+        front are one message, and so are those of the user that follow each other.
+
         Raises:
             TextError: the model has no tokenizer or chat template, the template refuses, or what
                 was said is not in the prompt that it makes.
@@ -314,17 +317,21 @@ class TextCodec:
         if tools and not template.form.shows_tools:
             problem = "tools is not supported: the model's chat template shows none"
             raise TextError(problem, param="tools")
+        rendered = partial(
+            rendering,
+            template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+            tools=tools,
+        )
         try:
-            text = template.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-                tools=tools,
-            )
-        except Exception as error:  # templates are programs that come with the model
-            raise TextError(f"the model's chat template refused the messages: {error}") from error
-        check_words(messages, text)
+            text = rendered(messages)
+        except TextError as refusal:
+            try:
+                text = rendered(with_fewer_messages(messages))
+            except TextError:
+                raise refusal from None
         text = with_whole_characters(text)
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -468,6 +475,47 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
         if message.get("tool_calls") and not template.form.shows_calls:
             param = f"messages[{place}].tool_calls"
             raise TextError("the model's chat template does not show tool calls", param=param)
+
+
+def rendering(template: ChatTemplate, messages: Sequence[Message], **options: Any) -> str:
+    """Return a conversation as text; see `ChatTemplate.render`.
+
+    Raises:
+        TextError: the template refuses, or what was said is not in the prompt that it makes.
+    """
+    try:
+        text = template.render(messages, **options)
+    except Exception as error:  # templates are programs that come with the model
+        raise TextError(f"the model's chat template refused the messages: {error}") from error
+    check_words(messages, text)
+    return text
+
+
+def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with those of the system in front as one, and likewise those of the user
+    that follow each other, where they are text alone."""
+    made: list[Message] = []
+    system = ("system", "developer")
+    for message in messages:
+        last = made[-1] if made else {}
+        leads = len(made) == 1 and {message["role"], last["role"]} <= {*system}
+        users = message["role"] == last.get("role") == "user"
+        texts = [text_alone(each) for each in (last, message)] if leads or users else [None]
+        if None in texts:
+            made.append(message)
+        else:
+            role = "system" if leads else "user"
+            made[-1] = {"role": role, "content": "\n\n".join(map(str, texts))}
+    return made
+
+
+def text_alone(message: Message) -> str | None:
+    """Return the text of a message that has nothing else; None: it has."""
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else content or ()
+    if message.keys() > {"role", "content"} or not all(isinstance(each, str) for each in texts):
+        return None
+    return "\n".join(texts)
 
 
 def check_words(messages: Sequence[Message], text: str) -> None:
