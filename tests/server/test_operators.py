@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import subprocess
 import sys
 from codecs import BOM_UTF8
@@ -12,12 +13,12 @@ import pytest
 
 from twolane.engine.config import EngineConfig
 from twolane.model.load.hub import PullError
-from twolane.server.batch import answer_all, run_batch
+from twolane.server.batch import answer_all, lines_of, run_batch
 from twolane.server.openai.refused import REFUSED
 from twolane.server.options import ServerOptions
 
 from .parrot import Learnt, write_parrot
-from .serving import serving, wait_for
+from .serving import PATIENCE, serving, wait_for
 from .test_lifecycle import Stream
 
 SPAIN = [{"role": "user", "content": "What is the capital of Spain?"}]
@@ -168,11 +169,65 @@ def test_a_batch_whose_disk_is_full_keeps_whole_lines(tmp_path):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'"%b"' % (b"x" * 700)})
 
-    line = json.dumps({"custom_id": "a", "url": "/v1/completions", "body": {}}).encode() + b"\n"
+    asked = [{"custom_id": id, "url": "/v1/completions", "body": {}} for id in "abc"]
+    lines = lines_of(BytesIO("\n".join(map(json.dumps, asked)).encode()))
     with Bounded(tmp_path / "out", "ab") as out, pytest.raises(OSError, match="out") as failed:
-        asyncio.run(answer_all(app, BytesIO(line * 3), out, 2))
+        asyncio.run(answer_all(app, lines, out, 2))
     assert failed.value.errno == errno.ENOSPC
     [answer] = (tmp_path / "out").read_bytes().splitlines()
+    assert json.loads(answer)["custom_id"] == "a"
+
+
+def test_a_line_of_a_batch_is_as_strict_as_a_body(tmp_path):
+    bodies = []
+
+    async def app(scope, receive, send):
+        bodies.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    url = '"url": "/v1/completions"'
+    large = f'{{"custom_id": "a", {url}, "body": {{"n": 1{"0" * 30}}}}}'
+    lines = [
+        large,
+        large,
+        f'{{"custom_id": "b", {url}, "body": {{"n": 1, "n": 2}}}}',
+        f'{{"custom_id": "c", {url}, "body": {{}}, "priority": 1}}',
+    ]
+    with (tmp_path / "out").open("ab", buffering=0) as out:
+        source = lines_of(BytesIO("\n\n".join(lines).encode()))
+        assert asyncio.run(answer_all(app, source, out, 1)) == (1, 3)
+    answers = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    first, *errors = [answer["error"] for answer in answers]
+    assert first is None
+    assert [error["code"] for error in errors] == ["duplicate_custom_id", *["invalid_line"] * 2]
+    for error, said in zip(errors, ("line 3: an earlier line", "'n'", "priority"), strict=True):
+        assert said in error["message"]
+    assert bodies == [b'{"n": 1' + b"0" * 30 + b"}"]
+
+
+def test_a_batch_from_a_pipe_answers_while_its_writer_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr("twolane.server.batch.MAX_PIPED_LINE", 100)
+    answered = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+        answered.set()
+
+    async def run(out):
+        coming, going = os.pipe()
+        with os.fdopen(coming, "rb") as source, os.fdopen(going, "wb", 0) as writer:
+            answering = asyncio.create_task(answer_all(app, lines_of(source, waits=True), out, 2))
+            writer.write(b'\n{"custom_id": "a", "url": "/v1/completions", "body": {}}\n')
+            await asyncio.wait_for(answered.wait(), PATIENCE)
+            writer.write(b"x" * 1000 + b"\n")
+            with pytest.raises(ValueError, match="line 3 has more than 100 bytes"):
+                await answering
+
+    with (tmp_path / "out").open("ab", buffering=0) as out:
+        asyncio.run(run(out))
+    [answer] = (tmp_path / "out").read_text().splitlines()
     assert json.loads(answer)["custom_id"] == "a"
 
 

@@ -1,8 +1,8 @@
 """Batch files: requests in OpenAI's format, answered without a listening server.
 
 A line of the input is `{"custom_id", "method", "url", "body"}`, and one of the output is
-`{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`. Requests pass the
-same application as those of `twolane serve`.
+`{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`. Lines are read as
+strictly as bodies, and requests pass the same application as those of `twolane serve`.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import os
 import stat
 import uuid
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -18,19 +18,22 @@ from typing import IO, Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from twolane.common.checked_json import UNREADABLE
 from twolane.engine.config import EngineConfig
 from twolane.frontend.engine_client import EngineError
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.server.app import GENERATION_PATHS, create_app
+from twolane.server.http import strict_json
+from twolane.server.http.errors import ApiError
 from twolane.server.options import ServerOptions
 from twolane.server.run import check_adapter_names, service_of
 
 Json = dict[str, Any]
+MAX_PIPED_LINE = 1 << 26
+"""Bytes that a line of a pipe may have; two such lines are kept."""
 
 
-class BatchLine(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a batch file."""
 
     custom_id: str
@@ -44,6 +47,12 @@ class BatchLine(msgspec.Struct, frozen=True):
         if self.method != "POST" or self.url not in GENERATION_PATHS:
             return f"url must be one of {', '.join(sorted(GENERATION_PATHS))}, with method POST"
         return "body.stream cannot be true in a batch" if self.body.get("stream") else None
+
+
+class _Body(msgspec.Struct):
+    """The body of a line, as it is written."""
+
+    body: msgspec.Raw
 
 
 class BatchReply(NamedTuple):
@@ -74,7 +83,8 @@ async def run_batch(
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: see `start_engine` and `check_adapter_names`; or both files are one.
+        ValueError: see `start_engine`, `check_adapter_names` and `lines_of`; or both files are
+            one.
         EngineError: the engine died; the lines that it left have errors in the output.
     """
     check_adapter_names(config, options)
@@ -89,7 +99,9 @@ async def run_batch(
             app = create_app(service, ServerOptions(unknown_fields=options.unknown_fields))
             if stat.S_ISREG(os.fstat(out.fileno()).st_mode):
                 out.truncate(0)
-            done = await answer_all(app, lines, out, concurrency)
+            kind = os.fstat(lines.fileno()).st_mode
+            waits = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or lines.isatty()
+            done = await answer_all(app, lines_of(lines, waits=waits), out, concurrency)
             if service.engine.failed.is_set():
                 raise EngineError(str(service.engine.failure))
             return done
@@ -98,22 +110,54 @@ async def run_batch(
             await service.engine.close()
 
 
+async def lines_of(source: IO[bytes], *, waits: bool = False) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, each with its number.
+
+    Args:
+        source: the file.
+        waits: whether it is a pipe, socket or terminal, whose reader may wait for its writer:
+            answers and signals go on meanwhile.
+
+    Raises:
+        ValueError: a line of a pipe is too long.
+    """
+    number = 0
+    if not waits:
+        for number, line in enumerate(source, 1):
+            if line.strip():
+                yield number, line
+        return
+    reader = asyncio.StreamReader(MAX_PIPED_LINE)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+    try:
+        while line := await reader.readline():
+            number += 1
+            if line.strip():
+                yield number, line
+    except ValueError as error:
+        raise ValueError(f"line {number + 1} has more than {MAX_PIPED_LINE} bytes") from error
+
+
 async def answer_all(
-    app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency: int
+    app: ASGIApp, lines: AsyncIterator[tuple[int, bytes]], out: IO[bytes], concurrency: int
 ) -> BatchCounts:
     """Answer all lines, up to `concurrency` at a time."""
     counts = {True: 0, False: 0}
+    seen: set[str] = set()
+    turn = asyncio.Lock()
 
-    async def work(todo: Iterator[tuple[int, bytes]]) -> None:
-        for number, line in todo:
-            if not line.strip():
-                continue
-            answer = await answer_line(app, line, number)
+    async def next_line() -> tuple[int, bytes] | None:
+        async with turn:
+            return await anext(lines, None)
+
+    async def work() -> None:
+        while (numbered := await next_line()) is not None:
+            answer = await answer_line(app, *numbered, seen)
             counts[answer["error"] is None and answer["response"]["status_code"] == 200] += 1
             append(out, msgspec.json.encode(answer) + b"\n")
 
-    shared = enumerate(lines, 1)
-    await asyncio.gather(*[work(shared) for _ in range(concurrency)])
+    await asyncio.gather(*[work() for _ in range(concurrency)])
     return BatchCounts(counts[True], counts[False])
 
 
@@ -133,19 +177,32 @@ def append(out: IO[bytes], line: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(out.name)) from error
 
 
-async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
-    """Return the line of the output for a line of the input."""
+async def answer_line(app: ASGIApp, number: int, line: bytes, seen: set[str]) -> Json:
+    """Return the line of the output for a line of the input.
+
+    Args:
+        app: the application.
+        number: of the line.
+        line: of the input.
+        seen: ids of the lines before it; its own is added.
+    """
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     try:
-        value = msgspec.json.decode(line.removeprefix(BOM_UTF8))
+        value = strict_json.parse(line, "it")
         if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
             answer["custom_id"] = value["custom_id"]
         request = msgspec.convert(value, BatchLine)
-    except UNREADABLE as error:
-        return answer | refused("invalid_line", f"line {number}: {error}")
+    except (ApiError, msgspec.ValidationError) as error:
+        problem = error.message if isinstance(error, ApiError) else str(error)
+        return answer | refused("invalid_line", f"line {number}: {problem}")
+    if request.custom_id in seen:
+        problem = f"line {number}: an earlier line has the same custom_id"
+        return answer | refused("duplicate_custom_id", problem)
+    seen.add(request.custom_id)
     if request.refusal is not None:
         return answer | refused("invalid_request", request.refusal)
-    reply = await post(app, request.url, msgspec.json.encode(request.body))
+    body = msgspec.json.decode(line.removeprefix(BOM_UTF8), type=_Body).body
+    reply = await post(app, request.url, bytes(body))
     response = {
         "status_code": reply.status,
         "request_id": answer["id"],

@@ -21,7 +21,7 @@ COUNTED_AT_ONCE = 1 << 18
 """Bytes of a body that are counted before the next check."""
 
 
-def check_values(data: bytes) -> None:
+def check_values(data: bytes, name: str) -> None:
     """Refuse a body with too many values before it is parsed.
 
     Raises:
@@ -32,24 +32,28 @@ def check_values(data: bytes) -> None:
         end = begin + COUNTED_AT_ONCE
         count += sum(data.count(mark, begin, end) for mark in (b",", b"[", b"{"))
         if count > MAX_VALUES:
-            message = f"the body has more than {MAX_VALUES} values (commas and brackets)"
+            message = f"{name} has more than {MAX_VALUES} values (commas and brackets)"
             raise ApiError(413, message, code="body_too_large")
 
 
-def parse(data: bytes) -> Any:
+def parse(data: bytes, name: str = "the body") -> Any:
     """Parse a body: UTF-8, no NaN or Infinity, no key twice, no lone surrogates, not too much.
 
     A byte order mark before it is skipped, as RFC 8259 allows: Windows' tools put one there.
 
+    Args:
+        data: the body.
+        name: what errors call it.
+
     Raises:
         ApiError: 400 or 413.
     """
-    check_values(data)
+    check_values(data, name)
     try:
         text = data.removeprefix(BOM_UTF8).decode()
         value = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
         if "\\u" in text:
-            check_pairs(text, value)
+            check_pairs(text, value, name)
         return value
     except (ValueError, RecursionError) as error:
         problem = str(error)
@@ -57,7 +61,7 @@ def parse(data: bytes) -> Any:
             problem = "lists and objects are nested too deeply"
         elif "integer string conversion" in problem:
             problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
-        message = f"the body is not valid JSON: {problem}"
+        message = f"{name} is not valid JSON: {problem}"
         raise ApiError(400, message, code="invalid_json") from error
 
 
@@ -74,12 +78,13 @@ def parse_again(data: bytes) -> Any:
         raise ApiError(400, message, code="invalid_json") from error
 
 
-def check_pairs(text: str, value: Any) -> None:
+def check_pairs(text: str, value: Any, name: str) -> None:
     """Refuse JSON with a lone surrogate.
 
     Args:
         text: the JSON.
         made: the parsed value.
+        name: what errors call it.
 
     Raises:
         ApiError: 400, it has.
@@ -91,7 +96,7 @@ def check_pairs(text: str, value: Any) -> None:
         raise
     except msgspec.DecodeError as error:
         param = field_name(lone_surrogate(value) or ())
-        message = f"{param or 'the body'} has a lone surrogate, as of an emoji cut in two"
+        message = f"{param or name} has a lone surrogate, as of an emoji cut in two"
         raise ApiError(400, message, code="invalid_value", param=param) from error
 
 
