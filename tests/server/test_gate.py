@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
 from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader, RestOfBody
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT, Gate, client, refuse
+from twolane.server.http.route import check_media_type
 
 from .serving import PATIENCE, serving
 
@@ -208,6 +210,19 @@ def test_bodies_that_are_no_json_are_refused(guarded, headers):
         guarded, "POST", "/v1/completions", json.dumps(ASK), {**bearer(KEYS[0]), **headers}
     )
     assert (status, json.loads(data)["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_a_second_header_is_not_overlooked():
+    json_type = (b"content-type", b"application/json")
+
+    def check(*headers):
+        check_media_type(Request({"type": "http", "headers": [json_type, *headers]}))
+
+    check(json_type, (b"content-encoding", b"identity"))
+    for second in ((b"content-type", b"text/plain"), (b"content-encoding", b"gzip")):
+        with pytest.raises(ApiError) as refused:
+            check((b"content-encoding", b"identity"), second)
+        assert refused.value.status_code == 415
 
 
 @pytest.mark.parametrize(

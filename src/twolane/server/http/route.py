@@ -82,11 +82,14 @@ def check_media_type(request: Request) -> None:
     Raises:
         ApiError: 415.
     """
-    kind, *options = map(str.strip, request.headers.get("content-type", "").lower().split(";"))
-    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    kinds, encoding = (
+        ",".join(dict.fromkeys(request.headers.getlist(name))).strip().lower()
+        for name in ("content-type", "content-encoding")
+    )
+    kind, *options = map(str.strip, kinds.split(";"))
     charsets = [o.removeprefix("charset=").strip('"') for o in options if o.startswith("charset=")]
     what = "" if kind == "application/json" else repr(kind)
-    if encoding != "identity":
+    if encoding not in ("", "identity"):
         what = f"encoding {encoding!r}"
     elif not what and not UTF8.issuperset(charsets):
         what = f"charset {charsets[0]!r}"
