@@ -1,6 +1,7 @@
 """`twolane generate`: one prompt, answered in the terminal."""
 
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -109,6 +110,8 @@ async def answer(
     """Write one answer to standard output; a terminal gets its control characters as escapes."""
     from twolane.frontend.generation import Generation
 
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # in place of what its encoding lacks
     if texts.has_chat_template if chat is None else chat:
         tokens = await texts.chat([{"role": "user", "content": prompt}])
     else:
@@ -120,6 +123,18 @@ async def answer(
         )
     with Generation(engine, texts.codec, [tokens], [params]) as generation:
         async for delta in generation:
-            sys.stdout.write(shown_on(sys.stdout, delta.text))
-            sys.stdout.flush()
-    sys.stdout.write("\n")
+            write(delta.text)
+    write("\n")
+
+
+def write(text: str) -> None:
+    """Write text to standard output at once.
+
+    Raises:
+        OSError: it takes no more; the message names it.
+    """
+    try:
+        sys.stdout.write(shown_on(sys.stdout, text))
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
