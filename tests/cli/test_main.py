@@ -232,6 +232,12 @@ def test_a_key_that_a_template_did_not_fill_in_opens_no_server(command):
     assert "TWOLANE_API_KEY is empty" in result.stderr
 
 
+def test_a_fleet_writes_no_trace():
+    result = run("fleet", "nope", "--trace", "trace.json")
+    assert result.returncode == 2
+    assert "--trace is for one server" in result.stderr
+
+
 def test_mistyped_variables_are_named():
     result = run("serve", "nope", variables={"TWOLANE_PROT": "1"})
     assert "TWOLANE_PROT is not one of mine; did you mean TWOLANE_PORT?" in result.stderr

@@ -140,6 +140,13 @@ def test_the_command(tmp_path):
     assert {one["args"]["units"] for one in launches} >= {132}
 
 
+def test_a_full_disk_costs_the_file_and_not_the_figures():
+    command = f"simulate {MODEL} --num-prompts 3 --result-file /dev/full"
+    done = CliRunner().invoke(app, command.split())
+    assert (done.exit_code, done.stderr) == (1, "twolane: /dev/full: No space left on device\n")
+    assert "TTFT" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

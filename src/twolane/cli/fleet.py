@@ -7,7 +7,7 @@ import typer
 from typer.main import get_command
 
 from twolane.cli import serve as single
-from twolane.cli.errors import fail, one_line_errors
+from twolane.cli.errors import USAGE_ERROR, fail, one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
@@ -56,6 +56,9 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
     arguments = [model, *ctx.args]
     server = checked(arguments, [flag for param in ctx.command.params for flag in param.opts])
     single.check_keys(server["api_key"] or ())
+    if server["trace"] is not None:
+        problem = "--trace is for one server: all of a fleet would write the same file"
+        raise fail(problem, USAGE_ERROR)
     with one_line_errors():
         try:
             from twolane.fleet import run

@@ -130,12 +130,14 @@ def show(config: SimulateConfig, result_file: Path | None, requests_file: Path |
             return False
 
         simulation = simulate(config, requests, count)
-    if result_file is not None:
-        with naming_file(result_file):
-            result_file.write_bytes(result_json(simulation.result))
-    if requests_file is not None:
-        save_requests(requests_file, simulation.served)
-    Console().print(summary(simulation.result))
+    try:
+        if result_file is not None:
+            with naming_file(result_file):
+                result_file.write_bytes(result_json(simulation.result))
+        if requests_file is not None:
+            save_requests(requests_file, simulation.served)
+    finally:  # a full disk costs the files, not what was simulated
+        Console().print(summary(simulation.result))
 
 
 def save_requests(path: Path, served: Sequence[Served]) -> None:

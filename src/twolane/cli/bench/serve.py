@@ -134,10 +134,12 @@ def _finish(result: "Result", save_result: bool, result_file: Path | None) -> No
     from twolane.results.summary import default_name, result_json, summary
 
     path = result_file or (Path(default_name(result)) if save_result else None)
-    if path is not None:
-        with naming_file(path):
-            path.write_bytes(result_json(result))
-    Console().print(summary(result))
+    try:
+        if path is not None:
+            with naming_file(path):
+                path.write_bytes(result_json(result))
+    finally:  # a full disk costs the file, not what was measured
+        Console().print(summary(result))
     if path is not None:
         typer.echo(f"Result written to {path}")
     if result.interrupted:
