@@ -49,7 +49,7 @@ class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "body.stream cannot be true in a batch" if self.body.get("stream") else None
 
 
-class _Body(msgspec.Struct):
+class _RawBody(msgspec.Struct):
     """The body of a line, as it is written."""
 
     body: msgspec.Raw
@@ -201,7 +201,7 @@ async def answer_line(app: ASGIApp, number: int, line: bytes, seen: set[str]) ->
     seen.add(request.custom_id)
     if request.refusal is not None:
         return answer | refused("invalid_request", request.refusal)
-    body = msgspec.json.decode(line.removeprefix(BOM_UTF8), type=_Body).body
+    body = msgspec.json.decode(line.removeprefix(BOM_UTF8), type=_RawBody).body
     reply = await post(app, request.url, bytes(body))
     response = {
         "status_code": reply.status,
