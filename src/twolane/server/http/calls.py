@@ -15,14 +15,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.server.ops.metrics import RequestMetrics, ServerMetrics, miss_all
+from twolane.server.ops.metrics import InFlight, RequestMetrics, ServerMetrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499
 """Status, as in nginx, of a call whose client left before an answer."""
 
 
-class Call:
+class Call(InFlight):
     """A call that asks for answers. It is admitted, refused or aborted, once.
 
     Args:
@@ -30,16 +30,13 @@ class Call:
     """
 
     def __init__(self, metrics: ServerMetrics) -> None:
+        super().__init__(metrics, metrics.slo)
         self.arrival = time.monotonic()
         """Time at which its last byte was read, in seconds."""
-        self.slo = metrics.slo
-        """Latency bounds from its headers once read, completed by the server's."""
         self.headers: Mapping[str, str] = {}
         """Its HTTP headers, once they are read."""
         self.key: int | None = None
         """Index of its API key; None: the server has no keys."""
-        self._metrics = metrics
-        self._open = True
         metrics.received.inc()
         metrics.in_flight.inc()
 
@@ -52,29 +49,10 @@ class Call:
         self._metrics.in_flight.inc(len(prompts) - 1)
         return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
 
-    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
-        """Count the call as refused, unless it has been settled.
-
-        Args:
-            reason: why, for a program.
-            message: why, for a person.
-            overload: whether a good request would have been refused too: it misses its SLO.
-        """
-        if self._settle():
-            self._metrics.refuse(reason, message)
-            if overload:
-                miss_all(self._metrics, self.slo)
-
     def abort(self, reason: str) -> None:
-        """Count the call as aborted, unless it has been settled."""
-        if self._settle():
+        """Count the call as aborted, unless it has ended."""
+        if self._end():
             self._metrics.aborted(reason).inc()
-
-    def _settle(self) -> bool:
-        was_open, self._open = self._open, False
-        if was_open:
-            self._metrics.in_flight.dec()
-        return was_open
 
 
 def call_of(request: Request) -> Call:

@@ -325,7 +325,48 @@ class ServerMetrics:
         return histogram.labels(self._model_name)
 
 
-class RequestMetrics:
+class InFlight:
+    """One of the requests in flight, until it ends. It ends once.
+
+    Args:
+        metrics: of the server.
+        slo: its latency bounds, the server's where it has none.
+    """
+
+    def __init__(self, metrics: ServerMetrics, slo: Slo) -> None:
+        self.slo = slo
+        """Its latency bounds; a call's are the server's until its headers are read."""
+        self._metrics = metrics
+        self._open = True
+
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
+        """Count it as refused, unless it has ended.
+
+        Args:
+            reason: why, for a program.
+            message: why, for a person.
+            overload: whether a good request was refused, which misses its SLO; no SLO covers the
+                client's mistakes.
+        """
+        if self._end():
+            self._metrics.refuse(reason, message)
+            if overload:
+                self._miss_all()
+
+    def _end(self) -> bool:
+        """End it; return whether it was in flight."""
+        was_open, self._open = self._open, False
+        if was_open:
+            self._metrics.in_flight.dec()
+        return was_open
+
+    def _miss_all(self) -> None:
+        """Count every bound of a request that was not served as missed."""
+        for name in self.slo.bounds:
+            self._metrics.slo_requests(name, "missed").inc()
+
+
+class RequestMetrics(InFlight):
     """Records the metrics of one request in flight.
 
     Args:
@@ -338,15 +379,13 @@ class RequestMetrics:
     def __init__(
         self, metrics: ServerMetrics, arrival: float, prompt_tokens: int, slo: Slo
     ) -> None:
-        self._metrics = metrics
+        super().__init__(metrics, slo)
         self._arrival = arrival
         self._prompt_tokens = self._new_tokens = prompt_tokens
-        self._slo = slo
         self._output_tokens = 0
         self._first: float | None = None
         self._last = arrival
         self._longest_gap = 0.0
-        self._open = True
 
     def tokens(self, count: int, now: float, cached: int | None) -> None:
         """Count tokens that arrived together, as one gap followed by gaps of 0.
@@ -383,29 +422,15 @@ class RequestMetrics:
         if times is not None:
             self._observe_times(times)
         first = (self._first or now) - self._arrival
-        self._judge("ttft", self._slo.first_token(self._new_tokens), first)
-        self._judge("tbt", self._slo.tbt, self._longest_gap)
-        self._judge("tpot", self._slo.tpot, tpot)
-
-    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
-        """Count a request that the engine refused.
-
-        Args:
-            reason: why, for a program.
-            message: why, for a person.
-            overload: whether a good request was refused, which misses its SLO; no SLO covers the
-                client's mistakes.
-        """
-        if self._end():
-            self._metrics.refuse(reason, message)
-            if overload:
-                miss_all(self._metrics, self._slo)
+        self._judge("ttft", self.slo.first_token(self._new_tokens), first)
+        self._judge("tbt", self.slo.tbt, self._longest_gap)
+        self._judge("tpot", self.slo.tpot, tpot)
 
     def fail(self, reason: str) -> None:
         """Count a request that the server aborted, unless it has ended."""
         if self._end():
             self._metrics.aborted(reason).inc()
-            miss_all(self._metrics, self._slo)
+            self._miss_all()
 
     def give_up(self, reason: str, now: float) -> None:
         """Count a request that the client aborted, unless it has ended.
@@ -415,7 +440,7 @@ class RequestMetrics:
         if not self._end():
             return
         self._metrics.aborted(reason).inc()
-        slo, bound = self._slo, self._slo.first_token(self._new_tokens)
+        slo, bound = self.slo, self.slo.first_token(self._new_tokens)
         if self._first is not None:
             self._judge("ttft", bound, self._first - self._arrival)
         elif bound is not None and now - self._arrival > bound:
@@ -427,8 +452,8 @@ class RequestMetrics:
     def _gap(self, seconds: float) -> None:
         self._metrics.gap.observe(seconds)
         self._longest_gap = max(self._longest_gap, seconds)
-        if self._slo.tbt is not None:
-            self._metrics.slo_gaps("met" if seconds <= self._slo.tbt else "missed").inc()
+        if self.slo.tbt is not None:
+            self._metrics.slo_gaps("met" if seconds <= self.slo.tbt else "missed").inc()
 
     def _judge(self, name: str, bound: float | None, seconds: float) -> None:
         if bound is not None:
@@ -446,15 +471,3 @@ class RequestMetrics:
                 histogram.observe(seconds)
         if times.prefill is not None and times.decode is not None:
             metrics.inference.observe(times.prefill + times.decode)
-
-    def _end(self) -> bool:
-        was_open, self._open = self._open, False
-        if was_open:
-            self._metrics.in_flight.dec()
-        return was_open
-
-
-def miss_all(metrics: ServerMetrics, slo: Slo) -> None:
-    """Count every bound of a request that was not served as missed."""
-    for name in slo.bounds:
-        metrics.slo_requests(name, "missed").inc()
