@@ -10,15 +10,17 @@ from twolane.frontend.body import PROXIES, Body, wrong
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
-BLOCK_INERT = PROXIES | {"cache_control", "caller", "citations", "toolset_name"}
-"""Fields of blocks that the model does not see."""
 
 
-class TextBlock(Body):
-    """A piece of text."""
+class ContentBlock(Body):
+    """A block of a message's content."""
 
-    inert = BLOCK_INERT
+    inert = PROXIES | {"cache_control", "caller", "citations", "toolset_name"}
     null_is_unset = True
+
+
+class TextBlock(ContentBlock):
+    """A piece of text."""
 
     type: Literal["text"]
     text: str
@@ -32,11 +34,8 @@ class TextSource(Body):
     data: str
 
 
-class DocumentBlock(Body):
+class DocumentBlock(ContentBlock):
     """A text document; its title and context are put before it."""
-
-    inert = BLOCK_INERT
-    null_is_unset = True
 
     type: Literal["document"]
     source: TextSource
@@ -49,11 +48,8 @@ class DocumentBlock(Body):
         return "\n".join(filter(None, [self.title, self.context, self.source.data]))
 
 
-class ToolReferenceBlock(Body):
+class ToolReferenceBlock(ContentBlock):
     """A tool found by a tool search; the model knows all tools of the request anyway."""
-
-    inert = BLOCK_INERT
-    null_is_unset = True
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -64,21 +60,17 @@ class ToolReferenceBlock(Body):
         return self.tool_name
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(ContentBlock):
     """Thinking of an earlier answer; redacted thinking is not shown to the model."""
 
-    inert = BLOCK_INERT | {"signature", "data"}
-    null_is_unset = True
+    inert = ContentBlock.inert | {"signature", "data"}
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: str = ""
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(ContentBlock):
     """A tool call of an earlier answer."""
-
-    inert = BLOCK_INERT
-    null_is_unset = True
 
     type: Literal["tool_use"]
     id: str
@@ -129,12 +121,11 @@ ResultText = Annotated[
 ]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(ContentBlock):
     """The result of a tool call."""
 
-    inert = BLOCK_INERT | {"is_error"}
+    inert = ContentBlock.inert | {"is_error"}
     """`is_error` is not shown: chat templates have no place for it."""
-    null_is_unset = True
 
     type: Literal["tool_result"]
     tool_use_id: str
