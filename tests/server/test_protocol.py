@@ -17,6 +17,7 @@ from twolane.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from twolane.server.openai.response_items import PREFIX, read_item
 from twolane.server.openai.response_request import InputTokensRequest, ResponsesRequest
 from twolane.server.prompts import effort_variables
 
@@ -552,6 +553,42 @@ def test_two_tools_of_one_name_are_refused():
     asked = ResponsesRequest.model_validate({"input": [*added, user], "tools": as_items[:1]})
     [told] = asked.as_chat([]).tools
     assert told.function.description == "new"
+
+
+TEXTS = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": TEXTS, "id": "x" * 200, "status": "odd"},
+        {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
+        {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "x"},
+        {"type": "function_call_output", "call_id": "1", "output": TEXTS},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "x"},
+        {"type": "agent_message", "author": "a", "recipient": "b", "content": TEXTS[:1]},
+        {
+            "type": "additional_tools",
+            "tools": [TOOL, {"type": "namespace", "name": "n", "tools": [TOOL]}],
+        },
+    ],
+)
+def test_a_listed_item_can_be_sent_again_and_says_the_same(item):
+    kept = read_item(item)
+    listed = kept.listed()
+    again = read_item(json.loads(json.dumps(listed)))
+    kind = item.get("type", "message")
+    assert (listed["type"], listed["status"]) == (kind, "completed")
+    assert listed["id"] == "rs_1" or listed["id"].startswith(PREFIX[kind] + "_")
+    assert again.listed() == listed
+    if kind == "additional_tools":
+        assert again.tools == kept.tools
+    else:
+        assert again.turn() == kept.turn()
 
 
 def test_what_proxies_add_to_the_parts_of_a_history_says_nothing():

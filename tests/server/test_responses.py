@@ -302,6 +302,8 @@ def test_the_items_that_made_a_response_are_listed(client):
     ]
     assert (page.first_id, page.last_id, page.has_more) == (items[0]["id"], items[-1]["id"], False)
     assert [*client.responses.input_items.list(last.id, limit=2)] == page.data[::-1]
+    turned = client.responses.input_items.list(last.id, limit=5, after=items[6]["id"]).data
+    assert turned == page.data[5::-1][:5]
     [same] = client.responses.input_items.list(first.id).data
     assert same == page.data[0]
 

@@ -97,6 +97,12 @@ def shown(text: str | Sequence[TextPart | AgentPart]) -> str:
     return text if isinstance(text, str) else "\n".join(part.shown for part in text)
 
 
+def set_fields(body: Body) -> dict[str, Any]:
+    """Return the fields of an object that are not null, as they are: pydantic's serializer takes
+    milliseconds for each list of `PlainValidator` objects."""
+    return {name: value for name, value in body if value is not None}
+
+
 class InputItem(Body):
     """An item, with the fields of its own that the model does not see and lists of items show."""
 
@@ -109,7 +115,12 @@ class InputItem(Body):
     def listed(self) -> dict[str, Any]:
         """Return the item as a list of a response's inputs shows it: with an id and a status, and
         without the fields that have no effect."""
-        fields = self.model_dump(exclude_none=True, exclude={"id", "status"})
+        fields = set_fields(self)
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = list(map(set_fields, value))
+        fields.pop("id", None)
+        fields.pop("status", None)
         kept = isinstance(self.id, str) and 0 < len(self.id) <= MAX_ID_LENGTH
         id = self.id if kept else f"{PREFIX[fields['type']]}_{uuid.uuid4().hex}"
         status = self.status if self.status in STATUSES else "completed"

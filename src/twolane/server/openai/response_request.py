@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import msgspec
 from pydantic import (
     Field,
     TypeAdapter,
@@ -193,12 +192,6 @@ class InputTokensRequest(Body):
         if isinstance(self.input, str):
             return (MessageItem(role="user", content=self.input),)
         return self.input
-
-    @property
-    def listed(self) -> bytes:
-        """The new items, whose references are resolved, as a list in JSON."""
-        shown = [item.listed() for item in self.items if not isinstance(item, ReferenceItem)]
-        return msgspec.json.encode(shown)
 
     def resolved(self, find: Callable[[str], dict[str, Any] | None]) -> Self:
         """Return the request with references replaced by the items.

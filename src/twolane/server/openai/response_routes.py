@@ -1,5 +1,6 @@
 """The endpoints of OpenAI's Responses API."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from twolane.server.http.calls import key_of
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
+from twolane.server.openai.response_items import ReferenceItem
 from twolane.server.openai.response_request import (
     RENAMED,
     Included,
@@ -23,6 +25,7 @@ from twolane.server.openai.response_store import (
     NOTHING_BEFORE,
     Conversation,
     Json,
+    ListedItem,
     OwnResponses,
     ResponseStore,
 )
@@ -38,6 +41,8 @@ STORED: dict[int | str, dict[str, Any]] = {
     "default": ERRORS["default"],
     **NO_KEY,
 }
+LISTED_AT_ONCE = 1000
+"""Items that are encoded before others have their turn: about 10 ms."""
 NEUTRAL_FALSE = ("false", "False", "0")
 
 
@@ -93,6 +98,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         before = earlier(own, body.previous_response_id)
         body = body.resolved(own.finder())
         chat = body.as_chat(before.turns)
+        keep = await keeper(own, body, before)
         try:
             tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
         except ApiError as error:
@@ -103,7 +109,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
             body.repeated(chat.sampling(service.sampling_defaults)),
             reader,
             called_tools(body.all_tools),
-            keeper(own, body, before),
+            keep,
         )
         return await respond(request, generation, answer, streams=bool(body.stream))
 
@@ -168,7 +174,7 @@ def _add_stored(app: FastAPI, store: ResponseStore) -> None:
         return json_response({"id": id, "object": "response", "deleted": True})
 
 
-def page_of(items: list[Json], query: InputItemsQuery) -> Json:
+def page_of(items: list[ListedItem], query: InputItemsQuery) -> Json:
     """Return the part of a list that a query asks for.
 
     Args:
@@ -180,18 +186,18 @@ def page_of(items: list[Json], query: InputItemsQuery) -> Json:
     """
     ordered = items if query.order == "asc" else items[::-1]
     if query.after is not None:
-        ids = [item["id"] for item in ordered]
+        ids = [item.id for item in ordered]
         if query.after not in ids:
             message = f"after: the response was made from no item {query.after[:100]!r}"
             raise ApiError(400, message, code="item_not_found", param="after")
         ordered = ordered[ids.index(query.after) + 1 :]
-    data = ordered[: query.limit]
+    page = ordered[: query.limit]
     return {
         "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": len(data) < len(ordered),
+        "data": [item.json for item in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": len(page) < len(ordered),
     }
 
 
@@ -210,7 +216,7 @@ def earlier(own: OwnResponses, id: str | None) -> Conversation:
     return before
 
 
-def keeper(
+async def keeper(
     own: OwnResponses, body: ResponsesRequest, before: Conversation
 ) -> Callable[[Json, Json], None]:
     """Return what is called with the complete response and its message, to store them if the
@@ -223,7 +229,14 @@ def keeper(
     """
     if body.store is False:
         return lambda response, answer: None
-    turns, inputs = [*before.turns, *body.turns], (*before.items, body.listed)
+    turns = [*before.turns, *body.turns]
+    items = []
+    for place, item in enumerate(body.items, 1):
+        if not isinstance(item, ReferenceItem):
+            items.append(ListedItem.of(item.listed()))
+        if place % LISTED_AT_ONCE == 0:
+            await asyncio.sleep(0)  # others have their turn
+    inputs = (*before.items, *items)
     return lambda response, answer: own.add(response, [*turns, answer], inputs)
 
 

@@ -11,13 +11,33 @@ ITEM_BYTES = 300
 """Bytes of the index per item."""
 
 
+class ListedItem(NamedTuple):
+    """An item as a list shows it. It is kept encoded: a list may have very many, of which a page
+    shows few."""
+
+    id: str
+    fields: bytes
+    """The other fields, as an object in JSON."""
+
+    @classmethod
+    def of(cls, item: Json) -> "ListedItem":
+        """Return an item in this form; its id is taken out of `item`."""
+        id: str = item.pop("id")
+        return cls(id, msgspec.json.encode(item))
+
+    @property
+    def json(self) -> msgspec.Raw:
+        """The whole item in JSON."""
+        return msgspec.Raw(b'{"id":' + msgspec.json.encode(self.id) + b"," + self.fields[1:])
+
+
 class Conversation(NamedTuple):
     """What a request has before its own items."""
 
     turns: list[Json]
     """Its messages."""
-    items: tuple[bytes, ...]
-    """Its items, as lists in JSON."""
+    items: tuple[ListedItem, ...]
+    """Its items."""
 
 
 NOTHING_BEFORE = Conversation([], ())
@@ -28,22 +48,23 @@ class StoredResponse(NamedTuple):
 
     response: bytes
     turns: bytes
-    inputs: tuple[bytes, ...]
-    """Lists of the items that it was made from."""
+    inputs: tuple[ListedItem, ...]
+    """The items that it was made from."""
     items: tuple[str, ...]
     """Ids of its output items."""
 
     @property
     def size(self) -> int:
         """Bytes that it takes in the store."""
-        inputs = sum(map(len, self.inputs))
-        return len(self.response) + len(self.turns) + inputs + ITEM_BYTES * len(self.items)
+        inputs = sum(len(item.fields) for item in self.inputs)
+        index = ITEM_BYTES * (len(self.items) + len(self.inputs))
+        return len(self.response) + len(self.turns) + inputs + index
 
 
 class _Output(msgspec.Struct):
     """The output of a response."""
 
-    output: msgspec.Raw
+    output: list[Json]
 
 
 class OwnResponses:
@@ -59,13 +80,13 @@ class OwnResponses:
         self._holders: dict[str, str] = {}
         """Id of the response that each item belongs to, by item id."""
 
-    def add(self, response: Json, turns: Sequence[Json], inputs: tuple[bytes, ...]) -> None:
+    def add(self, response: Json, turns: Sequence[Json], inputs: tuple[ListedItem, ...]) -> None:
         """Store a response and evict the oldest ones; one that does not fit is not stored.
 
         Args:
             response: the response, whole.
             turns: the messages up to its end.
-            inputs: lists of the items that it was made from.
+            inputs: the items that it was made from.
         """
         encode = msgspec.json.encode
         items = tuple(item["id"] for item in response["output"])
@@ -82,19 +103,19 @@ class OwnResponses:
         one = self._stored.get(id)
         return None if one is None else one.response
 
-    def inputs(self, id: str) -> list[Json] | None:
+    def inputs(self, id: str) -> list[ListedItem] | None:
         """Return the items that a response was made from, oldest first and each with an id of its
         own; None: there is no response of this id."""
         one = self._stored.get(id)
         if one is None:
             return None
-        items = [item for part in one.inputs for item in msgspec.json.decode(part, type=list[Json])]
-        seen: set[str] = set()
-        for place, item in enumerate(items):
-            if item["id"] in seen:  # a client may send an item twice, and page through them
-                item["id"] = f"{item['id']}_{place}"
-            seen.add(item["id"])
-        return items
+        named: dict[str, ListedItem] = {}
+        for place, item in enumerate(one.inputs):
+            id = item.id
+            while id in named:  # a client may send an item twice, and pages go on behind an id
+                id = f"{id}_{place}"
+            named[id] = item._replace(id=id)
+        return [*named.values()]
 
     def finder(self) -> Callable[[str], Json | None]:
         """Return a function that finds items of stored responses by id, for one request.
@@ -123,7 +144,7 @@ class OwnResponses:
         self._stored.move_to_end(id)  # who goes on with it once may do so again
         output = msgspec.json.decode(one.response, type=_Output).output
         turns = msgspec.json.decode(one.turns, type=list[Json])
-        return Conversation(turns, (*one.inputs, bytes(output)))
+        return Conversation(turns, (*one.inputs, *map(ListedItem.of, output)))
 
     def remove(self, id: str) -> bool:
         """Delete a response; return whether it was stored."""
