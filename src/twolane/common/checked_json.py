@@ -7,13 +7,15 @@ from typing import Any, TypeVar
 import msgspec
 
 T = TypeVar("T")
+Json = dict[str, Any]
+"""A JSON object."""
 
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 """Errors that msgspec raises for malformed JSON, lists nested too deeply and strings that are not
 UTF-8."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Read a JSON file that holds an object; a byte order mark before it is skipped.
 
     Raises:
@@ -22,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return json_object(path, path.read_bytes())
 
 
-def json_object(path: Path, content: bytes) -> dict[str, Any]:
+def json_object(path: Path, content: bytes) -> Json:
     """Parse the content of a JSON file that holds an object, as `read_json` does.
 
     Raises:

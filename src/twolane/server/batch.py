@@ -13,11 +13,12 @@ from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from twolane.common.checked_json import Json
 from twolane.engine.config import EngineConfig
 from twolane.frontend.engine_client import EngineError
 from twolane.frontend.progress import progress_bars
@@ -28,7 +29,6 @@ from twolane.server.http.errors import ApiError
 from twolane.server.options import ServerOptions
 from twolane.server.run import check_adapter_names, service_of
 
-Json = dict[str, Any]
 MAX_PIPED_LINE = 1 << 26
 """Bytes that a line of a pipe may have; two such lines are kept."""
 

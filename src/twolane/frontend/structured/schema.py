@@ -9,9 +9,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from twolane.common.checked_json import Json
 from twolane.frontend.structured.patterns import EQUAL, without_look_ahead
-
-Json = dict[str, Any]
 
 ONE = frozenset(
     {

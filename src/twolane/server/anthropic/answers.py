@@ -5,8 +5,8 @@ closed before the next one is opened.
 """
 
 import uuid
-from typing import Any
 
+from twolane.common.checked_json import Json
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.json_call import arguments_object
 from twolane.frontend.parsers.pieces import (
@@ -21,7 +21,6 @@ from twolane.server.counts import AnswerCounts
 from twolane.server.http.errors import as_anthropic
 from twolane.server.http.events import named_event
 
-Json = dict[str, Any]
 PING: Json = {"type": "ping"}
 SIGNATURE = "dHdvbGFuZQ=="
 """Placeholder signature of thinking, never checked: clients drop or refuse thinking without one."""

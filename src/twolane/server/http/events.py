@@ -1,10 +1,9 @@
 """Server-sent events."""
 
-from typing import Any
-
 import msgspec
 
-Json = dict[str, Any]
+from twolane.common.checked_json import Json
+
 LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 """Line ends that JSON does not escape but `str.splitlines`, with which some clients split streams,
 knows, and their escapes."""

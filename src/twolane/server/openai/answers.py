@@ -4,10 +4,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from twolane.common.checked_json import Json
 from twolane.engine.messages import FinishReason, TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
@@ -15,7 +16,6 @@ from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.server.http.events import event
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
-Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
 DONE = b"data: [DONE]\n\n"
 EMPTY: Json = {"content": ""}

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from twolane.common.checked_json import Json
 from twolane.engine.messages import TokenLogprobs
 from twolane.frontend.text.codec import TextCodec
 
-Json = dict[str, Any]
 MIN_LOGPROB = -9999.0
 """Number for minus infinity, which JSON does not have, as at OpenAI and vLLM."""
 

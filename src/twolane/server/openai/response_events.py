@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from twolane.common.checked_json import UNREADABLE
+from twolane.common.checked_json import UNREADABLE, Json
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -27,8 +27,6 @@ from twolane.server.http.events import named_event
 from twolane.server.openai.answers import shown_call
 from twolane.server.openai.response_items import PREFIX
 from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
-
-Json = dict[str, Any]
 
 
 class ResponseAnswer:

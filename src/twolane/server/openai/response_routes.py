@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import ConfigDict, Field
 
+from twolane.common.checked_json import Json
 from twolane.frontend.body import Body
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.calls import key_of
@@ -24,7 +25,6 @@ from twolane.server.openai.response_request import (
 from twolane.server.openai.response_store import (
     NOTHING_BEFORE,
     Conversation,
-    Json,
     ListedItem,
     OwnResponses,
     ResponseStore,

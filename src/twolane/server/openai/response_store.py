@@ -2,11 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-Json = dict[str, Any]
+from twolane.common.checked_json import Json
+
 ITEM_BYTES = 300
 """Bytes of the index per item."""
 

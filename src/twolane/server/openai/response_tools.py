@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
+from twolane.common.checked_json import Json
 from twolane.frontend.body import Body, one_message, wrong
 from twolane.server.openai.tools import MAX_TOOLS
 
@@ -12,7 +13,6 @@ CUSTOM_INPUT = "input"
 """Argument of the function that stands for a tool with free text as input."""
 HOSTED = ("web_search", "web_search_preview", "image_generation", "tool_search")
 """Tools run by OpenAI that clients offer by default; the model does not see them."""
-Json = dict[str, Any]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 TOOL_INERT = frozenset({"allowed_callers", "defer_loading", "output_schema", "async"})
 
