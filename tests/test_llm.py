@@ -367,10 +367,12 @@ def test_a_forked_process_is_told_whose_the_llm_is(tiny):
 
 
 def test_closing_ends_the_engine(tmp_path):
+    """Also when several threads do, and again."""
     llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
     pid = llm._engine.process.pid
     assert alive(pid)
-    llm.close()
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: llm.close(), range(4))) == [None] * 4
     llm.close()
     assert not alive(pid)
 
@@ -436,12 +438,6 @@ def test_calls_in_other_threads_fail_when_it_is_closed(tmp_path):
         for call in calls:
             with pytest.raises(GenerationFailed, match="the engine was closed"):
                 call.result(PATIENCE)
-
-
-def test_several_threads_may_close(tmp_path):
-    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda _: llm.close(), range(4))) == [None] * 4
 
 
 def test_a_stream_may_be_closed_after_its_llm(tmp_path):

@@ -179,17 +179,32 @@ def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(mod
         ({"cores": 1000}, "cores must be between 1 and"),
         ({"system": "none"}, "system 'none' is unknown"),
         ({"system": "chunked", "options": {"k": "1"}}, "options 'k' is not one of system chunked"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(
+    model: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FieldError, match=message):
+        build(EngineConfig(model=model, **settings), lambda: None, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 does not hold one request of 128"),
         ({"trace": "/nowhere/trace.json"}, "/nowhere/trace.json"),
     ],
 )
-def test_a_wrong_setting_is_one_line_that_names_it(
+def test_what_the_process_refuses_is_said_by_who_started_it(
     model: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(FieldError, match=message):
         asyncio.run(EngineClient.start(EngineConfig(model=model, **settings)))
 
 
-@pytest.mark.parametrize("system", ["prefill-first", "chunked", "static-split"])
+@pytest.mark.parametrize(
+    "system", ["chunked", "static-split", pytest.param("prefill-first", marks=pytest.mark.full)]
+)
 def test_a_trace_is_valid_json_and_accounts_for_every_request(
     model: str, system: str, tmp_path: Path
 ) -> None:

@@ -121,7 +121,9 @@ async def compare(
         await client.close()
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system", ["static-split", pytest.param("chunked", marks=pytest.mark.full)]
+)
 def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """On a tiny model, with memory that runs out, so that some is recomputed."""
     path = make_checkpoint("llama31", tmp_path_factory.mktemp("seed") / "model", seed=1)

@@ -32,7 +32,7 @@ def test_an_overloaded_server_answers_or_refuses(text_model, tmp_path):
     log = tmp_path / "stderr"
     with serving(str(text_model), *ARGUMENTS, *SHORT_QUEUE, stderr=log) as served:
         target = Target(served)
-        tally, watch = asyncio.run(overload(target, seconds=8))
+        tally, watch = asyncio.run(overload(target, seconds=4))
         print(report(tally, watch))
         assert judge(target, tally, watch, growth=64 * MIB) == []
     assert "Traceback" not in log.read_text()

@@ -151,7 +151,9 @@ class RankedWorld(ThreadedWorld):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("system", ["random plans", "static-split"])
+@pytest.mark.parametrize(
+    "system", ["random plans", pytest.param("static-split", marks=pytest.mark.full)]
+)
 def test_outputs_are_those_of_requests_alone(system: str, request: pytest.FixtureRequest) -> None:
     """Under random plans, aborts and delays on both ranks."""
     seen: Counter[str] = Counter()

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.adapters import make_adapter
-from tests.model.checkpoints import VOCAB
 from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
 from tests.server.serving import PATIENCE
@@ -96,6 +94,8 @@ def on_cpu(path: Path, size: int, pages: int, page: int, running: int, **setting
 
 def load_where_files_differ(ranks: Ranks, base: Path, folder: Path) -> str:
     """Load an adapter whose files are others when rank 1 reads them; return what is said."""
+    from tests.model.adapters import make_adapter  # takes transformers, and seconds
+
     adapter = make_adapter(base, folder / "some", rank=8, seed=3)
     other = make_adapter(base, folder / "other", rank=8, seed=4)
     own = getattr(ranks.lanes, "_lanes", None) or ranks.lanes.runner  # type: ignore[attr-defined]
@@ -125,6 +125,8 @@ def two_streams(ranks: Ranks, requests: list[Submit]) -> Served:
 
 def next_turn(ranks: Ranks, judge: Judge, page: int) -> Served:
     """Serve a request, and again beside its next turn, which goes on with its answer."""
+    from tests.model.checkpoints import VOCAB  # takes transformers, and seconds
+
     rng, system = random.Random(5), make_system("two-stream")
     params = SamplingParams(temperature=0.0, max_tokens=3 * page, ignore_eos=True)
     first = Submit("first", [rng.randrange(3, VOCAB) for _ in range(page)], params)

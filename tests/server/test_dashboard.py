@@ -8,6 +8,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,18 @@ def ask(served, tokens):
     return connection
 
 
+def shorten(patience, route):
+    """Have a page's script wait for answers for so many milliseconds."""
+    answer = route.fetch()
+    script = answer.text()
+    assert script.count(waits := "ANSWER_MS = 5000;") == 1
+    route.fulfill(response=answer, body=script.replace(waits, f"ANSWER_MS = {patience};"))
+
+
 @contextmanager
-def opened(served, **options):
-    """The dashboard in a browser that reaches nothing but the server."""
+def opened(served, patience=5000, **options):
+    """The dashboard in a browser that reaches nothing but the server; the page waits so many
+    milliseconds for an answer."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM} (Debian: apt-get install chromium)")
@@ -95,6 +105,7 @@ def opened(served, **options):
         page.on("console", lambda message: page.said.append(message.text))
         page.on("pageerror", lambda error: page.said.append(str(error)))
         page.on("request", lambda request: page.asked.append(request.url))
+        page.route("**/dashboard/dashboard.js", partial(shorten, patience))
         page.goto(f"{served.base}/dashboard")
         yield page
         browser.close()
@@ -138,7 +149,7 @@ def test_a_burst_and_the_breach_it_causes_are_seen(guarded):
 def test_a_server_that_is_gone_looks_like_one(tiny_model):
     """Whether it answers no more or is no more; the page shows the last figures, and says so."""
     args = ("--load-format", "dummy", "--kv-tokens", "20000", "--slo-ttft-ms", "60000")
-    with serving(str(tiny_model), *args) as served, opened(served) as page:
+    with serving(str(tiny_model), *args) as served, opened(served, patience=1500) as page:
         page.wait_for_selector("#link:text-is('live')")
         served.request("/v1/completions", {"prompt": [5], "max_tokens": 5, "ignore_eos": True})
         page.wait_for_selector("#verdict.met")

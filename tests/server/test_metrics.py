@@ -10,6 +10,8 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -229,7 +231,7 @@ def test_random_traffic_adds_up_at_every_moment(tiny_model):
     options = (*bounds, "--api-key", "key", "--metrics-prefix", "both")
     with serving(str(tiny_model), *DUMMY, *options) as served:
         traffic = Traffic(served, seed=1)
-        working = threading.Thread(target=lambda: asyncio.run(traffic.run(400)))
+        working = threading.Thread(target=lambda: asyncio.run(traffic.run(250)))
         working.start()
         while working.is_alive():
             figures = series(served)
@@ -287,10 +289,11 @@ def test_what_the_connection_refuses_is_counted_as_answered(tiny_model):
     malformed = head + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n"
     slow = head + b"Content-Length: 500\r\n\r\n{"
     with serving(str(tiny_model), *DUMMY, "--arrival-seconds", "2") as served:
-        for path in (b"/v1/completions", b"/tokenize"):
-            assert raw(served, malformed % path) == 400
-            assert raw(served, slow % path) == 408
         statuses, paths = ("400", "408"), ("/v1/completions", "/tokenize")
+        asked = [what % path.encode() for what in (malformed, slow) for path in paths]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            answered = list(threads.map(partial(raw, served), asked))
+        assert answered == [400, 400, 408, 408]
         expected = {(path, status): 1 for path in paths for status in statuses}
 
         def counted():
