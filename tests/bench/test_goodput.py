@@ -229,7 +229,7 @@ def random_pair(seed):
 )
 def test_the_search_agrees_with_a_sweep(seed, tmp_path):
     system, slos = random_pair(seed)
-    search = search_of(slos, requests=60 if seed == 0 else 120)
+    search = search_of(slos, requests=30 if seed == 0 else 120)
     [found] = find(search, [system], simulation(search), tmp_path)[0][system]
     assert found > 0
     assert found == pytest.approx(sweep(search, system, found), rel=0.05)

@@ -86,7 +86,8 @@ def shorten(patience, route):
     """Have a page's script wait for answers for so many milliseconds."""
     answer = route.fetch()
     script = answer.text()
-    assert script.count(waits := "ANSWER_MS = 5000;") == 1
+    waits = "ANSWER_MS = 5000;"
+    assert script.count(waits) == 1
     route.fulfill(response=answer, body=script.replace(waits, f"ANSWER_MS = {patience};"))
 
 
