@@ -96,6 +96,8 @@ def test_addresses_as_zod_has_them_are_enforced(takes):
         (json_schema_grammar({"enum": ["a", 1]}), '"a"', '"b"'),
         (json_schema_grammar(WEATHER.parameters), '{ "city":\n"Rome" }', "{}"),
         (regex_grammar("[0-9]{2}-x+"), "12-xxx", "12-"),
+        (regex_grammar(r"\d[^\d]\\d[\d.-]"), r"1a\d-", "\u0661a\\d-"),
+        (regex_grammar(r"[\d_]\d"), "_1", "\u0661\u0661"),
         (choice_grammar(["a b", 'quoted "c"', "ü"]), 'quoted "c"', "a"),
         (choice_grammar(["", "a"]), "a", "b"),
         (choice_grammar([f"option {i}" for i in range(3000)]), "option 2999", "option 3000"),
