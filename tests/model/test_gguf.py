@@ -320,6 +320,7 @@ def test_a_vocabulary_is_stepped_over(tmp_path):
     [
         ("gemma2", [], "GGUF architecture 'gemma2'; these work: llama, qwen2, qwen3"),
         ("llama", [("add_expert_count", 8)], "number of experts 8"),
+        ("llama", [("add_causal_attention", False)], "attention.causal 'false'"),
         (
             "llama",
             [("add_rope_scaling_type", RopeScalingType.LONGROPE)],

@@ -174,6 +174,8 @@ class GGUFModel:
             raise UnsupportedModel.because("GGUF architecture", self._architecture, ARCHITECTURES)
         if experts := self._key("expert_count", 0):
             raise UnsupportedModel.because("number of experts", experts, ("0 (dense models)",))
+        if self._key("attention.causal", True) is False:  # as an embedding model's may be
+            raise UnsupportedModel.because("attention.causal", "false", ("true",))
         heads = self._count("attention.head_count", MAX_HEADS)
         hidden = int(self._key("embedding_length"))
         head_dim = int(self._key("attention.key_length", hidden // heads))
