@@ -25,6 +25,8 @@ COMMIT = "TWOLANE_COMMIT"
 """Environment variable with the commit of a source tree without git's history."""
 KEPT_APART = ":(top,exclude)benchmarks/results"
 """Path that git ignores when it looks for changes, since series of runs write there."""
+CORES = len(usable_cores())
+"""Number of cores that this process could use when it began; clients of servers keep few."""
 LIBRARIES = ("torch", "transformers", "flashinfer-python", "triton")
 """Distributions whose versions are recorded if they are installed."""
 SMI_FIELDS = ("name", "power.limit", "clocks.max.sm", "driver_version")
@@ -49,7 +51,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     driver: str | None
     """Version of the NVIDIA driver; null without one."""
     cpu: str | None
-    """Name of the CPU, and the number of cores that the command could use."""
+    """Name of the CPU, and the number of cores that the command could use when it began."""
     versions: dict[str, str]
     """Versions by name: python, twolane and the libraries that decide about speed."""
     workload: Any
@@ -72,7 +74,7 @@ def provenance(workload: Any = None, command: Sequence[str] | None = None) -> Pr
         commit=commit(),
         card=card,
         driver=driver,
-        cpu=f"{cpu_name()}, {len(usable_cores())} cores",
+        cpu=f"{cpu_name()}, {CORES} cores",
         versions=versions(),
         workload=workload,
     )
