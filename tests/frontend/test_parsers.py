@@ -316,6 +316,17 @@ WRITTEN = {
         ("hermes", MISTRAL.replace("[TOOL_CALLS]", "<tool_call>") + "</tool_call>, [x]"),
         *(", [x]", ROME),
     ),
+    "llama, a function by its name": (
+        (
+            "llama3_json",
+            'I look: <function=weather>{"city": "Rome"}</function>\n<function=f> {}</function>',
+        ),
+        *("I look:", ROME),
+    ),
+    "llama, functions that are none": (
+        ("llama3_json", 'a <function=g>{"a": 1}</function>, <function=f> b'),
+        *('a <function=g>{"a": 1}</function>, <function=f> b', []),
+    ),
     "a list for the user": (("llama3_json", '[{"a": 1}, [{'), '[{"a": 1}, [{', []),
     "half of a character as the name": (
         ("hermes", '<tool_call>{"name": "\\ud83d"}'),

@@ -222,8 +222,11 @@ def listed_call(_: Types) -> CallReader:
 
 
 def listed_object(types: Types) -> CallReader:
-    """Return what reads Llama's call: an object, alone or of a list."""
-    return ChosenCall(lambda: JsonCall(types), WHITE + "[", types)
+    """Return what reads Llama's call: an object, alone or of a list, or behind `<function=` the
+    name of a tool, `>` and its arguments."""
+    names = "|".join(map(re.escape, types))
+    header = rf"(?P<name>{names})>\s*" if names else r"(?P<name>[\w.:-]+)>\s*"
+    return ChosenCall(lambda: NamedCall(header), WHITE + "[", types)
 
 
 def tagged_call(types: Types) -> CallReader:

@@ -68,7 +68,8 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         ),
         "llama3_json": CallFormat(
             listed_object,
-            ("<|python_tag|>",),
+            ("<|python_tag|>", "<function="),  # the second with tools that only a user tells of
+            ("</function>",),
             separators=",;]} \t\r\n",
             again="{[",
             bare=True,

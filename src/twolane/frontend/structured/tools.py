@@ -350,7 +350,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 OPENINGS: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "qwen3_coder": ("<tool_call>",),
-    "llama3_json": ("<|python_tag|>",),
+    "llama3_json": ("<|python_tag|>", "<function="),
     "mistral": ("[TOOL_CALLS]",),
     "mistral_args": ("[TOOL_CALLS]",),
     "granite": ("<|tool_call|>", "<tool_call>"),
