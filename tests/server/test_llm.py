@@ -19,7 +19,7 @@ from twolane import LLM, SamplingParams
 from twolane.frontend.engine_client import EngineError
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 
-from .server.serving import PATIENCE, alive, children, wait_for, write_tiny_model
+from .serving import PATIENCE, alive, children, wait_for, write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 CHAT = SamplingParams(temperature=0, max_tokens=None)
