@@ -86,7 +86,7 @@ def test_an_empty_file_says_nothing(parse, text):
         ("config: other.yaml", ("unknown key 'config'",)),
         ("help: true", ("unknown key 'help'",)),
         ("1: 2", ("unknown key '1'",)),
-        ("[a]: 2", ("unknown key",)),
+        ("[a]: 2", ("line 1: a list or a mapping is an unknown key",)),
         ("port: 1\nport: 2", ("line 2", "port is given twice")),
         ("kv-tokens: 1\nkv_tokens: 2", ("line 2", "kv_tokens is given twice")),
         ("port: [1, 2]", ("port takes one value",)),

@@ -453,9 +453,20 @@ def test_an_address_that_cannot_be_used_is_named(
             {"kv_events": KVEventsConfig(endpoint="tcp://*:1"), "prefix_cache": False},
             "kv_events_endpoint",
         ),
+        *(
+            ({"kv_events": KVEventsConfig(endpoint=f"tcp://*:{port}")}, "kv_events_endpoint")
+            for port in ("80808", "-1", "5x", "")
+        ),
     ],
 )
 def test_events_that_cannot_be_are_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(FieldError) as refused:
         check_settings(EngineConfig(model="m", **changes))
     assert refused.value.field == named
+
+
+def test_a_port_may_be_any() -> None:
+    for port in ("0", "65535", "*"):
+        check_settings(
+            EngineConfig(model="m", kv_events=KVEventsConfig(endpoint=f"tcp://*:{port}"))
+        )

@@ -61,8 +61,11 @@ def settings(path: Path, keys: dict[str, Any]) -> Iterator[tuple[str, str | list
     """
     seen: dict[str, str] = {}
     for key_node, value_node in entries(path):
-        key, line = key_node.value, key_node.start_mark.line + 1
-        param = keys.get(str(key).replace("_", "-"))
+        line = key_node.start_mark.line + 1
+        if key_node.id != "scalar":
+            raise ValueError(f"line {line}: a list or a mapping is an unknown key")
+        key = key_node.value
+        param = keys.get(key.replace("_", "-"))
         if param is None:
             raise ValueError(f"line {line}: unknown key {key!r}{nearest(key, keys)}")
         if param.name in seen:

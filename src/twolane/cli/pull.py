@@ -8,6 +8,7 @@ from twolane.cli.complete import aliases
 from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
+from twolane.common.printable import printable
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -29,6 +30,6 @@ def pull(
     from twolane.model.load import hub
 
     if model not in hub.ALIASES and "/" in model:
-        typer.echo(f"Fetching {model} from the Hugging Face hub", err=True)
+        typer.echo(f"Fetching {printable(model)} from the Hugging Face hub", err=True)
     with one_line_errors():
         typer.echo(hub.pull(model))

@@ -117,6 +117,17 @@ def _check_kv_events(config: EngineConfig) -> None:
         raise FieldError("kv_events_endpoint", "needs the prefix cache, which is off")
     if events.endpoint is None and events.replay_endpoint is not None:
         raise FieldError("kv_events_replay_endpoint", "needs kv_events_endpoint")
+    for name in ("endpoint", "replay_endpoint"):
+        address = getattr(events, name) or ""
+        port = address.rpartition(":")[2]
+        if address.startswith("tcp://") and port != "*" and not is_port(port):
+            problem = f"{address!r} must end with a port of at most 65535"  # ZeroMQ takes any
+            raise FieldError(f"kv_events_{name}", problem)
+
+
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a TCP port."""
+    return text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) < 1 << 16
 
 
 def _is_readable(file: Path) -> bool:

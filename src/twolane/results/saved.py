@@ -203,5 +203,6 @@ def _decode(path: Path) -> Any:
         data = path.read_bytes()
         return msgspec.json.decode(data)
     except (OSError, *UNREADABLE) as error:
-        what = f" is {TRACE}" if data.startswith(b"[") else f": {error}"
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        what = f" is {TRACE}" if data.startswith(b"[") else f": {reason}"
         raise FieldError("RUN", f"{path}{what}") from error
