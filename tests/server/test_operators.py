@@ -165,17 +165,28 @@ class Bounded(FileIO):
 
 
 def test_a_batch_whose_disk_is_full_keeps_whole_lines(tmp_path):
+    calls = iter(range(3))
+
     async def app(scope, receive, send):
+        if next(calls) == 0:
+            await asyncio.Event().wait()  # which holds no end up
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b'"%b"' % (b"x" * 700)})
 
     asked = [{"custom_id": id, "url": "/v1/completions", "body": {}} for id in "abc"]
+
+    async def run(out):
+        try:
+            await answer_all(app, lines, out, 2)
+        finally:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
     lines = lines_of(BytesIO("\n".join(map(json.dumps, asked)).encode()))
     with Bounded(tmp_path / "out", "ab") as out, pytest.raises(OSError, match="out") as failed:
-        asyncio.run(answer_all(app, lines, out, 2))
+        asyncio.run(run(out))
     assert failed.value.errno == errno.ENOSPC
     [answer] = (tmp_path / "out").read_bytes().splitlines()
-    assert json.loads(answer)["custom_id"] == "a"
+    assert json.loads(answer)["custom_id"] == "b"
 
 
 def test_a_line_of_a_batch_is_as_strict_as_a_body(tmp_path):

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from twolane.frontend.text.output_reader import Delta
 from twolane.sampling import TokenLogprobs
+from twolane.server.http.gone import unless_gone
 from twolane.server.respond import MAX_SCORED, respond
 
 SCORE = TokenLogprobs(7, -0.5, 1, [(7, -0.5)])
@@ -62,3 +63,24 @@ def test_long_answers_with_log_probabilities_leave_the_event_loop(where, more):
 
     answer = asyncio.run(written())
     assert answer.body == b'{"tokens":2,"loop":%s}' % (b"false" if more else b"true")
+
+
+def test_who_is_cancelled_when_the_work_is_done_is_cancelled_all_the_same():
+    """Else the lines of a batch go on behind Ctrl-C, and write to a file that is closed."""
+
+    async def run():
+        async def receive():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:  # as the client is not watched any more
+                caller.cancel()
+                raise
+
+        async def done():
+            return 7
+
+        caller = asyncio.create_task(unless_gone(Request({"type": "http"}, receive), done()))
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    asyncio.run(run())

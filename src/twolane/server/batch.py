@@ -157,7 +157,13 @@ async def answer_all(
             counts[answer["error"] is None and answer["response"]["status_code"] == 200] += 1
             append(out, msgspec.json.encode(answer) + b"\n")
 
-    await asyncio.gather(*[work() for _ in range(concurrency)])
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:  # the file is closed then
+        for worker in workers:
+            worker.cancel()
+        await asyncio.wait(workers)
     return BatchCounts(counts[True], counts[False])
 
 

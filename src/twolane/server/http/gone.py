@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
-from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -35,5 +34,12 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (watching, working):
             task.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # nobody waits for it any more
-                await task
+            task.add_done_callback(_forget)
+        # Awaiting each would take a cancellation of the caller for the task's own.
+        await asyncio.wait({watching, working})
+
+
+def _forget(task: asyncio.Future[Any]) -> None:
+    """Retrieve a task's exception, which nobody asks for."""
+    if not task.cancelled():
+        task.exception()
