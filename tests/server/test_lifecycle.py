@@ -355,22 +355,6 @@ def test_draining_is_bounded(tiny_model):
         assert served.process.wait(PATIENCE) == 0
 
 
-def test_what_clients_send_writes_no_lines_into_the_log(tiny_model, tmp_path):
-    """Neither a request to become a web socket nor one that is no HTTP; both are answered."""
-    upgrade = (
-        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    )
-    log = tmp_path / "log"
-    with serving(str(tiny_model), *TINY, stderr=log) as served:
-        host, port = served.base.removeprefix("http://").split(":")
-        before = log.read_text()
-        for sent, status in ((upgrade, b" 200 "), (b"nonsense\r\n\r\n", b" 400 ")):
-            with socket.create_connection((host, int(port)), timeout=PATIENCE) as client:
-                client.sendall(sent)
-                assert status in client.recv(1000).split(b"\r\n")[0]
-        assert log.read_text() == before
-
-
 def test_a_second_signal_stops_at_once(tiny_model):
     with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
         stream = Stream(served)
