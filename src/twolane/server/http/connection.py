@@ -28,6 +28,9 @@ GRACE_SECONDS = 1.0
 """Seconds without a request after which a connection may be closed for a new one."""
 EXTRA_CONNECTIONS = 64
 """Connections beyond the bound that are still read, to serve probes and refuse the rest."""
+MAX_HEAD = 1 << 16
+"""Bytes that a request line and its headers may have together."""
+TOO_LONG = f"the request line and the headers have more than {MAX_HEAD} bytes"
 SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 """Chunks that any body may have, and bytes of a body for each further chunk. A chunk takes the loop
 10 µs, however small it is, and a thousand of them fit into one read."""
@@ -122,11 +125,13 @@ def plain_line(line: bytes) -> bytes:
 
 
 def check_head(head: bytes) -> None:
-    """Refuse a head that is ambiguous or of another version of HTTP.
+    """Refuse a head that is ambiguous, too long or of another version of HTTP.
 
     Raises:
-        h11.RemoteProtocolError: it can.
+        h11.RemoteProtocolError: it is.
     """
+    if len(head) > MAX_HEAD:  # h11 takes one that arrives at once
+        raise h11.RemoteProtocolError(TOO_LONG, error_status_hint=431)
     *lines, rest = head.split(b"\r\n")
     if rest or any(b"\n" in line for line in lines):
         raise h11.RemoteProtocolError("a line of the head does not end with CRLF")
@@ -234,7 +239,9 @@ class Connection(H11Protocol):
         calls this."""
         status, error = 400, sys.exception()
         if isinstance(error, h11.RemoteProtocolError):
-            status, msg = error.error_status_hint, f"invalid HTTP: {shortened(str(error))}"
+            status = error.error_status_hint
+            problem = TOO_LONG if status == 431 else shortened(str(error))
+            msg = f"invalid HTTP: {problem}"
         self._refuse(status, msg, "invalid_http")
 
     @property
