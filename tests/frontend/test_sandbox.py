@@ -6,14 +6,15 @@ import os
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from twolane.frontend import sandbox as sandboxes
 from twolane.frontend.sandbox import FairLock, Limits, QueueFull, Sandbox, SandboxError
 from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.jobs import Loaded
-from twolane.frontend.text.texts import Texts
+from twolane.frontend.text.jobs import Chat, Encode, Loaded
+from twolane.frontend.text.texts import UNENCODABLE, Texts, unencodable
 
 from ..server.serving import PATIENCE, alive, wait_for
 
@@ -222,6 +223,22 @@ BOMBS = {
     "one call that holds the lock": "{{ range(99999999) | sum }}" * 9,
     "brackets": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
 }
+
+
+def test_what_cannot_be_sent_to_a_sandbox_is_named():
+    large, half = {"a": [2**70]}, "\udcff"
+    messages = [{"role": "user", "content": "x"}]
+    for job, param, problem in (
+        (Chat(messages, {"tools": [large]}), "tools", "a number is beyond 64 bits"),
+        (Chat(messages, {"variables": large}), "chat_template_kwargs", "beyond 64 bits"),
+        (Chat([{"role": "user", **large}], {}), None, "beyond 64 bits"),
+        (Encode(half, add_special_tokens=True), None, "not Unicode"),
+    ):
+        with pytest.raises(UNENCODABLE) as refused:
+            msgspec.msgpack.encode(job)
+        error = unencodable(job, refused.value)
+        assert error.param == param
+        assert problem in str(error)
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,10 @@ LONG_TEXT = 1 << 16
 """Bytes from which a text goes to the queue of long texts, which shorter ones do not wait for."""
 TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
 """Names of the programs for errors of conversations and texts."""
+UNENCODABLE = (ValueError, OverflowError, TypeError)
+"""Errors of msgspec for what cannot be sent to a sandbox."""
+OPTION_FIELDS: Mapping[str, str] = {"tools": "tools", "variables": "chat_template_kwargs"}
+"""Request fields by the options of a conversation that they become."""
 
 
 class Texts:
@@ -168,8 +172,8 @@ class Texts:
             raise no_tokenizer()
         try:
             data = msgspec.msgpack.encode(job)
-        except (ValueError, OverflowError, TypeError) as error:
-            raise TextError(f"the text cannot be tokenised: {error}") from error
+        except UNENCODABLE as error:
+            raise unencodable(job, error) from error
         try:
             reply = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
         except SandboxError as error:
@@ -178,3 +182,19 @@ class Texts:
         if isinstance(result, WrongText):
             raise TextError(result.message, result.param)
         return result
+
+
+def unencodable(job: Job, error: Exception) -> TextError:
+    """Return why a job cannot be sent to a sandbox, with the request field at fault."""
+    reason = str(error)
+    if isinstance(error, OverflowError):
+        reason = "a number is beyond 64 bits"
+    elif isinstance(error, UnicodeEncodeError):
+        reason = "it is not Unicode text"
+    options = job.options if isinstance(job, Chat) else {}
+    for option, field in OPTION_FIELDS.items():
+        try:
+            msgspec.msgpack.encode(options.get(option))
+        except UNENCODABLE:
+            return TextError(f"{field}: {reason}", field)
+    return TextError(f"the text cannot be tokenised: {reason}")
