@@ -567,8 +567,8 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
         {"role": "user", "content": TEXTS, "id": "x" * 200, "status": "odd"},
         {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "a"}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
-        {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "x"},
-        {"type": "function_call_output", "call_id": "1", "output": TEXTS},
+        {"type": "custom_tool_call", "call_id": "1", "name": "f", "input": "x", "status": [[1]]},
+        {"type": "function_call_output", "call_id": "1", "output": TEXTS, "id": [[]]},
         {"type": "custom_tool_call_output", "call_id": "1", "output": "x"},
         {"type": "agent_message", "author": "a", "recipient": "b", "content": TEXTS[:1]},
         {

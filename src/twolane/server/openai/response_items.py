@@ -116,11 +116,11 @@ class InputItem(Body):
         """Return the item as a list of a response's inputs shows it: with an id and a status, and
         without the fields that have no effect."""
         fields = set_fields(self)
+        fields.pop("id", None)
+        fields.pop("status", None)
         for name, value in fields.items():
             if isinstance(value, list):
                 fields[name] = list(map(set_fields, value))
-        fields.pop("id", None)
-        fields.pop("status", None)
         kept = isinstance(self.id, str) and 0 < len(self.id) <= MAX_ID_LENGTH
         id = self.id if kept else f"{PREFIX[fields['type']]}_{uuid.uuid4().hex}"
         status = self.status if self.status in STATUSES else "completed"
