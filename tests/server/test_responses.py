@@ -1,14 +1,17 @@
 """/v1/responses through OpenAI's client, with a model that knows answers by heart."""
 
 import json
+import time
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from twolane.server.openai.response_events import ResponseAnswer
+
 from .parrot import Learnt, write_parrot
-from .serving import serving
+from .serving import PATIENCE, serving
 from .test_agents import ASK, CALL, FRANCE, SCHEMA
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
@@ -416,6 +419,13 @@ def test_items_that_cannot_be_served_are_refused_by_name(client, item, param):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, [item])
     assert refused.value.param.startswith(param)
+
+
+def test_a_response_is_not_completed_before_it_is_created(monkeypatch):
+    answer = ResponseAnswer("m", 1, {}, None, {}, lambda response, message: None)
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock is set back
+    shown = answer.shown("completed")
+    assert 0 <= shown["completed_at"] - shown["created_at"] < PATIENCE
 
 
 REQUIRED = (

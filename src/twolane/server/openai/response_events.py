@@ -51,7 +51,9 @@ class ResponseAnswer:
         keep: Callable[[Json, Json], None],
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._head = {"id": self.id, "object": "response", "created_at": int(time.time())}
+        self._created = time.time()
+        self._began = time.monotonic()
+        self._head = {"id": self.id, "object": "response", "created_at": int(self._created)}
         self._repeated = {"model": model, **repeated}
         self._reader = reader or AnswerReader()
         self._tools = tools
@@ -100,9 +102,10 @@ class ResponseAnswer:
         """Return the current response object."""
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status in ("completed", "incomplete")
+        now = self._created + time.monotonic() - self._began  # the clock may have been set
         return {
             **self._head,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(now) if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": why,
