@@ -40,7 +40,7 @@ _HINTS = {
     **dict.fromkeys(
         ("structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf"), _GRAMMAR
     ),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), _BIAS),
+    **dict.fromkeys(("bad_words", "logits_processors"), _BIAS),
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), _BEAMS),
     "best_of": "is not served: ask generate for n answers, and SamplingParams for logprobs",
     "detokenize": "is not needed: every answer has its text and its token_ids",
@@ -111,6 +111,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     """Grammar of the output in llguidance's form, as its `LLMatcher` makes it from a JSON schema or
     a regular expression. Only tokens that it allows are chosen, and the output ends where it allows
     nothing more. Log-probabilities do not depend on it."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that are chosen, at least one; None: all. An end-of-sequence or stop token
+    that is not among them is not chosen either. Log-probabilities do not depend on them."""
     embeds: bool = False
     """Whether the prompt's last hidden state is returned with the first token."""
 
@@ -154,6 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
 
     def _ending_checks(self) -> tuple[tuple[str, bool, str], ...]:
         most, counts = self.max_tokens, range(MAX_LOGPROBS + 1)
+        free = self.allowed_token_ids is None
         return (
             ("max_tokens", most is None or 1 <= most < 2**63, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens < 2**63, "at least 0"),
@@ -161,6 +165,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("min_tokens", self.grammar is None or not self.min_tokens, "0 with a grammar"),
             ("ignore_eos", self.grammar is None or not self.ignore_eos, "false with a grammar"),
             ("stop_token_ids", all(0 <= t < 2**63 for t in self.stop_token_ids), "of token ids"),
+            ("allowed_token_ids", self._allows_tokens(), "of token ids, at least one"),
+            ("allowed_token_ids", free or self.grammar is None, "absent with a grammar"),
             ("logprobs", self.logprobs is None or self.logprobs in counts, "between 0 and 20"),
             (
                 "prompt_logprobs",
@@ -168,6 +174,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
                 "between 0 and 20",
             ),
         )
+
+    def _allows_tokens(self) -> bool:
+        ids = self.allowed_token_ids
+        return ids is None or (len(ids) > 0 and all(0 <= token < 2**63 for token in ids))
 
     @property
     def greedy(self) -> bool:

@@ -63,6 +63,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": edges(None, 1, 2, 7, HUGE),
     "min_tokens": edges(0, 0, 1, 5, HUGE),
     "stop_token_ids": edges((), (2,), (0, 0, 11), tuple(range(VOCAB)), (VOCAB,), (HUGE,)),
+    "allowed_token_ids": edges(None, None, (5, 11), (2,), (0, VOCAB - 1), (VOCAB,), (HUGE,)),
     "ignore_eos": st.booleans(),
     "repetition_penalty": edges(5e-324, 1e-30, 1.0, 1.0, 1.5, 1e30, 1.7e308),
     "presence_penalty": edges(-2.0, 0.0, 2.0),
@@ -135,6 +136,7 @@ class Front:
         scored = [scores for output in outputs for scores in output.logprobs or ()]
         params = submit.params
         assert all(token in range(VOCAB) for token in got)
+        assert params.allowed_token_ids is None or {*got} <= {*params.allowed_token_ids}
         assert len(got) <= (params.max_tokens or HUGE)
         assert len(scored) == (0 if params.logprobs is None else len(got))
         prompts = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]

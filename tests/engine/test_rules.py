@@ -269,6 +269,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "stop_token_ids leave no token to choose": asks([1], stop_token_ids=every, min_tokens=1),
         "prompt has 64 tokens": asks([1] * 64),
         "grammar needs a model with a tokenizer": asks([1], grammar="x"),
+        "allowed_token_ids has a token id": asks([1], allowed_token_ids=(1000,)),
     }
     for message, request in bad.items():
         news = news_of(request)

@@ -20,7 +20,7 @@ from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine
-from twolane.engine.intake import ServedModel
+from twolane.engine.intake import ServedModel, mask_of
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -47,6 +47,7 @@ from twolane.lanes.work import (
     Sampling,
     Scoring,
     SlotUpdate,
+    TokenMask,
     pack,
 )
 from twolane.model.attention import KVCache
@@ -60,6 +61,8 @@ from twolane.systems.registry import System
 PAGE = 4
 MODEL_LEN = 48
 EOS = (2,)
+FEW_TOKENS = 7
+"""Every seventh request allows few tokens."""
 SLOS = (Slo(), Slo(ttft=1e4, tbt=3.0), Slo(ttft=20.0, tbt=1.0))
 """A step takes a second."""
 
@@ -131,14 +134,17 @@ def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int, adapter: str | No
     scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
     row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
     slots = (SlotUpdate(0, 0, pages, sampling, -1 if adapter is None else 0),)
-    prefill = PrefillWork(0, (row,), 0, decoder.spec.layers, True, (chunk,), slots)
+    allowed = params.allowed_token_ids
+    masks = () if allowed is None else (TokenMask(0, mask_of(allowed, decoder.spec.vocab_size)),)
+    layers = decoder.spec.layers
+    prefill = PrefillWork(0, (row,), 0, layers, True, (chunk,), slots, masks=masks)
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
         for step in runner.run(prefill):
             answer.take(step)
         while len(prompt) + len(answer.tokens) < limit and not _stops(answer.tokens[-1], params):
             position = len(prompt) + len(answer.tokens) - 1
-            work = DecodeWork((DecodeRow(0, position, 1),), 1)
+            work = DecodeWork((DecodeRow(0, position, 1),), 1, masks=masks)
             for step in runner.run(work):
                 answer.take(step)
     return answer
@@ -202,6 +208,11 @@ class World:
         """The first three fill the pool, the last two ask the same; the others are of all kinds,
         and may follow an earlier one as the next turn of a conversation does."""
         drawn = msgspec.structs.replace(self._drawn(i), slo=SLOS[i % len(SLOS)])
+        if i % FEW_TOKENS == FEW_TOKENS - 1:
+            params = msgspec.structs.replace(
+                drawn.params, allowed_token_ids=tuple(range(i, 250, 6))
+            )
+            drawn = msgspec.structs.replace(drawn, params=params)
         if not self.versions or i < 3 or i >= self.requests - 2:
             return drawn
         return msgspec.structs.replace(drawn, lora=self.rng.choice((None, *self.versions)))

@@ -186,6 +186,15 @@ def sees_stop_token_ids(ask):
     return (choice.token_ids, choice.stop_reason, ask.text_of(choice)) == ([first], first, "")
 
 
+def sees_allowed_token_ids(ask):
+    eos = 2
+    two = [id for id in range(1000, 1003) if id != first_token(ask)][:2]
+    answer = tokens(ask, allowed_token_ids=two)
+    single = tokens(ask, allowed_token_ids=two[:1], logit_bias={str(eos): 100})
+    ends = tokens(ask, allowed_token_ids=[*two, eos], logit_bias={str(eos): 100})
+    return {*answer} <= {*two} and single == two[:1] * LENGTH and ends == [eos]
+
+
 def sees_include_stop_str_in_output(ask):
     whole = ask.text()
     return (

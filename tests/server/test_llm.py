@@ -184,6 +184,18 @@ def test_log_probabilities_come_with_the_tokens(llm):
     assert llm.generate("a", GREEDY)[0].logprobs is None
 
 
+def test_an_answer_has_allowed_tokens_alone(llm):
+    yes, no = 1000, 1001
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, allowed_token_ids=(yes, no))
+    [answer] = llm.generate(["The sky is blue: yes or no?"], params)
+    assert answer.token_ids[0] in (yes, no)
+    for wrong in ((), (-1,), (10**6,)):
+        with pytest.raises((ValueError, GenerationRefused), match="allowed_token_ids"):
+            llm.generate("a", SamplingParams(allowed_token_ids=wrong))
+    with pytest.raises(ValueError, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=(yes,), grammar="x")
+
+
 def test_an_answer_follows_a_grammar(llm):
     grammar = LLMatcher.grammar_from_regex("(Paris|Rome)!")
     params = SamplingParams(temperature=0, grammar=grammar)

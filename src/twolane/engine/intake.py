@@ -84,6 +84,8 @@ class Intake:
             lookup=self._lookup,
             adapter=None if message.lora is None else self._adapters.find(message.lora),
         )
+        if message.params.allowed_token_ids is not None:
+            request.mask = mask_of(message.params.allowed_token_ids, self._model.vocab_size)
         self._arrivals += 1
         if message.params.grammar is not None:
             self._compile(request, message.params.grammar)
@@ -150,19 +152,22 @@ class Intake:
             "prompt": message.prompt,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids or (),
         }
         for name, tokens in named.items():
             if tokens and not (min(tokens) in known and max(tokens) in known):
                 raise FieldError(name, f"has a token id outside 0 to {known[-1]}")
         if params.grammar is not None and self._grammars is None:
             raise FieldError("grammar", "needs a model with a tokenizer")
-        if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
+        allowed = known if params.allowed_token_ids is None else params.allowed_token_ids
+        ends = {*params.stop_token_ids, *self._eos_token_ids}
+        if params.min_tokens and all(token in ends for token in allowed):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
 
     def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        params = replace(message.params, grammar=None)  # lanes get masks instead
+        params = replace(message.params, grammar=None, allowed_token_ids=None)  # lanes get masks
         return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:
@@ -175,6 +180,14 @@ class Intake:
                 salt=request.salt,
             )
         return request.looked_up
+
+
+def mask_of(tokens: Collection[int], vocab_size: int) -> bytes:
+    """Return the mask that allows these tokens alone."""
+    mask = bytearray(-(-vocab_size // 8))
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
 
 
 def _compiler_of(request_id: str) -> str:

@@ -217,7 +217,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     ready = _ready(state, _joined(launch.lane, steps.waits))
     if any(request.awaiting_masks == MAX_AWAITING_MASKS for request in ready):
         return False
-    constrained = any(request.constraint is not None for request in (*ready, *state.decoding))
+    constrained = any(request.masked for request in (*ready, *state.decoding))
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
     if not reserved.rows:
         return False

@@ -64,7 +64,8 @@ class Request:
     constraint: Constraint | None = None
     """Matcher of its compiled grammar; None if it has no grammar."""
     mask: bytes | None = None
-    """Mask of the tokens that may follow those delivered; None while it is being computed."""
+    """Mask of the tokens that may follow those delivered; None: all may, or it is being computed.
+    Without a grammar it is the same for every token."""
     awaiting_masks: int = 0
     """Number of its launches that wait for a mask, at most `MAX_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
@@ -95,8 +96,13 @@ class Request:
 
     @property
     def next_mask(self) -> bytes | None:
-        """Mask of the next decode step; None without a grammar, or if it is not known yet."""
-        return None if self.in_flight else self.mask
+        """Mask of the next decode step; None: all tokens are allowed, or it is not known yet."""
+        return None if self.in_flight and self.constraint is not None else self.mask
+
+    @property
+    def masked(self) -> bool:
+        """Whether each decode step of the request has a mask."""
+        return self.constraint is not None or self.mask is not None
 
     @property
     def sits_out(self) -> bool:

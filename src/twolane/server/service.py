@@ -129,6 +129,7 @@ class Service:
             raise ContextExceeded(name, context, str(longest), wanted)
         self.prompts.check_ids("stop_token_ids", params.stop_token_ids)
         self.prompts.check_ids("logit_bias", params.logit_bias)
+        self.prompts.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         return params
 
     def generate(

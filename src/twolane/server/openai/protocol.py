@@ -53,7 +53,6 @@ INERT = frozenset(
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
@@ -161,6 +160,7 @@ class GenerationBody(TextFields, SamplingFields):
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
     priority: Priority | None = None
@@ -240,6 +240,8 @@ class GenerationBody(TextFields, SamplingFields):
         fields["logprobs"] = self.logprob_count
         fields["prompt_logprobs"] = self.prompt_logprob_count
         fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        if self.allowed_token_ids is not None:
+            fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         fields["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}
         chosen = {key: value for key, value in fields.items() if value is not None}
         try:
