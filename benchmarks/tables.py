@@ -173,8 +173,12 @@ class Bracket(NamedTuple):
     def over(self, other: "Bracket") -> str:
         """Return the ratio to another as text; empty: unknown."""
         least = self.low / other.high if other.high else 0.0
-        exact = self.low == self.high and other.low == other.high
-        return (f"{least:.2f}" if exact else f"at least {least:.2f}") if least else ""
+        most = self.high / other.low if other.low else inf
+        if least == most:
+            return f"{least:.2f}"
+        if least and most < inf:
+            return f"{least:.2f} to {most:.2f}"
+        return f"at least {least:.2f}" if least else ""
 
 
 def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
@@ -188,7 +192,7 @@ def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
                 own[engine["tbt_ms"]].append(there)
         for engine in found["engines"]:
             ratio = ""
-            if autos := own[engine["tbt_ms"]]:
+            if (autos := own[engine["tbt_ms"]]) and not engine["name"].startswith(OWN):
                 auto = Bracket(*map(median, zip(*autos, strict=True)))
                 ratio = auto.over(Bracket.of(engine["found"]))
             yield path, found, engine, ratio
@@ -513,20 +517,20 @@ def summary() -> Iterator[list[str]]:
 
 
 def _beside() -> Iterator[list[str]]:
-    """Rows of `auto` over the best setting of another engine for each card, model and bound."""
-    best: dict[tuple[str, str, float], tuple[Bracket, list[str]]] = {}
+    """Rows of `auto` over the best setting of another engine for each card, model and bound, of the
+    longest runs."""
+    best: dict[tuple[str, str, float], tuple[int, Bracket, list[str]]] = {}
     for path, found, engine, ratio in _engines():
         tbt, there = engine["tbt_ms"], Bracket.of(engine["found"])
-        if engine["name"].startswith(OWN) or not ratio:
+        if not ratio:
             continue
         place = found["card"], path.name.partition("-azure")[0], tbt
-        if place not in best or there > best[place][0]:
-            what = (
-                f"goodput over another engine at {tbt:g} ms, runs of {engine['prompts']} requests"
-            )
+        requests = engine["prompts"]
+        if place not in best or (requests, there) > best[place][:2]:
+            what = f"goodput over another engine at {tbt:g} ms, runs of {requests} requests"
             held = f"**{ratio}** of {engine['name']}, which holds {_held(engine['found'])}"
-            best[place] = there, [what, held, _made(path, found).partition(",")[0]]
-    for _, row in best.values():
+            best[place] = requests, there, [what, held, _made(path, found).partition(",")[0]]
+    for _, _, row in best.values():
         yield row
 
 
