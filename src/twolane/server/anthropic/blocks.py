@@ -6,17 +6,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import PROXIES, Body, wrong
+from twolane.frontend.body import PROXIES, Body, LenientBody, wrong
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
 
 
-class ContentBlock(Body):
+class ContentBlock(LenientBody):
     """A block of a message's content."""
 
     inert = PROXIES | {"cache_control", "caller", "citations", "toolset_name"}
-    null_is_unset = True
 
 
 class TextBlock(ContentBlock):
@@ -153,10 +152,8 @@ def _content(value: Any) -> list[Block]:
     return _BLOCKS.validate_python(value)
 
 
-class AnthropicMessage(Body):
+class AnthropicMessage(LenientBody):
     """A message of a conversation."""
-
-    null_is_unset = True
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], PlainValidator(_content), WithJsonSchema(TEXT_SCHEMA)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
-from twolane.frontend.body import PROXIES, Body, wrong
+from twolane.frontend.body import PROXIES, Body, LenientBody, wrong
 from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
@@ -30,7 +30,7 @@ MAX_ID_LENGTH = 128
 STATUSES = ("in_progress", "completed", "incomplete")
 
 
-class TextPart(Body):
+class TextPart(LenientBody):
     """A piece of text in a message, in thinking or in a tool's output."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -43,7 +43,6 @@ class TextPart(Body):
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = PROXIES | {"annotations", "logprobs", "prompt_cache_breakpoint"}
-    null_is_unset = True
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str | None = None
@@ -55,11 +54,10 @@ class TextPart(Body):
         return self.text or self.refusal or ""
 
 
-class AgentPart(Body):
+class AgentPart(LenientBody):
     """A part of a message from another agent."""
 
     inert = frozenset({"annotations", "prompt_cache_breakpoint"})
-    null_is_unset = True
 
     type: Literal["input_text", "encrypted_content"]
     text: str | None = None
@@ -103,11 +101,10 @@ def set_fields(body: Body) -> dict[str, Any]:
     return {name: value for name, value in body if value is not None}
 
 
-class InputItem(Body):
+class InputItem(LenientBody):
     """An item, with the fields of its own that the model does not see and lists of items show."""
 
     inert = ITEM_INERT
-    null_is_unset = True
 
     id: Any = None
     status: Any = None

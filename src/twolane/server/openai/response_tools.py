@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from twolane.common.checked_json import Json
-from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.body import Body, LenientBody, one_message, wrong
 from twolane.server.openai.tools import MAX_TOOLS
 
 CUSTOM_INPUT = "input"
@@ -26,11 +26,10 @@ class CalledTool(NamedTuple):
     """Whether its input is free text."""
 
 
-class FunctionTool(Body):
+class FunctionTool(LenientBody):
     """A function that the client runs."""
 
     inert = TOOL_INERT
-    null_is_unset = True
 
     type: Literal["function"]
     name: Name
@@ -53,10 +52,8 @@ class FunctionTool(Body):
         return {qualified(namespace, self.name): CalledTool(self.name, namespace)}
 
 
-class CustomToolFormat(Body):
+class CustomToolFormat(LenientBody):
     """The format of a custom tool's input."""
-
-    null_is_unset = True
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -78,11 +75,10 @@ class CustomToolFormat(Body):
         return f"The input follows this grammar ({self.syntax}):\n{self.definition}"
 
 
-class CustomTool(Body):
+class CustomTool(LenientBody):
     """A tool with free text as input."""
 
     inert = TOOL_INERT
-    null_is_unset = True
 
     type: Literal["custom"]
     name: Name
