@@ -22,6 +22,9 @@ TEMPLATES = [
     {%- if add_generation_prompt %}{{ '<answer>' }}{% endif %}""",
     "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    """{% for m in messages %}{% set said = m.content %}{% generation %}
+    {%- set said = said | trim %}{{ said ~ loop.index }}{% endgeneration %}[{{ said }}]
+    {%- endfor %}""",
     "{% if tools is none and not documents %}{{ messages[-1].content[:2] }}{% endif %}",
     "{{ messages | map(attribute='content') | join('|') }}{{ dict(a=1) }}{{ thinking }}",
 ]

@@ -86,12 +86,6 @@ class Body(BaseModel):
         return {name: value for name, value in body.items() if name in fields}
 
 
-class LenientBody(Body):
-    """An object within a body. Its unknown fields may be null: clients send back what they got."""
-
-    null_is_unset = True
-
-
 @cache
 def field_names(form: type[Body]) -> frozenset[str]:
     """Return the field names of a model as senders write them."""

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import PROXIES, LenientBody, one_message, wrong
+from twolane.frontend.body import PROXIES, Body, one_message, wrong
 from twolane.frontend.text.template_form import thinking_part
 
 Turn = dict[str, Any]
@@ -24,7 +24,7 @@ Turn = dict[str, Any]
 that are thinking, or None."""
 
 
-class Part(LenientBody):
+class Part(Body):
     """A part of a message: text, a refusal, or thinking (Mistral's models)."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -38,6 +38,7 @@ class Part(LenientBody):
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = PROXIES | {"annotations", "cache_control", "closed", "logprobs", "signature"}
+    null_is_unset = True
 
     type: Literal["text", "refusal", "input_text", "output_text", "thinking"]
     """Type of the part; `input_text` and `output_text` are those of text in the Responses API."""
@@ -78,21 +79,23 @@ def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 Arguments = Annotated[str | dict[str, Any], one_message("must be a JSON object or a text of one")]
 
 
-class FunctionCall(LenientBody):
+class FunctionCall(Body):
     """The function and arguments of a tool call."""
 
     inert = frozenset({"parsed_arguments", "provider_specific_fields"})
     """Fields that OpenAI's client adds to answers."""
+    null_is_unset = True
 
     name: str
     arguments: Arguments | None = None
 
 
-class MessageToolCall(LenientBody):
+class MessageToolCall(Body):
     """A tool call of the assistant."""
 
     inert = PROXIES | {"index", "cache_control"}
     """Fields that clients and their proxies add to a history."""
+    null_is_unset = True
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -107,7 +110,7 @@ class MessageToolCall(LenientBody):
         return call
 
 
-class Message(LenientBody):
+class Message(Body):
     """One turn of a conversation."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -120,6 +123,7 @@ class Message(LenientBody):
         *("reasoning_details", "thinking_blocks"),
     }
     """Fields that clients and their proxies add to a history; the last two repeat the reasoning."""
+    null_is_unset = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Parts | None, WrapValidator(_content)] = None

@@ -32,14 +32,15 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"}
 
 class GenerationTag(Extension):
     """`{% generation %}`, which marks the assistant's text for training; here its content is
-    rendered."""
+    rendered. As in `transformers`, what it sets is not seen behind it."""
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+    def parse(self, parser: Parser) -> nodes.Node:
         """Return the block's content."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 class PublicNamespace(Namespace):

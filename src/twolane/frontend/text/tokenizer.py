@@ -20,7 +20,7 @@ from twolane.model.load.hub import ModelSource, cache_dir
 
 log = logging.getLogger("twolane.frontend")
 
-_FORMAT = 14
+_FORMAT = 15
 """Version of `TokenizerFile` and of its conversion; files of other versions are converted again."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*.jinja")
 """Files of a model directory that a tokenizer may consist of."""
