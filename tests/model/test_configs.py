@@ -238,6 +238,18 @@ def test_the_older_name_of_rope_parameters_may_say_what_is_rotated():
     assert spec_from_config(raw).rope.rotated == 48
 
 
+def test_a_scaling_that_is_added_to_a_newer_config_leaves_the_base():
+    newer = {"rope_theta": 7e4, "rope_type": "default", "partial_rotary_factor": 0.5}
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    for raw in ({}, {"rope_theta": 3e4}):
+        both = {**raw, "model_type": "glm", "rope_parameters": newer, "rope_scaling": scaling}
+        rope = spec_from_config(both).rope
+        assert (rope.type, rope.theta, rope.factor, rope.rotated) == ("yarn", 7e4, 4.0, 64)
+    own = {"model_type": "llama", "rope_parameters": {"rope_theta": 7e4}}
+    own["rope_scaling"] = {**scaling, "rope_theta": 3e4}
+    assert spec_from_config(own).rope.theta == 3e4
+
+
 @pytest.mark.parametrize("positions", [4096, 4097])
 def test_longrope_takes_one_of_two_lists_by_the_positions(positions):
     """The scale of attention follows from the positions of the config in both cases."""

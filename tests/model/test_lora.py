@@ -357,23 +357,25 @@ def test_a_file_that_is_larger_than_any_adapter_is_not_read(decoder, base, tmp_p
         load(path, decoder)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4"])
-def test_logits_are_those_of_peft(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "start"), [("qwen3", "gaussian"), ("phi3", "mica"), ("glm4", "eva")]
+)
+def test_logits_are_those_of_peft(family, start, tmp_path):
     """An adapter that PEFT has made and saved, with all that it writes into the config."""
     peft = pytest.importorskip("peft")
     from .checkpoints import reference
 
     base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
     config = peft.LoraConfig(
-        r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights="gaussian",
+        r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights=start,
         rank_pattern={"o_proj": 2}, alpha_pattern={r".*\.1\..*down_proj": 30}, use_rslora=True,
         exclude_modules=["model.layers.1.self_attn.o_proj"],
     )  # fmt: skip
     model = peft.get_peft_model(reference(base), config)
     random = torch.Generator().manual_seed(5)
     for name, each in model.named_parameters():
-        if "lora_B" in name:
-            each.data.normal_(generator=random)
+        if "lora_" in name:
+            each.data.normal_(std=0.4, generator=random)
     model.save_pretrained(tmp_path / "adapter")
     decoder = load_decoder(resolve(str(base)))
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)

@@ -37,12 +37,12 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
         *("megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"),
-        # Which modules there are is read from the tensors.
-        *("layers_pattern", "layers_to_transform"),
+        # Which modules there are is read from the tensors, and how they began does not matter.
+        *("layers_pattern", "layers_to_transform", "eva_config"),
     }
 )
 """Fields of a config that change nothing of what an adapter computes."""
-_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 _PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
 """Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing, but

@@ -69,8 +69,13 @@ def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
 
 def _given_rope(config: HFConfig) -> dict[str, Any]:
     """Return a config's value for the rotary embedding, under its older name first, as in
-    `transformers`."""
-    return config.rope_scaling or config.rope_parameters or {}
+    `transformers`. A scaling that was added to a newer config says nothing of the base and of what
+    is rotated: these stay."""
+    newer = config.rope_parameters or {}
+    if not config.rope_scaling:
+        return newer
+    kept = {name: newer[name] for name in ("rope_theta", "partial_rotary_factor") if name in newer}
+    return kept | config.rope_scaling
 
 
 def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:

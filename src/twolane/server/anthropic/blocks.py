@@ -6,16 +6,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import PROXIES, Body, LenientBody, wrong
+from twolane.frontend.body import PROXIES, Body, wrong
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""
 
 
-class ContentBlock(LenientBody):
+class ContentBlock(Body):
     """A block of a message's content."""
 
     inert = PROXIES | {"cache_control", "caller", "citations", "toolset_name"}
+    null_is_unset = True
 
 
 class TextBlock(ContentBlock):
@@ -152,8 +153,10 @@ def _content(value: Any) -> list[Block]:
     return _BLOCKS.validate_python(value)
 
 
-class AnthropicMessage(LenientBody):
+class AnthropicMessage(Body):
     """A message of a conversation."""
+
+    null_is_unset = True
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], PlainValidator(_content), WithJsonSchema(TEXT_SCHEMA)]

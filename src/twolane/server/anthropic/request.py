@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from twolane.frontend.body import Body, LenientBody, wrong
+from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import AnswerTokens, Priority, StopString, Temperature, TopK, TopP
 from twolane.frontend.text.codec import SWITCHES
 from twolane.frontend.text.stops import MAX_STRINGS
@@ -28,7 +28,7 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 between requests, it would keep the rest out of the prefix cache."""
 
 
-class AnthropicTool(LenientBody):
+class AnthropicTool(Body):
     """A tool that the client runs."""
 
     inert = frozenset(
@@ -37,6 +37,7 @@ class AnthropicTool(LenientBody):
             *("defer_loading", "eager_input_streaming"),
         }
     )
+    null_is_unset = True
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -83,15 +84,19 @@ class Thinking(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(LenientBody):
+class OutputFormat(Body):
     """The JSON schema that the answer follows."""
+
+    null_is_unset = True
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(LenientBody):
+class OutputConfig(Body):
     """Effort and format of the answer."""
+
+    null_is_unset = True
 
     effort: str | None = None
     format: OutputFormat | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
-from twolane.frontend.body import PROXIES, Body, LenientBody, wrong
+from twolane.frontend.body import PROXIES, Body, wrong
 from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
@@ -30,7 +30,7 @@ MAX_ID_LENGTH = 128
 STATUSES = ("in_progress", "completed", "incomplete")
 
 
-class TextPart(LenientBody):
+class TextPart(Body):
     """A piece of text in a message, in thinking or in a tool's output."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -43,6 +43,7 @@ class TextPart(LenientBody):
     }
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = PROXIES | {"annotations", "logprobs", "prompt_cache_breakpoint"}
+    null_is_unset = True
 
     type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
     text: str | None = None
@@ -54,10 +55,11 @@ class TextPart(LenientBody):
         return self.text or self.refusal or ""
 
 
-class AgentPart(LenientBody):
+class AgentPart(Body):
     """A part of a message from another agent."""
 
     inert = frozenset({"annotations", "prompt_cache_breakpoint"})
+    null_is_unset = True
 
     type: Literal["input_text", "encrypted_content"]
     text: str | None = None
@@ -101,10 +103,11 @@ def set_fields(body: Body) -> dict[str, Any]:
     return {name: value for name, value in body if value is not None}
 
 
-class InputItem(LenientBody):
+class InputItem(Body):
     """An item, with the fields of its own that the model does not see and lists of items show."""
 
     inert = ITEM_INERT
+    null_is_unset = True
 
     id: Any = None
     status: Any = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from twolane.common.checked_json import Json
-from twolane.frontend.body import Body, LenientBody, one_message, wrong
+from twolane.frontend.body import Body, one_message, wrong
 from twolane.server.openai.tools import MAX_TOOLS
 
 CUSTOM_INPUT = "input"
@@ -26,10 +26,11 @@ class CalledTool(NamedTuple):
     """Whether its input is free text."""
 
 
-class FunctionTool(LenientBody):
+class FunctionTool(Body):
     """A function that the client runs."""
 
     inert = TOOL_INERT
+    null_is_unset = True
 
     type: Literal["function"]
     name: Name
@@ -52,8 +53,10 @@ class FunctionTool(LenientBody):
         return {qualified(namespace, self.name): CalledTool(self.name, namespace)}
 
 
-class CustomToolFormat(LenientBody):
+class CustomToolFormat(Body):
     """The format of a custom tool's input."""
+
+    null_is_unset = True
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -75,10 +78,11 @@ class CustomToolFormat(LenientBody):
         return f"The input follows this grammar ({self.syntax}):\n{self.definition}"
 
 
-class CustomTool(LenientBody):
+class CustomTool(Body):
     """A tool with free text as input."""
 
     inert = TOOL_INERT
+    null_is_unset = True
 
     type: Literal["custom"]
     name: Name

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from twolane.frontend.body import Body, LenientBody, one_message, wrong
+from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.structured.tools import Tool
 
 MAX_TOOLS = 1024
@@ -13,8 +13,10 @@ MAX_TOOLS = 1024
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 
 
-class FunctionDefinition(LenientBody):
+class FunctionDefinition(Body):
     """A function as the model sees it."""
+
+    null_is_unset = True
 
     name: FunctionName
     description: str | None = None
@@ -23,10 +25,11 @@ class FunctionDefinition(LenientBody):
     """Whether the arguments follow the schema even where a call is optional."""
 
 
-class ToolDefinition(LenientBody):
+class ToolDefinition(Body):
     """A tool that the model may call: a function."""
 
     inert = frozenset({"cache_control"})
+    null_is_unset = True
 
     type: Literal["function"]
     function: FunctionDefinition
