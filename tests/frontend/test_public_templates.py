@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.messages import Messages, turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.template import ChatTemplate
@@ -284,6 +285,32 @@ def test_glm_4_sees_calls_as_messages_of_their_own():
     )
     assert "I look" not in shown(GLM4_0414, called(None))
     assert "None" not in shown(GLM4_0414, called(None))
+
+
+GLM4_9B = """[gMASK]<sop>{% for item in messages %}{% if item['tools'] is defined %}<|system|>
+{% for tool in item['tools'] %}## {{ tool['function'] | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- if item['content'] %}<|{{ item['role'] }}|>{{ item['metadata'] }}
+{{ item['content'] }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+BESIDE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- if m.role == 'system' and tools %}<|tool|>{{ tools | tojson }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(("source", "given"), [(GLM4_9B, {"tools": TOOLS}), (BESIDE, {})])
+def test_tools_that_only_a_message_of_the_system_shows(source, given):
+    """GLM-4-9B takes them from that message, which there need not be."""
+    for messages in ([user()], [SYSTEM, user()]):
+        first = [] if messages[0] is SYSTEM else [{"role": "system", "content": ""}]
+        plain = [dict(turn) for turn in [*first, *messages]]
+        plain[0] |= given
+        wanted = raw(source, plain, tools=TOOLS, add_generation_prompt=True)
+        assert shown(source, messages, tools=TOOLS) == wanted
+        assert "Now & then" in wanted
+        assert shown(source, messages) == raw(source, messages, add_generation_prompt=True)
+    assert ModelFormats(GLM4_9B).calls == "glm4_0414"
+    history = shown(GLM4_9B, called(None), tools=TOOLS)
+    assert f"<|assistant|>get_weather\n{json.dumps(ARGUMENTS, ensure_ascii=False)}" in history
+    assert history.endswith("<|observation|>\nResult5 °C<|assistant|>")
 
 
 def test_special_tokens_are_hidden():

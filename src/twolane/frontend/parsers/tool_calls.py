@@ -133,6 +133,7 @@ def format_of(template: str | None) -> str | None:
         ("```json", "deepseek_v3"),
         ("<｜tool▁sep｜>", "deepseek_v31"),
         ("<|observation|>", "glm4_0414"),
+        ("['metadata']", "glm4_0414"),
         ("[func_name1(", "pythonic"),
         ('"parameters": dictionary of argument name', "llama3_json"),
         ("<|python_tag|>", "llama3_json"),

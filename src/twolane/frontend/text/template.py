@@ -17,7 +17,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from markupsafe import escape
 
-from twolane.frontend.text.template_form import Message, TemplateForm, part, thinking_part, to_json
+from twolane.frontend.text.template_form import (
+    Message,
+    TemplateForm,
+    part,
+    thinking_part,
+    to_json,
+    with_tools,
+)
 
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
 MAX_TURN_END_LENGTH = 100
@@ -216,6 +223,7 @@ class ChatTemplate:
             TemplateError: the template refuses.
             ValueError: the last message cannot be continued: the template drops or changes it.
         """
+        messages = with_tools(messages, tools, self.form.system_tools) if tools else messages
         turns = [turn for message in messages for turn in self.form.adapted(message)]
         last = turns[-1]["content"]
         if continue_final_message:
@@ -262,6 +270,7 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         "user": (),
         "assistant": (HELLO,),
     }
+    system_tools = find_system_tools(template)
     text_roles = [role for role in roles if shows(template, role_probe(role, SEEN))]
     part_roles = [
         role
@@ -290,10 +299,9 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         and shows(template, [{"role": "developer", "content": SEEN}, HELLO]),
         turn_end=find_turn_end(template, "assistant" in text_roles),
         calls_as_text="" if arguments or named_calls else find_call_mark(template),
-        shows_tools=any(
-            TOOL["function"]["name"] in (template.tried(turns, tools=[TOOL]) or "")
-            for turns in ([HELLO], role_probe("system", SEEN))
-        ),
+        shows_tools=system_tools is not None
+        or any(shows_tool(template, turns) for turns in ([HELLO], role_probe("system", SEEN))),
+        system_tools=system_tools,
         thinking_parts="assistant" in part_roles
         and shows(template, role_probe("assistant", [thinking_part(SEEN), part("Hello")])),
         named_calls=named_calls,
@@ -353,6 +361,21 @@ def find_call_form(
         if contents:
             return arguments, contents
     return None, ()
+
+
+def find_system_tools(template: ChatTemplate) -> Literal["beside", "within"] | None:
+    """Determine how a message of the system makes the template show tools; None: it shows them
+    without one, or never."""
+    places: tuple[Literal["beside", "within"], ...] = ("beside", "within")
+    if shows_tool(template, [HELLO]):
+        return None
+    tried = (p for p in places if shows_tool(template, with_tools([HELLO], [TOOL], p)))
+    return next(tried, None)
+
+
+def shows_tool(template: ChatTemplate, turns: Sequence[Message]) -> bool:
+    """Return whether the template renders the probes' tool in this conversation."""
+    return TOOL["function"]["name"] in (template.tried(turns, tools=[TOOL]) or "")
 
 
 def find_call_mark(template: ChatTemplate) -> str:

@@ -40,6 +40,9 @@ class TemplateForm(msgspec.Struct, frozen=True):
     """Mark of the list of calls in the content, where calls are not rendered."""
     shows_tools: bool = True
     """Whether the template renders the tools that the model may call."""
+    system_tools: Literal["beside", "within"] | None = None
+    """Whether the template renders tools only beside a message of the system, or takes them from
+    that message (GLM-4-9B)."""
     thinking_parts: bool = False
     """Whether thinking is rendered from parts of the assistant's content (Magistral)."""
     named_calls: bool = False
@@ -116,6 +119,21 @@ class TemplateForm(msgspec.Struct, frozen=True):
         if self.short_ids and "id" in adapted:
             adapted["id"] = short_id(adapted["id"])
         return adapted
+
+
+def with_tools(
+    turns: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    place: Literal["beside", "within"] | None,
+) -> Sequence[Message]:
+    """Return the messages with tools where the template has them; see
+    `TemplateForm.system_tools`."""
+    if place is None:
+        return turns
+    first, rest = turns[0], turns[1:]
+    if first["role"] not in ("system", "developer"):
+        first, rest = {"role": "system", "content": ""}, turns
+    return [{**first, "tools": [*tools]} if place == "within" else first, *rest]
 
 
 def short_id(id: str) -> str:
