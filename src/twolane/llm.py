@@ -31,7 +31,7 @@ from twolane.frontend.other_servers import check_settings
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
-from twolane.frontend.text.texts import Texts
+from twolane.frontend.text.texts import Texts, TokenSequences
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -273,7 +273,9 @@ class LLM:
         check_params(params)
         if params.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed")
-        return self._pieces(tokens, params, self._options(fields, options))
+        given = self._options(fields, options)
+        banned = self._banned(tuple(params.bad_words))
+        return self._pieces(tokens, params, given._replace(banned=banned))
 
     def close(self) -> None:
         """End the engine process; a second call does nothing.
@@ -336,6 +338,9 @@ class LLM:
             fields.choices, fields.text_options, cache_salt=fields.cache_salt, lora=lora
         )
 
+    def _banned(self, words: tuple[str, ...]) -> TokenSequences:
+        return self._run(self._texts.sequences(words))
+
     def _answer(
         self,
         texts: Sequence[str | None],
@@ -352,14 +357,16 @@ class LLM:
         for one in params:
             check_params(one)
         shown = self._progress and len(tokens) > 1 if progress is None else progress
+        words = [tuple(one.bad_words) for one in params]
+        banned = {each: self._banned(each) for each in set(words)}
+        given = [options._replace(banned=banned[each]) for each in words]
         with AnswerBar(len(tokens), shown=shown) as bar:
-            work = self._answer_all(list(zip(texts, tokens, params, strict=True)), options, bar)
+            work = self._answer_all(list(zip(texts, tokens, params, given, strict=True)), bar)
             return self._run(work)
 
     async def _answer_all(
         self,
-        prompts: Sequence[tuple[str | None, list[int], SamplingParams]],
-        options: GenerationOptions,
+        prompts: Sequence[tuple[str | None, list[int], SamplingParams, GenerationOptions]],
         bar: AnswerBar,
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
@@ -367,13 +374,13 @@ class LLM:
         waiting = iter(enumerate(prompts))
 
         async def work() -> None:
-            for index, (text, tokens, params) in waiting:  # shared: each prompt is taken once
-                answers[index] = await self._one(text, tokens, params, options)
-                bar.add(
-                    len(tokens), sum(len(output.token_ids) for output in answers[index].outputs)
-                )
+            for index, prompt in waiting:  # shared: each prompt is taken once
+                answers[index] = answer = await self._one(*prompt)
+                made = sum(len(output.token_ids) for output in answer.outputs)
+                bar.add(len(answer.prompt_token_ids), made)
 
-        workers = min(len(prompts), max(1, MAX_OPEN // options.n))
+        most = max((options.n for *_, options in prompts), default=1)
+        workers = min(len(prompts), max(1, MAX_OPEN // most))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):

@@ -16,6 +16,8 @@ GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
 MAX_LOGPROBS = 20
 """Largest number of alternatives with log-probabilities, as in OpenAI's API."""
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 64
+"""Most bad words of a request, and most characters of each."""
 MAX_LOGIT_BIAS = 100.0
 """Largest bias of a token, up or down, as in OpenAI's API."""
 PACKED_TOGETHER = 64
@@ -25,6 +27,7 @@ PACKED_TOGETHER = 64
 _TO_GENERATE = "is an argument of LLM.generate, chat and stream, beside the sampling parameters"
 _GRAMMAR = "is not a sampling parameter here: use grammar, in llguidance's form"
 _BIAS = "is not served: use logit_bias, where -100 keeps a token away and 100 prefers it"
+_LENGTHS = f"1 to {MAX_BAD_WORD_LENGTH} characters"
 _BEAMS = "is not served: there is no beam search"
 _HINTS = {
     **dict.fromkeys(
@@ -40,7 +43,7 @@ _HINTS = {
     **dict.fromkeys(
         ("structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf"), _GRAMMAR
     ),
-    **dict.fromkeys(("bad_words", "logits_processors"), _BIAS),
+    "logits_processors": _BIAS,
     **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), _BEAMS),
     "best_of": "is not served: ask generate for n answers, and SamplingParams for logprobs",
     "detokenize": "is not needed: every answer has its text and its token_ids",
@@ -114,6 +117,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that are chosen, at least one; None: all. An end-of-sequence or stop token
     that is not among them is not chosen either. Log-probabilities do not depend on them."""
+    bad_words: tuple[str, ...] = ()
+    """Words that the output does not contain: the last token of one is not chosen behind its
+    others. A word has the tokens that it has at the beginning of a text, and those behind a space;
+    space in front of it does not count. Log-probabilities do not depend on them."""
     embeds: bool = False
     """Whether the prompt's last hidden state is returned with the first token."""
 
@@ -167,6 +174,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("stop_token_ids", all(0 <= t < 2**63 for t in self.stop_token_ids), "of token ids"),
             ("allowed_token_ids", self._allows_tokens(), "of token ids, at least one"),
             ("allowed_token_ids", free or self.grammar is None, "absent with a grammar"),
+            ("bad_words", self._bans_words(), f"up to {MAX_BAD_WORDS} words of {_LENGTHS}"),
+            ("bad_words", not self.bad_words or self.grammar is None, "absent with a grammar"),
             ("logprobs", self.logprobs is None or self.logprobs in counts, "between 0 and 20"),
             (
                 "prompt_logprobs",
@@ -178,6 +187,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     def _allows_tokens(self) -> bool:
         ids = self.allowed_token_ids
         return ids is None or (len(ids) > 0 and all(0 <= token < 2**63 for token in ids))
+
+    def _bans_words(self) -> bool:
+        words = self.bad_words
+        lengths = range(1, MAX_BAD_WORD_LENGTH + 1)
+        within = not isinstance(words, str) and len(words) <= MAX_BAD_WORDS
+        return within and all(len(word) in lengths for word in words)
 
     @property
     def greedy(self) -> bool:

@@ -22,6 +22,7 @@ from twolane.lanes.work import (
     DropRecord,
     LaunchRecord,
     Record,
+    TokenMask,
     Work,
     decode,
     encode,
@@ -54,6 +55,8 @@ class _Job:
     ticket: SteppedTicket
     steps: Iterator[Step]
     after: Sequence[SteppedTicket]
+    masks: list[Sequence[TokenMask]] | None
+    """Those that follow the launch, once they are set; None: none follow."""
 
 
 class SteppedLanes:
@@ -71,6 +74,7 @@ class SteppedLanes:
         self._run_on = run_on
         self._queues: dict[LaneName, deque[_Job]] = {lane: deque() for lane in LANES}
         self._tickets: list[SteppedTicket] = []
+        self._masks: dict[int, list[Sequence[TokenMask]] | None] = {}
         self._drops: list[tuple[int, list[SteppedTicket]]] = []
         """Batches, and what was queued when they were dropped."""
 
@@ -84,8 +88,16 @@ class SteppedLanes:
         ticket.number = len(self._tickets)
         self._tickets.append(ticket)
         before = [self._tickets[number] for number in record.after]
-        self._queues[lane].append(_Job(ticket, self._runner.run(record.work), before))
+        masks: list[Sequence[TokenMask]] | None = [] if record.work.late else None
+        self._masks[ticket.number] = masks
+        steps = self._runner.run(record.work, lambda: masks[0] if masks else ())
+        self._queues[lane].append(_Job(ticket, steps, before, masks))
         return ticket
+
+    def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
+        waiting = self._masks[number]
+        assert waiting == [], "masks are set once, for a launch that waits for them"
+        waiting.append(masks)
 
     def drop(self, batch: int) -> None:
         """Behind the batch's slices, which may be in any lane."""
@@ -111,11 +123,11 @@ class SteppedLanes:
         """Nothing is ever gone."""
 
     def runnable(self) -> list[LaneName]:
-        """Lanes whose first launch may go on."""
+        """Lanes whose first launch may go on, and does not wait for masks."""
         return [
             lane
             for lane, queue in self._queues.items()
-            if queue and all(ticket.ended for ticket in queue[0].after)
+            if queue and queue[0].masks != [] and all(ticket.ended for ticket in queue[0].after)
         ]
 
     def step(self, lane: LaneName) -> None:

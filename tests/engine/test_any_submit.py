@@ -72,6 +72,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": edges(None, 0, 1, 20),
     "prompt_logprobs": edges(None, 0, 20),
 }
+sequences = st.lists(st.lists(any_token, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
 slos = st.builds(Slo, ttft=edges(None, 5e-324, 1e308), tbt=edges(None, 1.0), tpot=edges(None, 1.0))
 
 
@@ -90,6 +91,7 @@ def submits(draw: st.DrawFn) -> Submit:
         priority=draw(edges(0, -(2**63), HUGE)),
         slo=draw(slos),
         leader=draw(edges(None, None, "a", "b", "nobody")),
+        banned=draw(st.one_of(st.just(()), sequences)),
     )
 
 
@@ -137,6 +139,9 @@ class Front:
         params = submit.params
         assert all(token in range(VOCAB) for token in got)
         assert params.allowed_token_ids is None or {*got} <= {*params.allowed_token_ids}
+        for sequence in submit.banned:
+            parts = zip(*(got[place:] for place in range(len(sequence))), strict=False)
+            assert sequence not in parts
         assert len(got) <= (params.max_tokens or HUGE)
         assert len(scored) == (0 if params.logprobs is None else len(got))
         prompts = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]

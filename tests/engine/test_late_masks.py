@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
 from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, MaskPace, Masks
@@ -124,6 +125,40 @@ def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> 
     engine._end("a", "abort")
     engine.reap()
     assert lanes.told[3:] == [(4, ()), (5, ())], "launches that nobody is left in wait for nothing"
+
+
+def test_banned_sequences_wait_for_a_token_and_for_the_grammars_beside_them(
+    masks: list[Any],
+) -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    banned = ((7, 8), (9, 8, 10), (999,))
+    engine.take([submit("a", 20, 8), replace(submit("b", 20, 8), banned=banned)])
+    a, b = (engine.state.requests[name] for name in "ab")
+    a.constraint, a.mask = Free(), b"first"
+    every = b"\xff" * 124 + b"\x7f"
+    prefill(engine, "a", "b")
+    one, other = (row.slot for row in lanes.works[0].rows)
+    assert lanes.works[0].masks == (TokenMask(one, b"first"), TokenMask(other, every))
+    lanes.end(0, 7, 7)
+    engine.reap()
+    first = every[:1] + b"\xfe" + every[2:]
+    assert engine.carry_out(STEP)
+    assert engine.carry_out(STEP)
+    assert [work.late for work in lanes.works[1:]] == [(one,), (one, other)]
+    assert lanes.works[1].masks == (TokenMask(other, first),), "8 would follow 7"
+    masks[0].set_result([b"second"])
+    engine.take([])
+    lanes.end(1, 9, 9)
+    engine.reap()
+    assert len(lanes.told) == 1, "the row beside it waits for its grammar"
+    masks[1].set_result([b"third"])
+    engine.take([])
+    assert lanes.told[1] == (2, (TokenMask(one, b"third"), TokenMask(other, every)))
+    engine.state.send_back(b)
+    prefill(engine, "b")
+    assert [mask.allowed for mask in lanes.works[-1].masks] == [every]
+    assert not lanes.works[-1].late
 
 
 def slow() -> Free:

@@ -270,6 +270,10 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "prompt has 64 tokens": asks([1] * 64),
         "grammar needs a model with a tokenizer": asks([1], grammar="x"),
         "allowed_token_ids has a token id": asks([1], allowed_token_ids=(1000,)),
+        "bad_words has a token id": replace(asks([1]), banned=((1, 1000),)),
+        "bad_words may leave no token": replace(
+            asks([1], allowed_token_ids=(7,)), banned=((1, 7),)
+        ),
     }
     for message, request in bad.items():
         news = news_of(request)

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,8 +61,9 @@ from twolane.systems.registry import System
 PAGE = 4
 MODEL_LEN = 48
 EOS = (2,)
-FEW_TOKENS = 7
-"""Every seventh request allows few tokens."""
+SEVENTH = 7
+"""Of every seven requests, one allows few tokens, and one has banned sequences: of the few tokens
+that it allows, or what it would say otherwise."""
 SLOS = (Slo(), Slo(ttft=1e4, tbt=3.0), Slo(ttft=20.0, tbt=1.0))
 """A step takes a second."""
 
@@ -118,11 +119,18 @@ def alone(submit: Submit, adapter: str | None = None) -> Answer:
     # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
     params = msgspec.structs.replace(submit.params, seed=None)
     encoded = msgspec.json.encode(params)
-    return _alone(tuple(submit.prompt), encoded, submit.params.seed or 0, adapter)
+    prompt, seed = tuple(submit.prompt), submit.params.seed or 0
+    return _alone(prompt, encoded, seed, adapter, submit.banned)
 
 
 @cache
-def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int, adapter: str | None) -> Answer:
+def _alone(
+    prompt: tuple[int, ...],
+    encoded: bytes,
+    seed: int,
+    adapter: str | None,
+    banned: tuple[tuple[int, ...], ...],
+) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
     decoder, answer = tiny_decoder(), Answer()
     pages = tuple(range(-(-MODEL_LEN // PAGE)))
@@ -134,20 +142,33 @@ def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int, adapter: str | No
     scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
     row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
     slots = (SlotUpdate(0, 0, pages, sampling, -1 if adapter is None else 0),)
-    allowed = params.allowed_token_ids
-    masks = () if allowed is None else (TokenMask(0, mask_of(allowed, decoder.spec.vocab_size)),)
+    masks = partial(_masks, params.allowed_token_ids, banned, answer.tokens)
     layers = decoder.spec.layers
-    prefill = PrefillWork(0, (row,), 0, layers, True, (chunk,), slots, masks=masks)
+    prefill = PrefillWork(0, (row,), 0, layers, True, (chunk,), slots, masks=masks())
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
         for step in runner.run(prefill):
             answer.take(step)
         while len(prompt) + len(answer.tokens) < limit and not _stops(answer.tokens[-1], params):
             position = len(prompt) + len(answer.tokens) - 1
-            work = DecodeWork((DecodeRow(0, position, 1),), 1, masks=masks)
+            work = DecodeWork((DecodeRow(0, position, 1),), 1, masks=masks())
             for step in runner.run(work):
                 answer.take(step)
     return answer
+
+
+def _masks(
+    allowed: Sequence[int] | None, banned: Sequence[tuple[int, ...]], output: Sequence[int]
+) -> tuple[TokenMask, ...]:
+    """The mask of the token behind an output, if there is any."""
+    if allowed is None and not banned:
+        return ()
+    size = tiny_decoder().spec.vocab_size
+    left = {*(range(size) if allowed is None else allowed)}
+    for *begin, last in banned:
+        if (*output,)[len(output) - len(begin) :] == (*begin,):
+            left.discard(last)
+    return (TokenMask(0, mask_of(left, size)),)
 
 
 def _stops(token: int, params: SamplingParams) -> bool:
@@ -208,14 +229,28 @@ class World:
         """The first three fill the pool, the last two ask the same; the others are of all kinds,
         and may follow an earlier one as the next turn of a conversation does."""
         drawn = msgspec.structs.replace(self._drawn(i), slo=SLOS[i % len(SLOS)])
-        if i % FEW_TOKENS == FEW_TOKENS - 1:
-            params = msgspec.structs.replace(
-                drawn.params, allowed_token_ids=tuple(range(i, 250, 6))
-            )
-            drawn = msgspec.structs.replace(drawn, params=params)
+        drawn = self._masked(i, drawn)
         if not self.versions or i < 3 or i >= self.requests - 2:
             return drawn
         return msgspec.structs.replace(drawn, lora=self.rng.choice((None, *self.versions)))
+
+    def _masked(self, i: int, drawn: Submit) -> Submit:
+        """See `SEVENTH`."""
+        change = msgspec.structs.replace
+        if i % SEVENTH == 6:
+            some = tuple(range(i, 250, 6))
+            return change(drawn, params=change(drawn.params, allowed_token_ids=some))
+        if i < 3 or i >= self.requests - 2:
+            return drawn
+        if i % SEVENTH != 3:
+            return drawn
+        if i % 2 == 0:
+            a, b, c, d = few = tuple(range(i, 250, 60))[:4]
+            banned = ((a, b), (b, b), (d, d, a), (d, a, c, c), (c, c))
+            return change(drawn, params=change(drawn.params, allowed_token_ids=few), banned=banned)
+        said = alone(change(drawn, banned=())).tokens
+        parts = (said[:1], said[1:3], said[2:5], said[8:10])
+        return change(drawn, banned=tuple(tuple(part) for part in parts if part))
 
     def _path(self, name: str) -> str:
         """Where the version of an adapter is that is to be loaded."""
@@ -475,6 +510,7 @@ class World:
     def _note_kind(self, submit: Submit) -> None:
         params = submit.params
         self.seen["penalised"] += params.penalises
+        self.seen["banned"] += len(submit.banned) > 1
         self.seen["biased"] += bool(params.logit_bias)
         self.seen["scored"] += params.logprobs is not None
         self.seen["scored prompts"] += params.prompt_logprobs is not None

@@ -12,7 +12,7 @@ HONOURED = {
     **{"temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "seed": 1, "max_tokens": 5},
     **{"min_tokens": 1, "stop_token_ids": (1,), "ignore_eos": True, "repetition_penalty": 1.1},
     **{"presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {1: 1.0}},
-    **{"logprobs": 1, "prompt_logprobs": 1, "allowed_token_ids": (1, 2)},
+    **{"logprobs": 1, "prompt_logprobs": 1, "allowed_token_ids": (1, 2), "bad_words": ("x",)},
 }
 
 
@@ -27,7 +27,7 @@ def test_sampling_parameters_of_vllm_are_honoured_by_their_names():
         *((name, "LLM.generate") for name in ("stop", "n", "include_stop_str_in_output")),
         *((name, "LLM.generate") for name in ("skip_special_tokens", "truncate_prompt_tokens")),
         *((name, "use grammar") for name in ("structured_outputs", "guided_decoding", "regex")),
-        *((name, "use logit_bias") for name in ("bad_words", "logits_processors")),
+        ("logits_processors", "use logit_bias"),
         ("best_of", "generate for n answers"),
         ("detokenize", "text and its token_ids"),
         ("max_new_tokens", "use max_tokens"),

@@ -195,6 +195,19 @@ def sees_allowed_token_ids(ask):
     return {*answer} <= {*two} and single == two[:1] * LENGTH and ends == [eos]
 
 
+def sees_bad_words(ask):
+    """One of one token, and one of several, of which the tokens before the last may come."""
+    whole = ask.text(max_tokens=8)
+    one, *more = whole.split()
+    several = " ".join(more[:2])
+    without = [ask.text(max_tokens=8, bad_words=[word]) for word in (one, several)]
+    begun = tokens(ask, max_tokens=8, bad_words=[several])
+    for wrong in ([""], ["x" * 65], ["x"] * 129, "x"):
+        with pytest.raises(openai.BadRequestError, match="bad_words"):
+            ask.raw(bad_words=wrong)
+    return one not in without[0] and several not in without[1] and begun[0] == first_token(ask)
+
+
 def sees_include_stop_str_in_output(ask):
     whole = ask.text()
     return (

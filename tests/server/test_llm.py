@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 from llguidance import LLMatcher
+from msgspec.structs import replace
 
 from twolane import LLM, SamplingParams
 from twolane.frontend.engine_client import EngineError
@@ -194,6 +195,19 @@ def test_an_answer_has_allowed_tokens_alone(llm):
             llm.generate("a", SamplingParams(allowed_token_ids=wrong))
     with pytest.raises(ValueError, match="allowed_token_ids"):
         SamplingParams(allowed_token_ids=(yes,), grammar="x")
+
+
+def test_an_answer_has_no_bad_words(llm):
+    prompt = "The capital of France is"
+    params = [replace(GREEDY, bad_words=words) for words in (("Paris",), (" Paris", "Lyon"))]
+    assert not any("Paris" in output.text for output in llm.generate([prompt] * 2, params))
+    pieces = llm.stream(prompt, params[0])
+    assert "Paris" not in "".join(piece.text for piece in pieces)
+    for wrong in ("Paris", ("",), ("x" * 65,), ("\ud800",), (1,)):
+        with pytest.raises(ValueError, match="bad_words"):
+            llm.generate(prompt, SamplingParams(bad_words=wrong))
+    with pytest.raises(ValueError, match="bad_words"):
+        SamplingParams(bad_words=("x",), grammar="x")
 
 
 def test_an_answer_follows_a_grammar(llm):

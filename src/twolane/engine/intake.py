@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
+from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import Lookup
 from twolane.engine.messages import Refused, Submit, Vocabulary
@@ -84,8 +85,7 @@ class Intake:
             lookup=self._lookup,
             adapter=None if message.lora is None else self._adapters.find(message.lora),
         )
-        if message.params.allowed_token_ids is not None:
-            request.mask = mask_of(message.params.allowed_token_ids, self._model.vocab_size)
+        self._set_mask(request, message)
         self._arrivals += 1
         if message.params.grammar is not None:
             self._compile(request, message.params.grammar)
@@ -109,6 +109,17 @@ class Intake:
                 else:
                     state.release_held(_compiler_of(id))
         return bool(compiled)
+
+    def _set_mask(self, request: Request, message: Submit) -> None:
+        """Set the mask of the first token, and what the later ones depend on, without a
+        grammar."""
+        allowed, size = message.params.allowed_token_ids, self._model.vocab_size
+        if allowed is not None:
+            request.mask = mask_of(allowed, size)
+        if message.banned:
+            banned = Banned(message.banned, request.mask or b"\xff" * -(-size // 8))
+            request.mask = banned.mask(request.tokens, request.prompt_tokens)
+            request.banned = banned if banned.changes else None
 
     def _compile(self, request: Request, grammar: str) -> None:
         """Hold a request back until its grammar is compiled."""
@@ -153,6 +164,7 @@ class Intake:
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias,
             "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for sequence in message.banned for token in sequence],
         }
         for name, tokens in named.items():
             if tokens and not (min(tokens) in known and max(tokens) in known):
@@ -163,11 +175,16 @@ class Intake:
         ends = {*params.stop_token_ids, *self._eos_token_ids}
         if params.min_tokens and all(token in ends for token in allowed):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
+        masked = {sequence[-1] for sequence in message.banned}
+        masked |= ends if params.min_tokens else set()
+        if message.banned and all(token in masked for token in allowed):
+            raise FieldError("bad_words", "may leave no token to choose")
 
     def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        params = replace(message.params, grammar=None, allowed_token_ids=None)  # lanes get masks
+        # Lanes get masks instead.
+        params = replace(message.params, grammar=None, allowed_token_ids=None, bad_words=())
         return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:

@@ -350,11 +350,11 @@ def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
 
 
 def _late(rows: "Rows") -> Sequence[LateRow]:
-    """Return the constrained decode rows whose masks are still being computed."""
+    """Return the decode rows whose masks depend on tokens in flight, or are being computed."""
     return [
         LateRow(request, held, request.context + 1)
         for request, held, _ in rows
-        if request.constraint is not None and request.next_mask is None
+        if request.mask_changes and request.next_mask is None
     ]
 
 
@@ -366,7 +366,7 @@ def _late_chunks(chunks: Sequence[BatchChunk]) -> Sequence[LateRow]:
     return [
         LateRow(chunk.request, chunk.allocation, len(chunk.request.tokens))
         for chunk in chunks
-        if chunk.final and chunk.request.constraint is not None and chunk.request.mask is None
+        if chunk.final and chunk.request.mask_changes and chunk.request.mask is None
     ]
 
 

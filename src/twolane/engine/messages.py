@@ -40,6 +40,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prefixes are shared with requests of the same salt alone."""
     lora: str | None = None
     """Name of the adapter that answers; None: the base model does."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Tokens of `params.bad_words`: sequences that the output does not contain, none empty."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):

@@ -101,6 +101,8 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
         request.constraint.take(sampled.token)
         request.mask = None
         state.masks_to_compute.append(request)
+    elif request.banned is not None:
+        request.mask = request.banned.mask(request.tokens, request.prompt_tokens)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
         state.start_decode(request)

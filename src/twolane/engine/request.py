@@ -10,6 +10,7 @@ from twolane.common.page_hash import salt_bytes
 from twolane.common.prompt_work import PromptWork
 from twolane.common.vocabulary import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
+from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
@@ -63,9 +64,11 @@ class Request:
     """Adapter slot of the request; -1 if the base model answers."""
     constraint: Constraint | None = None
     """Matcher of its compiled grammar; None if it has no grammar."""
+    banned: Banned | None = None
+    """Sequences that its output must not contain, if the mask depends on the output."""
     mask: bytes | None = None
     """Mask of the tokens that may follow those delivered; None: all may, or it is being computed.
-    Without a grammar it is the same for every token."""
+    With neither a grammar nor `banned` it is the same for every token."""
     awaiting_masks: int = 0
     """Number of its launches that wait for a mask, at most `MAX_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
@@ -97,7 +100,12 @@ class Request:
     @property
     def next_mask(self) -> bytes | None:
         """Mask of the next decode step; None: all tokens are allowed, or it is not known yet."""
-        return None if self.in_flight and self.constraint is not None else self.mask
+        return None if self.in_flight and self.mask_changes else self.mask
+
+    @property
+    def mask_changes(self) -> bool:
+        """Whether the mask depends on the output."""
+        return self.constraint is not None or self.banned is not None
 
     @property
     def masked(self) -> bool:

@@ -40,6 +40,8 @@ class GenerationOptions(NamedTuple):
     """Name of the adapter; None: the model itself."""
     asks_for_grammar: str = GRAMMAR
     """Name of the client's field for the grammar."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Tokens of `bad_words` of the sampling parameters; see `Texts.sequences`."""
 
 
 class GenerationFailed(Exception):
@@ -204,6 +206,7 @@ class Generation:
             self._open.get(index - place) if place else None,
             options.cache_salt,
             options.lora,
+            options.banned,
         )
         self._engine.submit(submit, partial(self._receive, index))
 

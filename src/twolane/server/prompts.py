@@ -163,6 +163,15 @@ class PromptReader:
         self.check_ids("tokens", tokens)
         return await self._text(self._texts.decode(tokens, CLIENT.get()), "tokens")
 
+    async def banned(self, body: GenerationBody) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of `bad_words`.
+
+        Raises:
+            ApiError: 400, there is no tokenizer, or it makes no tokens of one; 503.
+        """
+        words = tuple(body.bad_words or ())
+        return await self._text(self._texts.sequences(words, CLIENT.get()), "bad_words")
+
     def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
         """Return the part of the prompts that is shown before the answers; None: nothing."""
         if not body.echo:

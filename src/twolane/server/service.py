@@ -138,6 +138,7 @@ class Service:
         prompts: Sequence[list[int]],
         call: Call,
         answer_format: AnswerFormat = FREE_TEXT,
+        banned: tuple[tuple[int, ...], ...] = (),
     ) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -146,6 +147,7 @@ class Service:
             prompts: tokens of each prompt, which fit the context.
             call: the HTTP call, which is admitted here.
             answer_format: of the answers.
+            banned: token sequences of the request's `bad_words`.
 
         Raises:
             ApiError: 400, 429 or 503.
@@ -159,7 +161,7 @@ class Service:
         if answer_format.shows_special:
             text = replace(text, skip_special_tokens=False)
         options = GenerationOptions(
-            body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora
+            body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora, banned=banned
         )
         if answer_format.grammar_job is not None:
             options = options._replace(asks_for_grammar=answer_format.grammar_job.field)

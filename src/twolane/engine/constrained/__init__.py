@@ -1,1 +1,1 @@
-"""Requests whose tokens a grammar constrains: their matchers and the masks of their steps."""
+"""Requests whose tokens a grammar or banned sequences constrain, and the masks of their steps."""

@@ -405,6 +405,23 @@ class TextCodec:
         if stop and self._backend is None:
             raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
+    def sequences(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token sequences of words that an answer must not contain: of each as it is at
+        the beginning of a text, and behind a space.
+
+        Raises:
+            TextError: the model has no tokenizer, or it failed, or makes no tokens of a word.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            for text in (bare, f" {bare}"):
+                tokens = tuple(self.encode(text, add_special_tokens=False))
+                if not tokens:
+                    raise TextError(f"the model's tokenizer makes no tokens of {text!r}")
+                found[tokens] = None
+        return [*found]
+
     def min_tokens_of(self, length: int) -> int:
         """Return the smallest number of tokens of a text with this many characters; 0: unknown."""
         return 0 if self._longest is None else length // self._longest

@@ -32,6 +32,12 @@ class Chat(msgspec.Struct, tag=True, frozen=True):
     """How the tokens are listed; None: as plain ids."""
 
 
+class Words(msgspec.Struct, tag=True, frozen=True):
+    """Words that an answer must not contain, to tokenise."""
+
+    words: tuple[str, ...]
+
+
 class Decode(msgspec.Struct, tag=True, frozen=True):
     """Tokens to decode, special ones included."""
 
@@ -44,6 +50,12 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
 
     tokens: bytes
     """See `packed`."""
+
+
+class Sequences(msgspec.Struct, tag=True, frozen=True):
+    """The token sequences of words; see `TextCodec.sequences`."""
+
+    sequences: tuple[tuple[int, ...], ...]
 
 
 class Listed(msgspec.Struct, tag=True, frozen=True):
@@ -93,8 +105,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """Variables of requests with tools, which may have another template."""
 
 
-Job = Encode | Chat | Decode
-Result = Encoded | Listed | Decoded | WrongText
+Job = Encode | Chat | Decode | Words
+Result = Encoded | Sequences | Listed | Decoded | WrongText
 read_job = msgspec.msgpack.Decoder(Job).decode
 read_result = msgspec.msgpack.Decoder(Result).decode
 

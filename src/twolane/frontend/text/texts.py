@@ -20,7 +20,9 @@ from twolane.frontend.text.jobs import (
     Listed,
     Loaded,
     Result,
+    Sequences,
     TokenizerSetup,
+    Words,
     WrongText,
     packed,
     read_result,
@@ -32,6 +34,7 @@ from twolane.model.load.hub import ModelSource
 
 log = logging.getLogger("twolane.frontend")
 
+TokenSequences = tuple[tuple[int, ...], ...]
 LONG_TEXT = 1 << 16
 """Bytes from which a text goes to the queue of long texts, which shorter ones do not wait for."""
 TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
@@ -60,6 +63,9 @@ class Texts:
         self.has_chat_template = loaded is not None and loaded.has_chat
         """Whether there is a chat template that works without tools."""
         self._loaded = loaded
+        self._sequences: tuple[tuple[str, ...], TokenSequences] = (), ()
+        """The latest words that an answer must not contain, and their tokens: most clients ban the
+        same ones every time."""
         self._sandbox = sandbox
         self._queues: tuple[JobQueue, JobQueue] | None = None
         if sandbox is not None:
@@ -134,6 +140,26 @@ class Texts:
         """
         job = Chat([dict(message) for message in messages], options)
         return unpacked((await self._encoded(job, TEMPLATE, client)).tokens)
+
+    async def sequences(self, words: tuple[str, ...], client: str = "") -> TokenSequences:
+        """Return the token sequences of a request's `bad_words`; see `TextCodec.sequences`.
+
+        Raises:
+            TextError: see there.
+            QueueFull: too many texts wait.
+        """
+        if not words:
+            return ()
+        known, sequences = self._sequences
+        if words != known:
+            try:
+                made = await self._ask(Words(words), TOKENIZER, client)
+            except TextError as error:
+                raise TextError(f"bad_words: {error}", "bad_words") from error
+            assert isinstance(made, Sequences)
+            sequences = made.sequences
+            self._sequences = words, sequences
+        return sequences
 
     async def listed(self, job: Encode | Chat, client: str = "") -> Listed:
         """Return the tokens of a text or conversation as its `listing` asks, in the queue of long

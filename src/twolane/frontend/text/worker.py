@@ -16,7 +16,9 @@ from twolane.frontend.text.jobs import (
     Listing,
     Loaded,
     Result,
+    Sequences,
     TokenizerSetup,
+    Words,
     WrongText,
     packed,
     read_job,
@@ -59,6 +61,8 @@ def answer(codec: TextCodec, job: bytes) -> Result:
     try:
         if isinstance(request, Decode):
             return Decoded(codec.decode(unpacked(request.tokens), skip_special_tokens=False))
+        if isinstance(request, Words):
+            return Sequences(tuple(codec.sequences(request.words)))
         if isinstance(request, Chat):
             tokens = codec.chat(request.messages, **request.options)
         else:

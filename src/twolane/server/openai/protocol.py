@@ -30,7 +30,12 @@ from twolane.frontend.fields import (
 )
 from twolane.frontend.messages import Messages
 from twolane.frontend.structured.jobs import OutputConstraint
-from twolane.sampling import MAX_LOGPROBS, SamplingParams
+from twolane.sampling import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    SamplingParams,
+)
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
 from twolane.server.openai.tools import (
     NamedChoice,
@@ -53,7 +58,6 @@ INERT = frozenset(
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "bad_words": ([],),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "guided_json": (),
@@ -117,6 +121,11 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01)]
 """Divisor of logits; it has a minimum because what is almost 0 in float64 is 0 in float32."""
 
 
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
+BadWords = Annotated[
+    Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)],
+    one_message(f"must be up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_LENGTH} characters"),
+]
 LogitBias = Annotated[
     dict[
         Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
@@ -161,6 +170,7 @@ class GenerationBody(TextFields, SamplingFields):
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
     priority: Priority | None = None
@@ -240,6 +250,7 @@ class GenerationBody(TextFields, SamplingFields):
         fields["logprobs"] = self.logprob_count
         fields["prompt_logprobs"] = self.prompt_logprob_count
         fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        fields["bad_words"] = tuple(self.bad_words or ())
         if self.allowed_token_ids is not None:
             fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         fields["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}

@@ -38,7 +38,8 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         options = answer_options(body, service, answer_format, service.prompts.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", model, tokens, writer, options)
-        generation = service.generate(body, tokens, call, answer_format)
+        banned = await unless_gone(request, service.prompts.banned(body))
+        generation = service.generate(body, tokens, call, answer_format, banned)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.post(
@@ -54,7 +55,8 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         options = answer_options(body, service, answer_format)
         writer = logprob_writer(body, service)
         answer = Answer("chat", model, tokens, writer, options)
-        generation = service.generate(body, tokens, call, answer_format)
+        banned = await unless_gone(request, service.prompts.banned(body))
+        generation = service.generate(body, tokens, call, answer_format, banned)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
 

@@ -1,0 +1,56 @@
+"""Sequences of tokens that an output must not contain."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+
+class Banned:
+    """Masks that keep some sequences out of one request's output.
+
+    The last token of a sequence is masked where the others are the latest tokens of the output.
+
+    Args:
+        sequences: none of them empty.
+        allowed: mask of the tokens that may be chosen where no sequence would be complete.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]], allowed: bytes) -> None:
+        self._always = without(allowed, [only for only, *more in sequences if not more])
+        self._by_last_but_one: dict[int, list[tuple[array[int], int]]] = {}
+        for *begin, last in sequences:
+            if begin:
+                ends = self._by_last_but_one.setdefault(begin[-1], [])
+                ends.append((array("q", begin), last))
+
+    @property
+    def changes(self) -> bool:
+        """Whether the mask depends on the output."""
+        return bool(self._by_last_but_one)
+
+    def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
+        """Return the mask of the next token.
+
+        Args:
+            tokens: the prompt and the output so far.
+            prompt_tokens: number of those of the prompt.
+        """
+        output = len(tokens) - prompt_tokens
+        begun = self._by_last_but_one.get(tokens[-1], ()) if output else ()
+        return without(
+            self._always,
+            [
+                last
+                for begin, last in begun
+                if len(begin) <= output and tokens[-len(begin) :] == begin
+            ],
+        )
+
+
+def without(mask: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the mask with these tokens' bits cleared."""
+    if not tokens:
+        return mask
+    cleared = bytearray(mask)
+    for token in tokens:
+        cleared[token // 8] &= ~(1 << token % 8)
+    return bytes(cleared)
