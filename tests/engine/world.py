@@ -19,8 +19,9 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.adapters.registry import AdapterRegistry
+from twolane.engine.constrained.bits import no_token, with_tokens
 from twolane.engine.engine import Engine
-from twolane.engine.intake import ServedModel, mask_of
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -168,7 +169,7 @@ def _masks(
     for *begin, last in banned:
         if (*output,)[len(output) - len(begin) :] == (*begin,):
             left.discard(last)
-    return (TokenMask(0, mask_of(left, size)),)
+    return (TokenMask(0, with_tokens(no_token(size), left)),)
 
 
 def _stops(token: int, params: SamplingParams) -> bool:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.banned import Banned
+from twolane.engine.constrained.bits import every_token, no_token, with_tokens
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import Lookup
 from twolane.engine.messages import Refused, Submit, Vocabulary
@@ -115,9 +116,9 @@ class Intake:
         grammar."""
         allowed, size = message.params.allowed_token_ids, self._model.vocab_size
         if allowed is not None:
-            request.mask = mask_of(allowed, size)
+            request.mask = with_tokens(no_token(size), allowed)
         if message.banned:
-            banned = Banned(message.banned, request.mask or b"\xff" * -(-size // 8))
+            banned = Banned(message.banned, request.mask or every_token(size))
             request.mask = banned.mask(request.tokens, request.prompt_tokens)
             request.banned = banned if banned.changes else None
 
@@ -197,14 +198,6 @@ class Intake:
                 salt=request.salt,
             )
         return request.looked_up
-
-
-def mask_of(tokens: Collection[int], vocab_size: int) -> bytes:
-    """Return the mask that allows these tokens alone."""
-    mask = bytearray(-(-vocab_size // 8))
-    for token in tokens:
-        mask[token // 8] |= 1 << token % 8
-    return bytes(mask)
 
 
 def _compiler_of(request_id: str) -> str:

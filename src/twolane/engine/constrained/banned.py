@@ -3,6 +3,8 @@
 from array import array
 from collections.abc import Iterable, Sequence
 
+from twolane.engine.constrained.bits import without_tokens
+
 
 class Banned:
     """Masks that keep some sequences out of one request's output.
@@ -15,7 +17,7 @@ class Banned:
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]], allowed: bytes) -> None:
-        self._always = without(allowed, [only for only, *more in sequences if not more])
+        self._always = without_tokens(allowed, [only for only, *more in sequences if not more])
         self._by_last_but_one: dict[int, list[tuple[array[int], int]]] = {}
         for *begin, last in sequences:
             if begin:
@@ -36,21 +38,7 @@ class Banned:
         """
         output = len(tokens) - prompt_tokens
         begun = self._by_last_but_one.get(tokens[-1], ()) if output else ()
-        return without(
-            self._always,
-            [
-                last
-                for begin, last in begun
-                if len(begin) <= output and tokens[-len(begin) :] == begin
-            ],
-        )
-
-
-def without(mask: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the mask with these tokens' bits cleared."""
-    if not tokens:
-        return mask
-    cleared = bytearray(mask)
-    for token in tokens:
-        cleared[token // 8] &= ~(1 << token % 8)
-    return bytes(cleared)
+        ends = [
+            last for begin, last in begun if len(begin) <= output and tokens[-len(begin) :] == begin
+        ]
+        return without_tokens(self._always, ends) if ends else self._always

@@ -15,6 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask_par
 
 from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
 from twolane.common.resources import usable_cores, yield_processor
+from twolane.engine.constrained.bits import with_tokens
 
 KEPT_MATCHERS = 128
 """The compiler keeps this many compiled matchers, the latest, with what they have found out."""
@@ -141,10 +142,7 @@ class Constraint:
         mask = words[: self._bytes].ljust(self._bytes, b"\0")
         if not any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
             return mask
-        ended = bytearray(mask)
-        for token in self._stops:
-            ended[token // 8] |= 1 << token % 8
-        return bytes(ended)
+        return with_tokens(mask, self._stops)
 
 
 class Masks:
