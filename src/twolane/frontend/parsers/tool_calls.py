@@ -48,6 +48,11 @@ class CallFormat:
     """Beginnings of a call whose opening mark the model leaves out."""
 
 
+def in_list(begin: tuple[str, ...], end: tuple[str, ...] = ()) -> CallFormat:
+    """Return the format of calls in a list of objects between these marks."""
+    return CallFormat(listed_call, begin, end, separators=",]} \t\r\n", again="{")
+
+
 DEEPSEEK = CallFormat(
     deepseek_call,
     ("<｜tool▁call▁begin｜>",),
@@ -74,31 +79,14 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             again="{[",
             bare=True,
         ),
-        "mistral": CallFormat(listed_call, ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"),
-        "mistral_args": CallFormat(
-            listed_call, ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
-        ),
-        "granite": CallFormat(
-            listed_call,
+        "mistral": in_list(("[TOOL_CALLS]",)),
+        "mistral_args": in_list(("[TOOL_CALLS]",)),
+        "granite": in_list(
             ("<|tool_call|>", "<tool_call>"),  # models of 3.1 write the second
             ("<|/tool_call|>", "</tool_call>"),
-            separators=",]} \t\r\n",
-            again="{",
         ),
-        "phi4_mini_json": CallFormat(
-            listed_call,
-            ("functools", "<|tool_call|>"),
-            ("<|/tool_call|>",),
-            separators=",]} \t\r\n",
-            again="{",
-        ),
-        "llama_nemotron_json": CallFormat(
-            listed_call,
-            ("<TOOLCALL>",),
-            ("</TOOLCALL>",),
-            separators=",]} \t\r\n",
-            again="{",
-        ),
+        "phi4_mini_json": in_list(("functools", "<|tool_call|>"), ("<|/tool_call|>",)),
+        "llama_nemotron_json": in_list(("<TOOLCALL>",), ("</TOOLCALL>",)),
         "deepseek_v3": DEEPSEEK,
         "deepseek_v31": DEEPSEEK,
         "glm4_0414": CallFormat(
