@@ -328,8 +328,11 @@ class TextCodec:
         try:
             text = rendered(messages)
         except TextError as refusal:
+            fewer = with_fewer_messages(messages)
+            if len(fewer) == len(messages):
+                raise
             try:
-                text = rendered(with_fewer_messages(messages))
+                text = rendered(fewer)
             except TextError:
                 raise refusal from None
         text = with_whole_characters(text)
@@ -511,19 +514,22 @@ def rendering(template: ChatTemplate, messages: Sequence[Message], **options: An
 def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages with those of the system in front as one, and likewise those of the user
     that follow each other, where they are text alone."""
-    made: list[Message] = []
-    system = ("system", "developer")
+    # The first message of each run, and the texts of all; no text if it has more than that.
+    runs: list[tuple[Message, list[str]]] = []
     for message in messages:
-        last = made[-1] if made else {}
-        leads = len(made) == 1 and {message["role"], last["role"]} <= {*system}
-        users = message["role"] == last.get("role") == "user"
-        texts = [text_alone(each) for each in (last, message)] if leads or users else [None]
-        if None in texts:
-            made.append(message)
+        text, (last, texts) = text_alone(message), runs[-1] if runs else ({}, [])
+        roles = {message["role"], last.get("role")}
+        joins = roles == {"user"} or (len(runs) == 1 and roles <= {"system", "developer"})
+        if joins and texts and text is not None:
+            texts.append(text)
         else:
-            role = "system" if leads else "user"
-            made[-1] = {"role": role, "content": "\n\n".join(map(str, texts))}
-    return made
+            runs.append((message, [] if text is None else [text]))
+    return [
+        {"role": "user" if first["role"] == "user" else "system", "content": "\n\n".join(texts)}
+        if len(texts) > 1
+        else first
+        for first, texts in runs
+    ]
 
 
 def text_alone(message: Message) -> str | None:
