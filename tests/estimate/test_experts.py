@@ -1,12 +1,10 @@
 """A model with experts: what padding does not wake, by times of an H200; how many are read."""
 
-from copy import copy
 from random import Random
 
 import pytest
-from msgspec import structs
 
-from twolane.estimate.calibrated.estimator import Calibrated, _LinearBase
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.experts import COMPARE_EVERY, ExpertCounts
 from twolane.estimate.profile import SHIPPED, Profile
 from twolane.model.shapes import SHAPES
@@ -64,20 +62,6 @@ def test_counts_of_rows_that_resemble_one_another_say_nothing() -> None:
     assert uneven is not None
     counts.learn([(8, factor * uneven.active(8)) for factor in (0.92, 1.1)])  # off by a tenth
     assert counts.moe.skew == pytest.approx(0.8, abs=0.1)
-
-
-@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
-def test_times_tell_how_skewed_the_choice_is_where_nothing_was_counted(skew: float) -> None:
-    """Steps that take as long as reading the experts which that skew wakes."""
-    moe, profile = skewed(PROFILE.shape, skew).moe, copy(PROFILE)
-    assert moe is not None
-    profile.samples = [
-        structs.replace(s, experts_read=None, seconds=[2e-3 + 1e-4 * moe.active(s.load.requests)])
-        for s in PROFILE.of("decode", beside=False)
-    ]
-    experts = _LinearBase(profile).experts
-    assert experts is not None
-    assert experts.moe.skew == skew
 
 
 def test_the_choice_is_compared_once_in_many_steps() -> None:

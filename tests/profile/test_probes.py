@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.estimate import synthetic
 from tests.kernels.emulated import LEVELS, UNITS, Partitions
-from twolane.estimate.profile import Probe, Profile
+from twolane.estimate.profile import ContendedProbe, Probe, Profile
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.model.shapes import SHAPES
 from twolane.profile import probes
-from twolane.profile.grid import LaneCapacity
+from twolane.profile.grid import CONTENDED_ROWS, LaneCapacity
 from twolane.profile.run import probe
 
 SIZE, NUMBERS = 8, 64
@@ -77,7 +79,13 @@ class Streams(Partitions):
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    for name, value in {"SECONDS": 0.0, "PRODUCT_SIZE": SIZE, "COPIED_NUMBERS": NUMBERS}.items():
+    settings = {
+        "SECONDS": 0.0,
+        "PRODUCT_SIZE": SIZE,
+        "COPIED_NUMBERS": NUMBERS,
+        "BESIDE_BATCHES": 2,
+    }
+    for name, value in settings.items():
         monkeypatch.setattr(probes, name, value)
     monkeypatch.setattr(probes, "new_event", Event)
     with Kernels() as kernels:
@@ -91,6 +99,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
 def machine() -> Any:
     machine: Any = object.__new__(CudaMachine)  # a model is not asked for
     machine.partitions, machine.device = Streams(), torch.device("cpu")
+    machine.spec = replace(SHAPES["qwen3-8b"], hidden_size=SIZE, intermediate_size=SIZE)
     return machine
 
 
@@ -106,7 +115,7 @@ def test_each_share_has_what_the_kernels_reach_there(
 ) -> None:
     assert SHARES == [1, 2, 3] == sorted({*LEVELS[0], UNITS})
     profile = synthetic.profile(rounds=0)
-    assert asked(profile, machine) == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert asked(profile, machine)[:4] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     flops, moved = 2 * SIZE**3, 2 * 4 * NUMBERS
     right = [Probe(1, flops / 12, moved / 6), Probe(2, flops / 6, moved / 3)]
     right.append(Probe(3, flops / 4, moved / 3))
@@ -122,6 +131,7 @@ def test_a_profile_is_given_the_shares_that_it_lacks(kernels: Kernels, machine: 
     """Older profiles have none, and one may have been taken with other levels."""
     profile = synthetic.profile(rounds=0)
     profile.probes = [Probe(2, 1.0, 1.0)]
+    profile.contended = [ContendedProbe(1, 256, 1.0)]
     asked(profile, machine)
     assert [probe.units for probe in profile.probes] == [2, 1, 3]
     assert profile.probes[0] == Probe(2, 1.0, 1.0)
@@ -129,3 +139,20 @@ def test_a_profile_is_given_the_shares_that_it_lacks(kernels: Kernels, machine: 
     assert ran.count("mm") == ran.count("neg") > 0
     assert asked(profile, machine) == []
     assert kernels.ran == ran
+
+
+def test_each_level_has_what_a_copy_reaches_beside_products(
+    kernels: Kernels, machine: Any, tmp_path: Path
+) -> None:
+    profile = synthetic.profile(rounds=0)
+    profile.probes = [Probe(units, 1.0, 1.0) for units in SHARES]
+    assert asked(profile, machine)[-1] == 1.0
+    points = [(probe.units, probe.rows) for probe in profile.contended]
+    assert points == [(d, rows) for rows in CONTENDED_ROWS for _, d in machine.partitions.levels]
+    for found in profile.contended:
+        assert found.byte_rate == pytest.approx(2 * 4 * NUMBERS * min(found.units, 2) / 6)
+    copies = kernels.ran.count("neg")
+    longest = kernels.ran.count("mm") * min(12 / units for units in SHARES)
+    assert longest > probes.QUEUED / 2 * copies  # products outlast the copies
+    profile.save(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == profile

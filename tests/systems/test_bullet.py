@@ -24,6 +24,7 @@ from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.papers.bullet import (
     MAX_PREDICTED,
+    MIN_GROWTH,
     Bullet,
     BulletMemory,
     percentile,
@@ -140,11 +141,12 @@ def test_where_the_shortest_does_not_fit_prompts_go_in_order_of_arrival(roofline
 
 @pytest.mark.parametrize("count", [10, MAX_PREDICTED, MAX_PREDICTED + 1, MAX_PREDICTED + 36])
 def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
-    """Table 2: a batch of short prompts is filled up to its tokens, whoever waits behind it; those
-    beyond the first ones come as they are."""
+    """A batch of short prompts is filled up to its tokens, whoever waits after it; those beyond the
+    first ones come as they are."""
     line = [waiting(f"p{i}", 10, deadline=60.0) for i in range(MAX_PREDICTED + 40)]
     asked = view(roofline, waiting=line, decoding=running())
-    plan, _ = Bullet(max_batch_tokens=10 * count).plan(asked, BulletMemory())
+    system = Bullet(max_batch_tokens=10 * count, by_intensity=False)
+    plan, _ = system.plan(asked, BulletMemory())
     assert plan.admit == tuple(Chunk(request.id, 10) for request in line[:count])
     assert set(units(plan)) == {"decode", "prefill"}
 
@@ -153,8 +155,7 @@ def test_a_batch_ends_where_its_arithmetic_intensity_has_its_limit(roofline):
     """§3.3.2: many short prompts together make a matrix product worth its weights, and from some
     number on another one brings nothing; on fewer SMs that is sooner."""
     line = [waiting(f"p{i}", 32, deadline=60.0) for i in range(64)]
-    by_tokens = Bullet(max_batch_tokens=2048)
-    by_intensity = Bullet(max_batch_tokens=2048, by_intensity=True)
+    by_tokens, by_intensity = Bullet(by_intensity=False), Bullet()
 
     def count(system, memory, **more):
         return len(system.plan(view(roofline, waiting=line, **more), memory)[0].admit)
@@ -164,6 +165,20 @@ def test_a_batch_ends_where_its_arithmetic_intensity_has_its_limit(roofline):
     few = BulletMemory(level=SPLITS[-1])
     beside = count(by_intensity, few, decoding=running(4))
     assert 1 < beside < alone < 64
+
+
+def test_the_request_that_reaches_the_limit_is_in_the_batch(roofline):
+    """Algorithm 1, lines 12 and 13: append while the intensity is below its peak."""
+    line = [waiting(f"p{i}", 32, deadline=60.0) for i in range(64)]
+    plan, _ = Bullet().plan(view(roofline, waiting=line), BulletMemory())
+
+    def rate(count):
+        whole = prefill_slice(Load([32] * count, [0] * count), LAYERS, finishes=True)
+        return 32 * count / roofline.predict(whole, UNITS)
+
+    count = len(plan.admit)
+    grown = [rate(n) / rate(n - 1) - 1 for n in range(2, count + 1)]
+    assert grown[-1] < MIN_GROWTH <= min(grown[:-1])
 
 
 # The units

@@ -11,9 +11,15 @@ from tests.estimate import synthetic
 from tests.sim.durations import FixedDurations
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
+from twolane.engine.config import EngineConfig
+from twolane.engine.settings import level_shares
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.query import Load, decode_step, prefill_slice
+from twolane.lanes.settings import LaneSizes
+from twolane.model.shapes import SHAPES
+from twolane.sim.gpus import A100
+from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
 from twolane.systems.common.multiplex import deadline
 from twolane.systems.papers.drift import Drift
@@ -53,6 +59,30 @@ def test_the_groups_are_the_papers_or_the_nearest_on_offer(solo, units, offered,
     """§4 and §5.3.2, of 108 SMs."""
     asked = view(solo, units=units, levels=levels(units, offered))
     assert Drift(groups=groups).levels(asked) == shared
+
+
+@pytest.mark.parametrize(
+    ("units", "step", "groups", "shares"),
+    [
+        (108, 2, 4, [24, 36]),
+        (108, 2, 3, [28]),
+        (108, 2, 5, [24, 28, 36]),
+        (132, 8, 4, [32, 48]),
+        (2, 2, 4, [2]),
+    ],
+)
+def test_the_groups_are_offered_unless_others_are_listed(units, step, groups, shares):
+    """§4 and §5.3.2, of 108 SMs."""
+    config = EngineConfig(model="", system="drift", options={"groups": str(groups)})
+    assert list(level_shares(config, units, step)) == shares
+    assert level_shares(structs.replace(config, levels=(16, 40)), units, step) == (16, 40)
+
+
+def test_on_its_own_gpu_drift_has_its_own_groups():
+    config = EngineConfig(model="", system="drift")
+    machine = SimulatedMachine(A100, SHAPES["llama-3.1-8b"], config)
+    lanes = machine.start(LaneSizes(64, 16, 4, 64), lambda: None, lambda stage, share: None)
+    assert lanes.levels == ((84, 24), (72, 36), (108, 0), (0, 108))
 
 
 def test_there_are_three_to_five_groups():

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
+from twolane.engine.config import EngineConfig
+from twolane.engine.settings import level_shares
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.papers.attention_roofline import AttentionRoofline
 from twolane.estimate.papers.sm_roofline import SmRoofline
@@ -225,3 +227,13 @@ def test_without_predictions_of_a_side_few_units_are_not_thought_enough():
     plan, _ = DuetServe().plan(asked, None)
     assert [(one.lane, one.units) for one in plan.launches] == [("decode", 16), ("prefill", 116)]
     assert plan.launches[0].work == DecodeSteps(2)  # 228 ms / 82.5 ms
+
+
+@pytest.mark.parametrize(("units", "step", "count"), [(132, 2, 65), (132, 8, 16), (108, 2, 53)])
+def test_every_share_that_the_device_grants_is_searched(units, step, count):
+    """Algorithm 1, line 8: S_d = 2, 4, ..., S."""
+    config = EngineConfig(model="", system="duetserve")
+    shares = level_shares(config, units, step)
+    assert (len(shares), shares[0], shares[-1]) == (count, step, units - (units % step or step))
+    assert level_shares(EngineConfig(model="", system="muxwise"), units, step) is None
+    assert level_shares(EngineConfig(model=""), units, step) is None

@@ -19,12 +19,12 @@ from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
-from twolane.engine.settings import check_served, context_length
+from twolane.engine.settings import check_served, context_length, level_shares
 from twolane.engine.state import State
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
 from twolane.lanes.base import Lanes
-from twolane.lanes.machine import Machine, MachineLanes, load
+from twolane.lanes.machine import Machine, MachineLanes, chosen_device, load
 from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 
@@ -59,9 +59,23 @@ def build(config: EngineConfig, notify: Callable[[], None], progress: OnProgress
         OSError: a file cannot be read or written.
     """
     check_served(config)
-    settings = DeviceSettings.of(config)
+    settings = device_settings(config)
     with memory_errors(settings):
         return assemble(config, load(settings, progress), notify, progress)
+
+
+def device_settings(config: EngineConfig) -> DeviceSettings:
+    """Return the settings of the lanes, with the levels that the system wants on a GPU.
+
+    Raises:
+        FieldError: the device is not there.
+    """
+    settings = DeviceSettings.of(config)
+    if settings.disaggregated or chosen_device(settings) == "cpu":
+        return settings
+    from twolane.lanes.cuda.green_contexts import SHARE_STEP, sm_count
+
+    return msgspec.structs.replace(settings, levels=level_shares(config, sm_count(0), SHARE_STEP))
 
 
 def assemble(

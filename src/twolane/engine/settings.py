@@ -12,7 +12,7 @@ from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.model.spec import ModelSpec
 from twolane.systems.baselines.chunked import Chunked
-from twolane.systems.registry import DISAGGREGATED, make_system
+from twolane.systems.registry import DISAGGREGATED, ChoosesLevels, make_system
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -68,14 +68,35 @@ def check_served(config: EngineConfig) -> None:
         FieldError: the first that is.
     """
     check_settings(config)
-    if nano_batches(config) > 1:
-        raise FieldError("options", "nano_batches of system chunked is 1 but in simulation")
+    if (option := simulated_option(config)) is not None:
+        raise FieldError("options", f"{option} of system chunked is only for simulation")
 
 
-def nano_batches(config: EngineConfig) -> int:
-    """Number of nano-batches that the system asked for divides passes into."""
+def level_shares(config: EngineConfig, units: int, step: int) -> tuple[int, ...] | None:
+    """Return the units for decode of each level: the listed ones, else those that the system wants.
+
+    Args:
+        config: the engine's settings.
+        units: number of units of the device.
+        step: number of units of which every share that the device grants is a multiple.
+
+    Returns:
+        The units, or None for the device's own default.
+    """
+    if config.levels is not None or config.system is None:
+        return config.levels
+    system = make_system(config.system, config.options)
+    return tuple(system.decode_shares(units, step)) if isinstance(system, ChoosesLevels) else None
+
+
+def simulated_option(config: EngineConfig) -> str | None:
+    """Return the option of the system that only simulated devices honour; None if there is none."""
     system = make_system(config.system, config.options) if config.system else None
-    return system.nano_batches if isinstance(system, Chunked) else 1
+    if not isinstance(system, Chunked):
+        return None
+    if system.nano_batches > 1:
+        return "nano_batches"
+    return "fused_attention" if system.fused_attention else None
 
 
 def context_length(config: EngineConfig, spec: ModelSpec) -> int:

@@ -160,6 +160,17 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes/s of a large copy, those that it reads and those that it writes."""
 
 
+class ContendedProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rate of a copy on some units beside a matrix product on all others (Bullet §3.2.3)."""
+
+    units: int
+    """Units of the copy."""
+    rows: int
+    """Rows of the product, whose weights are those of the model's up and gate projection."""
+    byte_rate: float
+    """Bytes/s of the copy, those that it reads and those that it writes."""
+
+
 class Interconnect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The link between the GPUs of one server; the defaults are NVLink of an H100 or H200."""
 
@@ -195,6 +206,8 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """Token counts that passes were padded to, ascending; empty if they were not padded."""
     probes: list[Probe] = []
     """Rates of copies and matrix products by number of units; empty if not measured."""
+    contended: list[ContendedProbe] = []
+    """Rates of copies beside matrix products; empty if not measured."""
     interconnect: Interconnect = Interconnect()
     """The link between the ranks; it matters with tensor parallelism alone."""
     format: int = FORMAT

@@ -22,6 +22,8 @@ ROUNDS = 100
 """Rounds of the whole plan."""
 REVISION = 7
 """Raised when other points are planned, or they are measured in another way."""
+CONTENDED_ROWS = (256, 1024, 4096, 8192)
+"""Rows of the products beside which a copy is measured (sl of Bullet §3.2.3)."""
 HYBRIDS_PER_ROUND = 4
 """Hybrid passes of a round."""
 DRAW_TRIES = 20

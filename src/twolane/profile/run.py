@@ -92,22 +92,25 @@ def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
 
 
 def probe(profile: Profile, machine: Machine, shares: Sequence[int], progress: OnProgress) -> None:
-    """Add the rates of a product and a copy on those of a GPU's shares that the profile lacks.
+    """Add the rates of products and copies that the profile of a GPU lacks.
 
     The profile of a CPU has no probes: DuetServe's are of SMs.
     """
     there = {probe.units for probe in profile.probes}
     missing = [units for units in shares if units not in there]
-    if machine.kind != "cuda" or not missing:
+    if machine.kind != "cuda" or (not missing and profile.contended):
         return
     import torch
 
     from twolane.lanes.cuda.machine import CudaMachine
-    from twolane.profile.probes import probed
+    from twolane.profile.probes import contended, probed
 
     assert isinstance(machine, CudaMachine)
     begun = time.monotonic()
-    profile.probes += probed(machine.partitions, machine.device, missing, progress)
+    if missing:
+        profile.probes += probed(machine.partitions, machine.device, missing, progress)
+    if not profile.contended:
+        profile.contended = contended(machine.partitions, machine.device, machine.spec, progress)
     torch.cuda.empty_cache()
     profile.seconds += time.monotonic() - begun
 

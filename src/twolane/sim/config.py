@@ -7,7 +7,7 @@ import msgspec
 from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.engine.config import DEVICE, EngineConfig
-from twolane.engine.settings import check_settings, nano_batches
+from twolane.engine.settings import check_settings, simulated_option
 from twolane.results.result import BenchConfig
 from twolane.sim.gpus import GPUS, Gpu
 
@@ -45,7 +45,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of the engine, of which device, dtype and load format do not apply; `disaggregated`
     gives prefill and decode as many GPUs each as share a layer."""
     gpu: Annotated[str, Option(DEVICE)] = "h200"
-    """GPU to simulate: a100-80gb, h20, h100 or h200."""
+    """GPU to simulate: a100-80gb, a100-80gb-split, h20, h100 or h200."""
     tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
     """Number of GPUs that share each layer (tensor parallelism)."""
     link_bandwidth: Annotated[float | None, LINK] = None
@@ -86,6 +86,6 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError(name, "has no meaning in a simulation")
         if self.engine.disaggregated and self.uneven is not None:
             raise FieldError("disaggregated", "has no meaning for an emulated card")
-        if nano_batches(self.engine) > 1 and self.uneven is not None:
-            raise FieldError("options", "nano_batches is 1 for an emulated card")
+        if (option := simulated_option(self.engine)) is not None and self.uneven is not None:
+            raise FieldError("options", f"{option} is not simulated on an emulated card")
         self.bench.check()

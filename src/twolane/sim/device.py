@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twolane.estimate.profile import Probe
+from twolane.estimate.profile import ContendedProbe, Probe
 from twolane.kernels.sizes import (
     BUCKET_STEP,
     BUCKETS,
@@ -160,10 +160,29 @@ class DeviceModel:
 
     def probe(self, units: int) -> Probe:
         """Return the rates of a product of 8,192 rows and of a large copy (DuetServe §4.2)."""
-        gpu, size = self.gpu, 8192
+        size = 8192
         [seconds] = self.seconds([self._pass(self._operators.square(size, units), units)])
-        copied = gpu.bandwidth * (1.0 - math.exp(-units / gpu.copy_units))
-        return Probe(units, 2.0 * size**3 / seconds, copied)
+        return Probe(units, 2.0 * size**3 / seconds, self._copy(units).traffic)
+
+    def contended(self, units: int, rows: int) -> ContendedProbe:
+        """Return the rate of a large copy beside the up and gate projection (Bullet §3.2.3).
+
+        Args:
+            units: The units of the copy; the product has the others.
+            rows: The rows of the product.
+        """
+        others, copy = self.gpu.units - units, self._copy(units)
+        product = self._pass(self._operators.up_gate(rows, others), others, scale=1.0)
+        seconds, _ = self.seconds([copy, product])
+        return ContendedProbe(units, rows, copy.traffic / seconds)
+
+    def _copy(self, units: int) -> Demand:
+        """Return the demand of a copy for one second on these units, alone."""
+        gpu = self.gpu
+        reached = gpu.bandwidth * (1.0 - math.exp(-units / gpu.copy_units))
+        streamed = reached / gpu.bandwidth
+        cost = Cost(clocked=1.0 - streamed, streamed=streamed, memory=1.0, bytes=reached)
+        return self._step(cost, units, scale=1.0)
 
     # --- a step of each kind ------------------------------------------------------------------
 

@@ -185,7 +185,11 @@ A100 = Gpu(
     link_bandwidth=230e9,
 )
 """Figures of the data sheet; products reach 77 to 80 % of the peak (Bullet §2.3), and prefill slows
-decode by up to 20 % (MuxWise §3.3.2). Attention runs by FlashAttention-2's tiles."""
+decode by up to 20 % (MuxWise §3.3.2). Attention runs by FlashAttention-2's tiles, which are never
+split: chunks of few rows leave most SMs idle."""
+A100_SPLIT = msgspec.structs.replace(A100, name="a100-80gb-split", attention_tile=0)
+"""The same GPU with attention kernels that split the keys of a tile over idle SMs, as FlashInfer's
+do. No A100 was measured: what differs between these two is not known of the real one."""
 H20 = msgspec.structs.replace(
     H200,
     name="h20",
@@ -207,4 +211,4 @@ def revision(gpu: Gpu) -> str:
     return hashlib.sha256(msgspec.json.encode((FORMULAS, gpu))).hexdigest()[:10]
 
 
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H20, H100, H200)}
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, A100_SPLIT, H20, H100, H200)}

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import MachineKind, OnProgress
 from twolane.engine.config import EngineConfig
-from twolane.engine.settings import nano_batches
+from twolane.engine.settings import level_shares, simulated_option
 from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
 from twolane.lanes.settings import LaneSizes
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
+from twolane.sim.fused_attention import FusedAttentionDevice
 from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
 from twolane.sim.nano_batches import NanoBatchDevice
@@ -18,6 +19,8 @@ from twolane.sim.operators import ITEM, Storage, kv_parts, shapes_of
 
 LEVEL_STEP = 16
 """Units between two default levels, as on a GPU."""
+SHARE_STEP = 2
+"""Units of which every share is a multiple: two SMs are one TPC (DuetServe §4.2)."""
 MLP_TOKENS = 8192
 """Most tokens whose MLP activations a lane holds at once."""
 CONTEXT_BYTES = 2.6e9
@@ -63,10 +66,7 @@ class SimulatedMachine:
     ) -> None:
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
-        model = DisaggregatedDevice if config.disaggregated else DeviceModel
-        if nano_batches(config) > 1:
-            model = NanoBatchDevice
-        self.device = model(gpu, spec, tp, seed, storage)
+        self.device = _device_model(config)(gpu, spec, tp, seed, storage)
         self.pass_sizes: Sequence[int] = self.device.pass_sizes
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
@@ -75,7 +75,7 @@ class SimulatedMachine:
         self.tp = tp
         self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization
-        self._levels = _levels(gpu, config.levels)
+        self._levels = _levels(gpu, level_shares(config, gpu.units, SHARE_STEP))
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: of one GPU, what weights, both lanes and graphs leave."""
@@ -102,6 +102,15 @@ class SimulatedMachine:
     ) -> SimLanes:
         """See `Machine.start`."""
         return SimLanes(self.device.gpu.units, self._levels, self.device)
+
+
+def _device_model(config: EngineConfig) -> type[DeviceModel]:
+    """Return the device model that the settings ask for."""
+    if config.disaggregated:
+        return DisaggregatedDevice
+    models = {"nano_batches": NanoBatchDevice, "fused_attention": FusedAttentionDevice}
+    option = simulated_option(config)
+    return DeviceModel if option is None else models[option]
 
 
 def _levels(gpu: Gpu, listed: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -268,6 +268,14 @@ class OperatorCosts:
         """Return the cost of a product of two square matrices of this size, in bfloat16."""
         return self._product(size, ((size, size),), 3.0 * ITEM * size**2, units, decode=False)
 
+    def up_gate(self, rows: int, units: int) -> Cost:
+        """Return the cost of the up and gate projection of a prefill batch with this many rows."""
+        spec = self._spec
+        inner = 2 * spec.intermediate_size / self._tp
+        moved = ITEM * (spec.hidden_size * inner + rows * (spec.hidden_size + inner))
+        product = ((float(spec.hidden_size), inner),)
+        return self._product(rows, product, moved, units, decode=False)
+
     def _bounded(
         self, work: float, flops: float, moved: float, units: int, *, decode: bool
     ) -> Cost:

@@ -1,6 +1,7 @@
 """Profiles measured in the simulator, so that predictions err as on a real GPU."""
 
 import hashlib
+import itertools
 import math
 import tempfile
 from functools import cache
@@ -12,10 +13,10 @@ from twolane.estimate.profile import Interconnect, cached_profile
 from twolane.model.load.hub import cache_dir
 from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
-from twolane.profile.grid import REVISION, plan
+from twolane.profile.grid import CONTENDED_ROWS, REVISION, plan
 from twolane.profile.run import empty_profile, rig_on, work_through
 from twolane.sim.gpus import Gpu
-from twolane.sim.machine import SimulatedMachine
+from twolane.sim.machine import SHARE_STEP, SimulatedMachine
 
 ROUNDS = 15
 """Rounds of the plan, about as many as four minutes measure on a GPU."""
@@ -63,7 +64,12 @@ def simulated_profile(
     ):
         part = Path(scratch, path.name)
         profile = empty_profile(key, machine, rig, config.seed)
-        profile.probes = [machine.device.probe(units) for units in rig.limits.shares]
+        device, shares = machine.device, range(SHARE_STEP, gpu.units + 1, SHARE_STEP)
+        profile.probes = [device.probe(units) for units in shares]
+        profile.contended = [
+            device.contended(units, rows)
+            for rows, units in itertools.product(CONTENDED_ROWS, shares[:-1])
+        ]
         profile.interconnect = Interconnect(
             bytes_per_second=gpu.link_bandwidth or Interconnect().bytes_per_second,
             units=gpu.link_units,

@@ -4,7 +4,8 @@ A system is a frozen msgspec struct: its fields are its settings, its first docs
 its description. Systems never import torch.
 """
 
-from typing import Any, ClassVar, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import msgspec
 
@@ -45,6 +46,19 @@ class System(Protocol):
 
     def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
         """Return the next plan and the new memory, which depend on nothing but the arguments."""
+
+
+@runtime_checkable
+class ChoosesLevels(Protocol):
+    """A system whose paper names the partitions that it chooses from."""
+
+    def decode_shares(self, units: int, step: int) -> Sequence[int]:
+        """Return the units for decode of each level that the system wants.
+
+        Args:
+            units: number of units of the device.
+            step: number of units of which every share is a multiple.
+        """
 
 
 SYSTEMS: dict[str, type[System]] = {

@@ -19,7 +19,6 @@ for a moment, by the last two launches, has longer bounds.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cache
 from math import exp, log, log2
 from typing import NamedTuple
@@ -47,7 +46,7 @@ MEAN_WEIGHT = 0.08
 CORRECT_EVERY = 4
 """The mean and the bound are corrected once in this many launches."""
 MIN_SECONDS = 1e-6
-"""Seconds; less is not told apart."""
+"""Durations below this many seconds are treated as equal."""
 MAX_CORRECTION = 0.2
 """Largest online correction, as a logarithm: beyond it something else is wrong."""
 BOUND_GAIN = 0.01
@@ -68,14 +67,10 @@ CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MAX_CACHED = 4096
 """Answers that are remembered."""
-SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
-"""Exponents of Zipf's law that the times of decode steps are compared with."""
 MIN_SLICES = 24
 """Least samples of slices by which attention is tested for whole turns of tiles."""
 TURNS_GAIN = 0.5
 """Fraction of the squared errors that may remain for turns of tiles to be believed in."""
-MIN_STEPS = 24
-"""Least samples of decode steps by which the skew of experts is fitted."""
 CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """The kind of work in the other lane, for each kind that has one."""
 OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
@@ -117,23 +112,9 @@ class _LinearBase:
                 (s.load.requests, s.experts_read) for s in steps if s.experts_read is not None
             ]
             self.experts.learn(counts)
-            if not counts and len(steps) >= MIN_STEPS:
-                self._fit_skew(self.experts, steps)
         slices = profile.training("prefill", beside=False)
         if self._computed.heads and len(slices) >= MIN_SLICES:
             self._fit_turns(slices)
-
-    def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
-        """Fit the experts' skew to the times of decode steps: a step of more rows takes longer as
-        its rows read more experts."""
-        moe = experts.moe
-        seconds, off = np.array([sample.median for sample in samples]), dict[float, float]()
-        for skew in SKEWS:
-            experts.moe = replace(moe, skew=skew)
-            base = self.fitted("decode", samples)
-            predicted = [base.seconds(_Query.of(sample))[0] for sample in samples]
-            off[skew] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
-        experts.moe = replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
 
     def _fit_turns(self, samples: Sequence[Sample]) -> None:
         """See whether turns of tiles explain the slices' seconds better than their pairs alone."""
@@ -194,14 +175,8 @@ class _LinearBase:
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
         bends = max(0, new - few), max(0, new - many)
-        row = [*pass_features(self._computed, load), *bends, self._whole(load)]
+        row = [*pass_features(self._computed, load), *bends]
         return self._in_turns([*row, *self._active(load.new)], load.chunks, units)
-
-    def _whole(self, load: Load) -> int:
-        """Return the tokens that decode rows see in a pass without graphs, whose attention is one
-        kernel for rows and prompts: for each row it computes a tile."""
-        passes = self._computed.passes
-        return load.decoding.reused if passes and load.new > passes[-1] else 0
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""

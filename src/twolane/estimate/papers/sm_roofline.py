@@ -5,20 +5,21 @@
     α = T_measured / T'                                                        (Equation 2)
     W_p = W_peak · min(1, p / N_w), the bandwidth of all-reduces between ranks (§3.2.2)
 
-Beside prefill of sl new tokens, decode has the bandwidth D(p, sl) that it reached beside such
-prefills (§3.2.3). α is interpolated from the measured samples, over everything that Bullet calls
-the execution state (prefill length, batch and units, decode context, batch and units), by inverse
-distance. Online, launches are added to those samples, and the oldest of them leave (§3.2.4).
+Beside prefill of sl new tokens, decode has the bandwidth D(p, sl), by copies beside products,
+where the profile has such (`Contention`). α is interpolated from the measured samples, over
+everything that Bullet calls the execution state (prefill length, batch and units, decode context,
+batch and units), by inverse distance. Online, launches are added to those samples, and the oldest
+of them leave (§3.2.4).
 """
 
 from collections.abc import Sequence
-from math import inf, log, log2
+from math import log, log2
 
 import numpy as np
 
 from twolane.estimate.base import Estimator
 from twolane.estimate.papers.operators import Operators, Shape
-from twolane.estimate.papers.sweep import Curve, Sweep, step_bytes
+from twolane.estimate.papers.sweep import Curve, Sweep
 from twolane.estimate.profile import Profile, ProfileError, Sample
 from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
 
@@ -83,7 +84,7 @@ class SmRoofline(Estimator):
         self._flops_a_unit = float(sweep.flop_rate.at(key.units)) / key.units
         self._peak, self._inflection = inflection(sweep.byte_rate)
         self._link = profile.interconnect
-        self._contended = Contention(self._shape, profile.training("decode", beside=True))
+        self._contended = Contention(profile)
         self._scaling: dict[tuple[str, bool], Scaling] = {}
         for kind in ("prefill", "decode", "hybrid"):
             for beside in (False, True):
@@ -128,8 +129,8 @@ class SmRoofline(Estimator):
         if launch.kind == "prefill":
             layers = launch.layers
         elif launch.kind == "decode" and corunner is not None:
-            most = self._contended.bandwidth(units, corunner.load.new)
-            rates = [(c, min(d, each)) for (c, d), each in zip(rates, most, strict=True)]
+            shares = self._contended.shares(units, corunner.load.new).tolist()
+            rates = [(c, d * share) for (c, d), share in zip(rates, shares, strict=True)]
         classifier = shape.classifier(load.requests) if launch.finishes else Operators((), ())
         seconds = _summed(layers, block, classifier, rates)
         if shape.tensor_parallel == 1:
@@ -162,42 +163,41 @@ class SmRoofline(Estimator):
 
 
 class Contention:
-    """D(p, sl): the bandwidth that decode reached on p units beside prefill of sl tokens.
+    """D(p, sl) / D_p: the share of its bandwidth alone that a copy on p units keeps beside prefill.
+
+    A copy runs on p units beside a large product of sl rows on all others (§3.2.3). It is taken as
+    a share, since decode's kernels saturate the memory on fewer units than a copy. Between measured
+    points it is linear in the units and in the powers of two of the rows. Without measurements it
+    is 1, and contention is left to α.
 
     Args:
-        shape: of the model.
-        samples: decode steps beside prefill.
+        profile: The profile with copies alone and beside products.
     """
 
-    def __init__(self, shape: Shape, samples: Sequence[Sample]) -> None:
-        best: dict[int, dict[int, float]] = {}
-        for sample in samples:
-            assert sample.beside is not None
-            tokens = sum(n * count for n, _, count in sample.beside.runs)
-            power = (tokens.bit_length() + 1) // 2
-            rate = step_bytes(shape, sample.load) / sample.median
-            row = best.setdefault(power, {})
-            row[sample.units] = max(row.get(sample.units, 0.0), rate)
-        self._rows = {
-            power: Curve(np.array([0, *sorted(row)]), np.array([0, *(row[u] for u in sorted(row))]))
-            for power, row in best.items()
-        }
-        self._rates: dict[tuple[int, int], float] = {}
-        """Rates by the powers and units that were asked for."""
+    def __init__(self, profile: Profile) -> None:
+        alone = {probe.units: probe.byte_rate for probe in profile.probes}
+        shares: dict[int, dict[int, float]] = {}
+        for probe in profile.contended:
+            share = probe.byte_rate / alone[probe.units]
+            shares.setdefault(probe.rows, {})[probe.units] = min(1.0, share)
+        self._rows = np.log2(sorted(shares))
+        self._curves = [np.array(sorted(shares[rows].items())).T for rows in sorted(shares)]
+        self._known: dict[tuple[tuple[int, ...], int], Floats] = {}
+        """Shares that were asked for, by the units and the next power of two of the rows."""
 
-    def bandwidth(self, units: Sequence[int], tokens: int) -> Sequence[float]:
-        """D(p, sl); infinite where it was never measured."""
-        if not self._rows:
-            return [inf] * len(units)
-        power = (tokens.bit_length() + 1) // 2
-        return [self._rate(power, each) for each in units]
-
-    def _rate(self, power: int, units: int) -> float:
-        rate = self._rates.get((power, units))
-        if rate is None:
-            row = self._rows[min(self._rows, key=lambda known: abs(known - power))]
-            rate = self._rates[power, units] = float(row.at(units))
-        return rate
+    def shares(self, units: Sequence[int], rows: int) -> Floats:
+        """Return the share at each of the units beside prefill of this many new tokens."""
+        if not self._curves:
+            return np.ones(len(units))
+        key = tuple(units), (rows - 1).bit_length()
+        found = self._known.get(key)
+        if found is None:
+            by_rows = [np.interp(units, *curve) for curve in self._curves]
+            place = float(np.interp(key[1], self._rows, range(len(self._rows))))
+            low, part = int(place), place % 1
+            high = min(low + 1, len(by_rows) - 1)
+            found = self._known[key] = (1 - part) * by_rows[low] + part * by_rows[high]
+        return found
 
 
 def inflection(curve: Curve) -> tuple[float, float]:

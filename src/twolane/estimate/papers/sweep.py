@@ -6,7 +6,7 @@ sweep has the launches that serve: the prefill slice and the decode step of the 
 most on those units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,12 @@ class Curve:
     rates: Floats
 
     @classmethod
+    def of(cls, rates: Mapping[int, float]) -> "Curve":
+        """Return the curve through the rates at these numbers of units."""
+        units = sorted(rates)
+        return cls(np.array([0, *units], dtype=float), np.array([0.0, *(rates[u] for u in units)]))
+
+    @classmethod
     def highest(cls, samples: Sequence[Sample], rates: Sequence[float]) -> "Curve":
         """Return the curve of the highest rate on each number of units.
 
@@ -35,8 +41,7 @@ class Curve:
         best: dict[int, float] = {}
         for sample, rate in zip(samples, rates, strict=True):
             best[sample.units] = max(best.get(sample.units, 0.0), rate)
-        units = sorted(best)
-        return cls(np.array([0, *units], dtype=float), np.array([0.0, *(best[u] for u in units)]))
+        return cls.of(best)
 
     def at(self, units: Sequence[int] | float) -> Floats:
         """Return the rate on this many units."""
@@ -59,11 +64,10 @@ class Sweep:
         """
         if not profile.probes:
             raise ProfileError("the profile has no copies and matrix products")
-        probes = sorted(profile.probes, key=lambda probe: probe.units)
-        units = np.array([0, *(probe.units for probe in probes)], dtype=float)
-        flops = np.array([0.0, *(probe.flop_rate for probe in probes)])
-        moved = np.array([0.0, *(probe.byte_rate for probe in probes)])
-        return cls(Curve(units, flops), Curve(units, moved))
+        return cls(
+            Curve.of({probe.units: probe.flop_rate for probe in profile.probes}),
+            Curve.of({probe.units: probe.byte_rate for probe in profile.probes}),
+        )
 
     @classmethod
     def of(cls, profile: Profile, shape: Shape) -> "Sweep":

@@ -15,6 +15,8 @@ from twolane.common.vocabulary import LaneName
 
 STEP = 16
 """SMs between two of the levels that are offered when none are asked for."""
+SHARE_STEP = 8
+"""SMs of which the driver makes every share of a Hopper GPU a multiple."""
 
 
 class NoGreenContexts(RuntimeError):

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.settings import at_least
@@ -29,9 +30,14 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nano_batches: Literal[1, 2] = 1
     """Parts of a pass that run beside each other, products of one beside attention and sums of the
     other, as in NanoFlow; 2 only in simulation."""
+    fused_attention: bool = False
+    """Whether attention of both phases is one kernel, as in POD-Attention and in SGLang with
+    FlashInfer; true only in simulation."""
 
     def __post_init__(self) -> None:
         at_least(self, token_budget=1, lead_seconds=0)
+        if self.fused_attention and self.nano_batches > 1:
+            raise FieldError("fused_attention", "does not go with nano_batches")
 
     def start(self) -> None:
         """No memory is kept between plans."""

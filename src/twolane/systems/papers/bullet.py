@@ -40,7 +40,7 @@ them as they are."""
 PERCENTILE = 90.0
 """Percentile of TTFT and of TPOT over requests (Algorithm 1, lines 10 to 18)."""
 MIN_GROWTH = 0.01
-"""Share by which a further request must raise a batch's predicted tokens a second to join it."""
+"""Share by which a request must raise a batch's predicted tokens a second for another to join."""
 
 
 def reorder(
@@ -49,14 +49,14 @@ def reorder(
     """Return the places of the waiting requests in the order of service (Algorithm 1, line 5).
 
     By ascending latency, as far as no TTFT SLO suffers (§3.3.2). A request that would be late in
-    the given order keeps its place, and none behind passes it, so none starves. Those between two
+    the given order keeps its place, and none after it passes it, so none starves. Those between two
     such requests are sorted unless that made one of them late.
 
     Args:
-        groups: requests of one group stand together; only they change places.
-        seconds: predicted latency of each request's prefill.
-        due: when its TTFT SLO wants the first token.
-        start: when the first of them begins.
+        groups: The group of each request; only requests of one group change places.
+        seconds: The predicted seconds of each request's prefill.
+        due: The time at which each request's TTFT SLO wants the first token.
+        start: The time at which the first of them begins.
     """
     ends = start + np.cumsum(seconds)
     late = ends > np.asarray(due)
@@ -118,7 +118,7 @@ class BulletWork:
     start: float
     """Time at which the prefill lane begins it, in seconds."""
     requests: Sequence[RequestView]
-    """Requests in the batch and, if it is a new one, those behind it in the queue."""
+    """Requests in the batch and, if it is a new one, those after it in the queue."""
     shares: Sequence[float]
     """Each request's first-token time, in multiples of the batch's time left after `start`."""
     percentile: float
@@ -151,7 +151,8 @@ class Pace:
 def _intensity_limit(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) -> int:
     """Return the number of first chunks that bring a batch to its limit of arithmetic intensity.
 
-    The execution state is that of the moment: the units of prefill, and decode beside it.
+    The chunk that reaches the limit is in the batch (Algorithm 1, lines 12 and 13). The execution
+    state is that of the moment: the units of prefill, and decode beside it.
     """
     known = {request.id: request for request in view.waiting}
     units, beside = view.units, None
@@ -167,7 +168,7 @@ def _intensity_limit(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) 
             break
         before, rate = rate, sum(new[:count]) / seconds
         if rate < before * (1 + MIN_GROWTH):
-            return count - 1
+            return count
     return len(chunks)
 
 
@@ -185,12 +186,11 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """TPOT SLO of requests that have neither a TPOT nor a TBT SLO (Table 4, ShareGPT)."""
     step_layers: int = 4
     """Layers of a prefill step; the paper names no number."""
-    max_batch_tokens: int = 2048
-    """New tokens at which the arithmetic intensity of a batch is taken to be at its peak
-    (Table 2); a longer prompt is a batch of its own."""
-    by_intensity: bool = False
-    """Whether a batch ends earlier where a further request raises its predicted rate by less than
-    1 %: arithmetic intensity has its limit there under the execution state (§3.3.2)."""
+    max_batch_tokens: int = 8192
+    """New tokens in one prefill batch; a longer prompt is a batch of its own."""
+    by_intensity: bool = True
+    """Whether a batch ends with the request that raises its predicted rate by less than 1 %:
+    arithmetic intensity has its limit there under the execution state (§3.3.2)."""
     partition: bool = True
     """Whether units are partitioned; false: scheduler only (Figure 23), lanes on all units."""
     schedule: bool = True

@@ -4,6 +4,7 @@ The partition is one of a few groups of green contexts; latencies are predicted 
 alone (§3.4). `best_fit.py` has Algorithm 1; here is what is Drift's own.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -61,6 +62,11 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             lead_seconds=self.lead_seconds,
         )
         return policy.plan(view, memory)
+
+    def decode_shares(self, units: int, step: int) -> Sequence[int]:
+        """See `ChoosesLevels`: the groups' shares, (84, 24) and (72, 36) by default on 108 SMs."""
+        wanted = (round(share * units / PAPER_SMS / step) * step for share in GROUPS[self.groups])
+        return sorted({max(step, share) for share in wanted})
 
     def levels(self, view: View) -> list[Level]:
         """Return the groups' shares that are on offer, each by the nearest level."""

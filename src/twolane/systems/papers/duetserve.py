@@ -88,6 +88,10 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def start(self) -> None:
         """No memory is kept between plans."""
 
+    def decode_shares(self, units: int, step: int) -> Sequence[int]:
+        """See `ChoosesLevels`: every share that the device grants (Algorithm 1, line 8)."""
+        return range(step, units, step)
+
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Plan one iteration: a pass on the whole device, or a split."""
         if view.lanes["prefill"].queued or view.lanes["decode"].queued:
