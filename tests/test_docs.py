@@ -82,7 +82,7 @@ def test_every_name_of_a_design_page_is_one_of_the_source() -> None:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words behind `twolane` of each command in a page's blocks."""
+    """The words after `twolane` of each command in a page's blocks."""
     for block in BLOCK.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines():
             if line.removeprefix("$ ").startswith("twolane "):
@@ -129,6 +129,7 @@ def test_the_index_lists_every_page() -> None:
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("docs/guides/*.md"),
         *ROOT.glob("docs/design/*.md"),
+        *ROOT.glob("docs/contributing/*.md"),
     ]
     for page in pages:
         path = str(page.relative_to(ROOT / "docs"))
