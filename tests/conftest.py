@@ -13,6 +13,7 @@ from hypothesis.internal.conjecture import providers
 
 from tests.kernels import interpreter
 from tests.parity.judge import MAX_FORGIVEN, Judge, Tally
+from tests.systems import names
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
 
 _TALLIES = pytest.StashKey[dict[str, Tally]]()
@@ -34,6 +35,7 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the long form of every matrix")
+    parser.addoption("--system", help="run tests of systems for this one: package.module.Class")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -55,6 +57,8 @@ def pytest_runtest_setup() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLIES] = {}
+    if system := config.getoption("--system"):
+        names.only(system)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

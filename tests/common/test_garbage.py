@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
+from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import simulate, submit
 from twolane.common.garbage import gc_disabled
-from twolane.systems.registry import SYSTEMS, make_system
+from twolane.systems.registry import make_system
 
 HELD = """
 from pathlib import Path
@@ -70,7 +71,7 @@ assert 1 in times, "the older ones never"
 """
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_NAMES)
 def test_the_engine_makes_no_reference_cycles(system: str) -> None:
     """So it can do without collections, which stop every launch for 10 ms and more."""
     arrivals = [(0.02 * i, submit(f"r{i}", 50 + 40 * (i % 5), 5 + i % 7)) for i in range(40)]

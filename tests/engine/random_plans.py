@@ -3,14 +3,14 @@
 import random
 from dataclasses import dataclass
 
-from tests.systems.scripted import ScriptedSystem
 from twolane.common.vocabulary import LANES, LaneName
+from twolane.systems.base import System
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice, Work
 from twolane.systems.view import View
 
 
 @dataclass(frozen=True)
-class RandomPlans(ScriptedSystem):
+class RandomPlans(System):
     """Its memory is a random state, so that it is as pure as any other system."""
 
     seed: int

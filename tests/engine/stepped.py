@@ -29,7 +29,7 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
-from twolane.systems.registry import System
+from twolane.systems.base import System
 
 
 class SteppedTicket(Ticket):

@@ -15,13 +15,13 @@ import pytest
 
 from tests.engine.test_work_in_flight import RANDOM, policy
 from tests.engine.world import ADAPTERS, World
+from tests.systems.names import SYSTEM_NAMES
 from twolane.common.errors import FieldError
 from twolane.common.page_hash import salt_bytes
 from twolane.engine import launch
 from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
 from twolane.engine.state import State
 from twolane.model.load.adapter_files import CONFIG, TENSORS
-from twolane.systems.registry import SYSTEMS
 
 SCHEDULES, FULL_SCHEDULES = 1, 200
 
@@ -32,7 +32,7 @@ def run_world(system: str, seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
 def test_adapters_answer_as_if_alone(system: str, request: pytest.FixtureRequest) -> None:
     total: Counter[str] = Counter()
     full = request.config.getoption("--full")

@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from tests.engine.stepped import stepped_engine
 from tests.engine.world import EOS, MODEL_LEN, PAGE, alone, tiny_decoder
+from tests.systems.names import SYSTEM_NAMES
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.model.decoder import Decoder
 from twolane.sampling import SamplingParams
-from twolane.systems.registry import SYSTEMS, make_system
+from twolane.systems.registry import make_system
 
 POISON = 251
 """A token whose embedding holds no number."""
@@ -52,7 +53,7 @@ def tokens_of(events: list[Output | Refused]) -> list[int]:
     return [token for each in events if isinstance(each, Output) for token in each.tokens]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_NAMES)
 def test_the_broken_request_ends_and_the_others_go_on(system: str) -> None:
     """One is broken in its prompt, one when it has chosen the broken token itself."""
     sound = [Submit(f"sound {i}", list(range(20 + i, 32 + i)), GREEDY) for i in range(3)]

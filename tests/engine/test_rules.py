@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.sim.durations import FixedDurations
-from tests.systems.scripted import ScriptedSystem
+from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
@@ -21,6 +21,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, SimLanes
 from twolane.slo import Slo
+from twolane.systems.base import System
 from twolane.systems.plan import (
     Chunk,
     DecodeSteps,
@@ -30,12 +31,12 @@ from twolane.systems.plan import (
     PrefillSlice,
     Refusal,
 )
-from twolane.systems.registry import SYSTEMS, System, make_system
+from twolane.systems.registry import make_system
 from twolane.systems.view import View
 
 
 @dataclass
-class Script(ScriptedSystem):
+class Script(System):
     """Plans as a function of the view."""
 
     decide: Callable[[View], Plan]
@@ -249,7 +250,7 @@ def test_an_aborted_prompt_leaves_at_the_slice_boundary() -> None:
 
 
 @pytest.mark.parametrize("at", [0.0, 0.005, 0.03, 0.085, 0.2])
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_an_abort_ends_a_request_once_at_any_stage(name: str, at: float) -> None:
     arrivals = [(0.0, submit("other", 100, 20)), (0.0, submit("a", 100, 20))]
     arrivals += [(at, Abort("a")), (at, Abort("a"))]  # type: ignore[list-item]

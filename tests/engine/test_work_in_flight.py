@@ -14,10 +14,12 @@ import pytest
 
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
+from tests.systems.names import EXAMPLE, SYSTEM_NAMES
 from twolane.engine import launch, reap, request
 from twolane.engine.kv import Allocation, KVBooks, PrefixTree
 from twolane.engine.state import State
-from twolane.systems.registry import SYSTEMS, System, make_system
+from twolane.systems.base import System
+from twolane.systems.registry import make_system
 
 SCHEDULES = 12
 FULL_SCHEDULES = 1000
@@ -27,6 +29,7 @@ RANDOM = "random plans"
 OPTIONS = {
     "prefill-first": {"max_batch_tokens": "40"},
     "chunked": {"token_budget": "12"},
+    EXAMPLE: {"token_budget": "12"},
     "static-split": {"look_ahead": "2"},
     "bullet": {"max_batch_tokens": "40", "step_layers": "1"},
     "duetserve": {"token_budget": "24", "tbt_seconds": "0.0001"},
@@ -51,10 +54,10 @@ def run_world(system: str, seed: int, *, prefix_cache: bool = True) -> World:
 @pytest.fixture
 def schedules(request: pytest.FixtureRequest, system: str) -> range:
     most = FULL_SCHEDULES if request.config.getoption("--full") else SCHEDULES
-    return range(most if system == RANDOM else SHARED_OUT * most // len(SYSTEMS))
+    return range(most if system == RANDOM else SHARED_OUT * most // len(SYSTEM_NAMES))
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
 def test_random_schedules(system: str, schedules: range) -> None:
     total: Counter[str] = Counter()
     for seed in schedules:
@@ -76,7 +79,7 @@ def test_random_schedules(system: str, schedules: range) -> None:
         assert total["held first tokens"]
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
 def test_random_schedules_without_prefix_cache(system: str, schedules: range) -> None:
     for seed in schedules[: len(schedules) // 3]:
         world = run_world(system, seed, prefix_cache=False)

@@ -57,7 +57,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.lora import AdapterPool
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.slo import Slo
-from twolane.systems.registry import System
+from twolane.systems.base import System
 
 PAGE = 4
 MODEL_LEN = 48

@@ -16,7 +16,7 @@ from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.settings import LaneSizes
 from twolane.parallel.peer_memory import PeerGroup
-from twolane.systems.registry import System
+from twolane.systems.base import System
 
 LEVELS = (16, 48, 96)
 """SMs for decode: few, some and most."""

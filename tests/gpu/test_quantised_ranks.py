@@ -20,7 +20,8 @@ from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.sampling import SamplingParams
-from twolane.systems.registry import System, make_system
+from twolane.systems.base import System
+from twolane.systems.registry import make_system
 
 PAGES, RUNNING, TOKENS = 256, 8, 12
 SIZES = {"hidden_size": 256, "intermediate_size": 512}

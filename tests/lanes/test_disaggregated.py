@@ -32,8 +32,9 @@ from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork
 from twolane.model.lora import AdapterPool
+from twolane.systems.base import System
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
-from twolane.systems.registry import System, make_system
+from twolane.systems.registry import make_system
 from twolane.systems.view import View
 from twolane.transfer.arrivals import Arrivals
 from twolane.transfer.memory import SharedMemory

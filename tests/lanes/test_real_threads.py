@@ -23,7 +23,8 @@ from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks, Runner
 from twolane.lanes.work import Work
-from twolane.systems.registry import System, make_system
+from twolane.systems.base import System
+from twolane.systems.registry import make_system
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = 12

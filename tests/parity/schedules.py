@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.systems.scripted import ScriptedSystem
 from twolane.common.vocabulary import LANES, LaneName
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
-from twolane.systems.registry import System, make_system
+from twolane.systems.registry import make_system
 from twolane.systems.view import View
 
 
 @dataclass(frozen=True)
-class Sliced(ScriptedSystem):
+class Sliced(System):
     """Prefill in slices that end at the given layers, one at a time; decode steps beside it.
 
     Each slice takes the next lane and the next number of units on offer, so that the hidden

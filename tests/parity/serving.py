@@ -30,7 +30,7 @@ from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.model.spec import ModelSpec
 from twolane.sampling import TokenLogprobs
-from twolane.systems.registry import System
+from twolane.systems.base import System
 
 STUCK_SECONDS = 120.0
 """No launch of these tests takes a tenth of that, even on a busy machine."""

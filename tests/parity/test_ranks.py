@@ -13,10 +13,11 @@ from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, load_where_files_differ, on_cpu
 from tests.parity.serving import serve
 from tests.server.serving import wait_for
+from tests.systems.names import SYSTEM_NAMES
 from twolane.engine.messages import Submit
 from twolane.model.load.hub import resolve
 from twolane.sampling import SamplingParams
-from twolane.systems.registry import SYSTEMS, make_system
+from twolane.systems.registry import make_system
 
 PAGES, PAGE, RUNNING = 96, 16, 8
 
@@ -41,7 +42,7 @@ DECIDED: dict[str, list[list[int]]] = {}
 """What the first schedule said."""
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_NAMES)
 def test_two_ranks_say_what_one_says(system: str, two: Ranks, judge: Judge, tally: Tally) -> None:
     """And every system lets them say the same."""
     served = two.serve(make_system(system, {}), [*GREEDY, *SEEDED])
@@ -62,7 +63,7 @@ def test_eight_ranks_say_what_one_says(kv_heads: int, tmp_path: Path, tally: Tal
     path = make_checkpoint("qwen3", tmp_path / "model", seed=1, sizes=sizes)
     judge, decided = Judge(reference(path)), []
     ranks = on_cpu(path, 8, PAGES, PAGE, RUNNING)
-    for system in SYSTEMS:
+    for system in SYSTEM_NAMES:
         served = ranks.serve(make_system(system, {}), [*GREEDY, *SEEDED])
         decided.append(served.outputs)
         for request, output in zip(GREEDY, served.outputs, strict=False):

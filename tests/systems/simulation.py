@@ -21,7 +21,7 @@ from twolane.sampling import SamplingParams
 from twolane.sim.lanes import SimLanes
 from twolane.sim.port import SimPort
 from twolane.slo import Slo
-from twolane.systems.registry import System
+from twolane.systems.base import System
 
 LAYERS = 8
 UNITS = 132

@@ -6,13 +6,14 @@ from functools import cache
 
 import pytest
 
+from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.model.shapes import SHAPES
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import H200
 from twolane.sim.lanes import SimLanes
 from twolane.slo import Slo
-from twolane.systems.registry import SYSTEMS, make_system
+from twolane.systems.registry import make_system
 
 PROMPTS = 30
 """Of 4,000 tokens each, faster than all units can compute them."""
@@ -35,7 +36,7 @@ def prompts() -> list:
     return [(0.0, submit("victim", 50, 150)), *flood]
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_a_prefill_flood_does_not_starve_decode(name: str) -> None:
     """In `prefill-first` it does: nobody decodes as long as a prompt waits (MuxWise Figure 1)."""
     sim = flooded(name, prompts(), TBT)
@@ -46,7 +47,7 @@ def test_a_prefill_flood_does_not_starve_decode(name: str) -> None:
 
 
 @pytest.mark.parametrize("tbt", [TBT, 1e-4], ids=["kept", "hopeless"])
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_a_decode_flood_does_not_starve_prefill(name: str, tbt: float) -> None:
     """Not even where decode misses its bound whatever it gets."""
     arrivals = [(0.0, submit(f"f{i}", 20, 150)) for i in range(30)]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.estimate import synthetic
-from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
 from twolane.estimate.calibrated.estimator import Calibrated
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
@@ -31,7 +31,7 @@ def busy(view: View) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Bullet(ScriptedSystem):
+class Bullet(System):
     """Two layers a step; decode gets 66 units, overlapping with prefill's 100, for the last ones;
     decode is paused while the second prompt's first four layers run (§3.3.1)."""
 
@@ -65,7 +65,7 @@ def test_bullet_overlapping_hand_over_and_paused_decode() -> None:
 
 
 @dataclass(frozen=True)
-class DuetServe(ScriptedSystem):
+class DuetServe(System):
     """A chunk of at most 64 tokens on 100 units beside k = 3 steps on 32; both sides join."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
@@ -95,7 +95,7 @@ def test_duetserve_gang_of_look_ahead_steps_and_a_chunk() -> None:
 
 
 @dataclass(frozen=True)
-class MuxWise(ScriptedSystem):
+class MuxWise(System):
     """Two layers a round beside each decode step; a short prompt preempts a long one once; the
     long one goes on at another level when decode has ended (§3.2.3, §3.4.2)."""
 
@@ -145,7 +145,7 @@ def test_muxwise_preempts_resumes_and_changes_level_in_mid_prefill() -> None:
 
 
 @dataclass(frozen=True)
-class Drift(ScriptedSystem):
+class Drift(System):
     """Blocks of two layers, one with every decode step, decode launched first (§3.3)."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
@@ -176,7 +176,7 @@ def test_drift_blocks_beside_decode_steps() -> None:
 
 
 @dataclass(frozen=True)
-class PassBehindLanes(ScriptedSystem):
+class PassBehindLanes(System):
     """One prompt alone, the next one beside a decode step, the third in a pass behind both."""
 
     untils: list[dict[str, float | None]]
@@ -212,7 +212,7 @@ def test_a_pass_behind_both_lanes_decodes_those_whose_prompts_end_before_it() ->
 
 
 @dataclass(frozen=True)
-class SliceBehindStep(ScriptedSystem):
+class SliceBehindStep(System):
     """A prompt in its lane, behind a step on the whole device."""
 
     untils: list[dict[str, float | None]]

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from tests.estimate import synthetic
 from tests.sim.durations import FixedDurations
-from tests.systems.scripted import ScriptedSystem
+from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.common.vocabulary import EstimatorName, LaneName
 from twolane.engine.build import assemble
@@ -26,6 +26,7 @@ from twolane.model.shapes import SHAPES
 from twolane.sim.gpus import GPUS
 from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
+from twolane.systems.base import System
 from twolane.systems.plan import (
     Chunk,
     DecodeSteps,
@@ -37,7 +38,7 @@ from twolane.systems.plan import (
     Refusal,
     Work,
 )
-from twolane.systems.registry import SYSTEMS, defaults, describe, make_system
+from twolane.systems.registry import SYSTEMS, defaults, describe, make_system, system_class
 
 
 def gaps(times: list[float]) -> list[float]:
@@ -101,7 +102,7 @@ def test_static_split_look_ahead_launches_that_many_steps() -> None:
     assert gaps(sim.times["a"])[1:] == pytest.approx([0.020] * 9)  # delivered step by step
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_priorities_come_before_age(name: str) -> None:
     arrivals = [(0.0, submit("busy", 600, 2))]
     arrivals += [(0.001, submit(f"low{i}", 600, 2, priority=1)) for i in range(6)]
@@ -111,7 +112,7 @@ def test_priorities_come_before_age(name: str) -> None:
     assert sim.times["high"][0] < min(sim.times[f"low{i}"][0] for i in range(6))
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_nobody_is_overtaken_for_want_of_memory(name: str) -> None:
     """A long prompt that does not fit yet is not passed by short ones that would, and that come
     late enough to be behind it in every system's order."""
@@ -121,13 +122,13 @@ def test_nobody_is_overtaken_for_want_of_memory(name: str) -> None:
     assert sim.times["long"][0] <= min(sim.times[f"short{i}"][0] for i in range(20))
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_an_idle_engine_plans_nothing_and_wants_no_waking(name: str) -> None:
     sim = simulate(make_system(name), [(0.0, submit("a", 40, 3)), (0.01, Abort("nobody"))])
     assert sim.engine.plan() == Plan()
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_who_says_that_it_reads_no_slo_serves_the_same_under_any(name: str) -> None:
     """The server's and a request's own, tight and loose; and who reads them is told apart."""
     estimator = Calibrated(synthetic.profile(noise=0.01))
@@ -141,7 +142,7 @@ def test_who_says_that_it_reads_no_slo_serves_the_same_under_any(name: str) -> N
     cases = [(Slo(), Slo()), *((one, Slo()) for one in bounds), *((Slo(), one) for one in bounds)]
     runs = [served(server, own) for server, own in cases]
     differ = any(ran != runs[0] for ran in runs)
-    assert differ == SYSTEMS[name].reads_slos
+    assert differ == system_class(name).reads_slos
 
 
 def test_settings_are_read_from_text_and_refused_by_name() -> None:
@@ -162,7 +163,7 @@ def solo() -> SoloRun:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e308"])
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_every_number_is_refused_by_name_or_served_with(
     name: str, value: str, solo: SoloRun
 ) -> None:
@@ -187,7 +188,7 @@ def test_systems_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class InTurn(ScriptedSystem):
+class InTurn(System):
     """Answers with one plan after the other."""
 
     def __init__(self, *plans: Plan) -> None:

@@ -80,10 +80,10 @@ def find(
 
 def reads_slos(system: str) -> bool:
     """Return whether a system uses its SLOs; a running server is told none."""
-    from twolane.systems.registry import SYSTEMS
+    from twolane.systems.registry import system_class
 
-    kind = SYSTEMS.get(parse_system(system)[0])
-    return kind.reads_slos if kind is not None else parse_system(system)[0] != SERVER
+    name = parse_system(system)[0]
+    return name != SERVER and system_class(name).reads_slos
 
 
 def server(search: Search, load: BenchConfig) -> Run:

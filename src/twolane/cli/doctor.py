@@ -2,10 +2,12 @@
 
 import os
 import platform
+from collections import ChainMap
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -19,7 +21,7 @@ from twolane.common.errors import FieldError
 from twolane.common.options import docstrings
 from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
-from twolane.systems.registry import SYSTEMS, defaults, describe
+from twolane.systems.registry import SYSTEMS, System, defaults, describe, system_class
 
 MODEL = "A model as for `twolane serve`, to show what is read of its files."
 
@@ -52,10 +54,8 @@ def doctor(
     if system is not None:
         if model is not None or tokens is not None:
             raise wrong_setting(FieldError("system", "is shown without MODEL and --tokens"))
-        if system not in SYSTEMS:
-            problem = f"{system!r} is unknown; there are: {', '.join(SYSTEMS)}"
-            raise wrong_setting(FieldError("system", problem))
-        show_system(system)
+        with one_line_errors():
+            show_system(system)
         raise typer.Exit
     if model is None:
         if tokens is not None:
@@ -82,9 +82,12 @@ def report() -> bool:
 def show_system(name: str) -> None:
     """Print what a system does, and the default and the meaning of each of its settings."""
     console, table = Console(), Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    meanings = docstrings(SYSTEMS[name])
+    lineage = system_class(name).__mro__
+    own = lineage[: lineage.index(System)]
+    meanings = ChainMap(*map(docstrings, own))
     for key, value in defaults(name).items():
-        table.add_row(f"{key}={value}", meanings.get(key, ""))
+        setting = key if value is msgspec.NODEFAULT else f"{key}={value}"
+        table.add_row(setting, meanings.get(key, ""))
     console.print(f"{name}: {describe(name)} Its settings, as --option KEY=VALUE:")
     console.print(table)
 

@@ -88,8 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: Annotated[int, Option(MODEL, least=1, most=64)] = 16
     """Largest rank of an adapter's module."""
     system: Annotated[str | None, Option(SCHEDULING)] = None
-    """Policy that shares the device between prefill and decode; `twolane doctor` lists them; by
-    default `auto` on a GPU and in simulation, `static-split` on a CPU."""
+    """Policy that shares the device between prefill and decode; `twolane doctor` lists them, and
+    package.module.Class names one of your own; by default `auto` on a GPU and in simulation,
+    `static-split` on a CPU."""
     options: Annotated[dict[str, str], Option(SCHEDULING, "KEY=VALUE", name="option")] = {}
     """Setting of the system; may be repeated. `twolane doctor --system NAME` lists them."""
     slo: Annotated[Slo, Nested("slo_")] = Slo()

@@ -31,8 +31,8 @@ from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.estimate.adapters import AdapterEstimator
+from twolane.systems.base import System
 from twolane.systems.plan import Plan
-from twolane.systems.registry import System
 from twolane.systems.view import View
 
 NO_JOINS: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}

@@ -36,7 +36,7 @@ from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
 from twolane.sim.port import SimPort
 from twolane.sim.profile import simulated_profile
-from twolane.systems.registry import SYSTEMS
+from twolane.systems.registry import system_class
 from twolane.workload.prompts import PromptMaker
 from twolane.workload.traces import TraceRequest
 
@@ -317,7 +317,7 @@ def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
         "disaggregated": config.engine.disaggregated,
         "system": built.ready.system,
         "options": config.engine.options,
-        "estimator": config.engine.estimator or SYSTEMS[built.ready.system].estimator,
+        "estimator": config.engine.estimator or system_class(built.ready.system).estimator,
         "levels": built.ready.levels,
         "kv_tokens": built.ready.kv_tokens,
         "max_model_len": built.ready.max_model_len,

@@ -1,17 +1,21 @@
 """The systems by name, and how one is made with its settings.
 
-A system is a frozen msgspec struct: its fields are its settings, its first docstring line is
-its description. Systems never import torch.
+`package.module.Class` names a system outside of this package, which is imported from the working
+directory or from the installed packages.
 """
 
+import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName, MachineKind
+from twolane.common.vocabulary import MachineKind
 from twolane.systems.auto.system import Auto
+from twolane.systems.base import System
 from twolane.systems.baselines.chunked import Chunked
 from twolane.systems.baselines.prefill_first import PrefillFirst
 from twolane.systems.baselines.static_split import StaticSplit
@@ -21,31 +25,8 @@ from twolane.systems.papers.bullet import Bullet
 from twolane.systems.papers.drift import Drift
 from twolane.systems.papers.duetserve import DuetServe
 from twolane.systems.papers.muxwise import MuxWise
-from twolane.systems.plan import Plan
-from twolane.systems.view import View
 
-__all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system"]
-
-
-class System(Protocol):
-    """A policy with its settings.
-
-    `memory` is its own small frozen state, which it gets again at the next scheduling point.
-    """
-
-    estimator: ClassVar[EstimatorName]
-    """Name of the estimator that the system uses with a profile, unless the user names another."""
-    reads_slos: ClassVar[bool]
-    """Whether plans depend on latency bounds; if not, one run of a search counts for every
-    bound."""
-    gives_up: ClassVar[bool]
-    """Whether prompts that cannot meet their deadline are served after smaller ones that can."""
-
-    def start(self) -> Any:
-        """Return the memory before the first plan."""
-
-    def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
-        """Return the next plan and the new memory, which depend on nothing but the arguments."""
+__all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system", "system_class"]
 
 
 @runtime_checkable
@@ -91,14 +72,49 @@ def default_system(kind: MachineKind, *, disaggregated: bool = False) -> str:
     return "static-split" if kind == "cpu" else "auto"
 
 
+def system_class(name: str) -> type[System]:
+    """Return the system of that name, or of that path `package.module.Class`.
+
+    Raises:
+        FieldError: naming `system`: there is none, or what the path names is not one.
+    """
+    if name in SYSTEMS:
+        return SYSTEMS[name]
+    module, dot, attribute = name.rpartition(".")
+    if not dot:
+        known = ", ".join(SYSTEMS)
+        problem = f"{name!r} is unknown; there are: {known}, and package.module.Class of your own"
+        raise FieldError("system", problem)
+    kind: Any = getattr(_imported(module, name), attribute, None)
+    if kind is None:
+        raise FieldError("system", f"{name!r}: module {module} has no {attribute}")
+    if not {System, msgspec.Struct} <= {*getattr(kind, "__mro__", ())}:
+        needed = "a subclass of twolane.systems.base.System and msgspec.Struct"
+        raise FieldError("system", f"{name!r} is not {needed}")
+    if kind.plan is System.plan:
+        raise FieldError("system", f"{name!r} has no method `plan`")
+    return kind  # type: ignore[no-any-return]
+
+
+def _imported(module: str, name: str) -> object:
+    """Import the module of the system `name`, from the working directory first."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        problem = f"{name!r}: importing {module} failed: {type(error).__name__}: {error}"
+        raise FieldError("system", problem) from error
+
+
 def describe(name: str) -> str:
     """Return the description of a system in one line."""
-    return (SYSTEMS[name].__doc__ or "").split("\n", 1)[0]
+    return (system_class(name).__doc__ or "").split("\n", 1)[0]
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Return the settings of a system with their defaults."""
-    kind = cast(type[msgspec.Struct], SYSTEMS[name])
+    """Return the settings of a system with their defaults; `msgspec.NODEFAULT` for none."""
+    kind = cast(type[msgspec.Struct], system_class(name))
     return {field.name: field.default for field in msgspec.structs.fields(kind)}
 
 
@@ -108,9 +124,7 @@ def make_system(name: str, options: dict[str, str] | None = None) -> System:
     Raises:
         FieldError: naming `system`, which is unknown, or `options`: one is unknown or out of range.
     """
-    if name not in SYSTEMS:
-        raise FieldError("system", f"{name!r} is unknown; there are: {', '.join(SYSTEMS)}")
-    kind, settings = SYSTEMS[name], defaults(name)
+    kind, settings = system_class(name), defaults(name)
     for option in options or {}:
         if option not in settings:
             known = ", ".join(settings)

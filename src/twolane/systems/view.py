@@ -191,7 +191,8 @@ class View(msgspec.Struct, frozen=True):
     parked: BatchView | None
     """The preempted prefill batch."""
     decoding: Sequence[RequestView]
-    """Requests that a decode step launched now would serve, by priority and age."""
+    """Requests with a token, which a decode step launched now would serve in any lane, by priority
+    and age."""
     joining: Mapping[LaneName, Sequence[RequestView]]
     """Requests whose prompt is launched to the end and not done, by the lane of that launch. A step
     launched in the same lane or on the whole device serves them too, because it runs after their
@@ -209,3 +210,7 @@ class View(msgspec.Struct, frozen=True):
     """The latest gaps between tokens."""
     estimator: Estimator
     launch_costs: LaunchCostsView
+
+    def rows(self, lane: LaneName) -> Sequence[RequestView]:
+        """Return the requests that a decode step launched now in this lane would serve."""
+        return [*self.decoding, *self.joining[lane]]

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import LANES, EstimatorName
+from twolane.common.vocabulary import LANES
 from twolane.estimate.query import Load, decode_step
 from twolane.systems.auto.candidates import Candidate, Candidates, choose
 from twolane.systems.auto.costs import PrefillCosts
@@ -27,6 +27,7 @@ from twolane.systems.auto.order import ServiceOrder, order_requests
 from twolane.systems.auto.queues import due, next_due, prefill_free_at
 from twolane.systems.auto.target import TbtTarget, target_tbt
 from twolane.systems.auto.turns import LastTurns, LaunchPlanner, Prompts, prefill_alone
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import batch_load, requests_of, shared_levels, tbt_slo
 from twolane.systems.common.settings import at_least
@@ -77,11 +78,9 @@ class AutoMemory:
     """Whether a prompt had little time left when the waiting requests were last put in order."""
 
 
-class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Auto(System, msgspec.Struct, frozen=True):
     """The way of running the prompts that prefills fastest within the SLOs by prediction."""
 
-    estimator: ClassVar[EstimatorName] = "calibrated"
-    reads_slos: ClassVar[bool] = True
     gives_up: ClassVar[bool] = True
 
     max_batch_tokens: int = 2048

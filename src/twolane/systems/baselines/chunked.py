@@ -9,19 +9,17 @@ from typing import ClassVar, Literal
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.settings import at_least
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan
 from twolane.systems.view import View
 
 
-class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Chunked(System, msgspec.Struct, frozen=True):
     """Decode tokens and prompt chunks in one forward pass, within a token budget."""
 
-    estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
-    gives_up: ClassVar[bool] = False
 
     token_budget: int = 256
     """Tokens in a forward pass, decode and prefill together."""
@@ -39,15 +37,12 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.fused_attention and self.nano_batches > 1:
             raise FieldError("fused_attention", "does not go with nano_batches")
 
-    def start(self) -> None:
-        """No memory is kept between plans."""
-
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Launch a pass: a token for each decoding request, and prefill within the budget."""
         lane = view.lanes["device"]
         if not lane.due(view.now, self.lead_seconds):
             return Plan(wake_at=lane.due_at(self.lead_seconds)), None
-        decoding = len(view.decoding) + len(view.joining["device"])
+        decoding = len(view.rows("device"))
         # A budget that decode alone exhausts must not starve prefill for ever.
         budget = max(self.token_budget - decoding, 1)
         chunks = next_chunks(view, budget, split=True)

@@ -8,19 +8,17 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import EstimatorName
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.settings import at_least
 from twolane.systems.plan import DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 
 
-class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillFirst(System, msgspec.Struct, frozen=True):
     """Whole prompts first, decode when none waits; one phase at a time on the whole device."""
 
-    estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
-    gives_up: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
@@ -29,9 +27,6 @@ class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         at_least(self, max_batch_tokens=1, lead_seconds=0)
-
-    def start(self) -> None:
-        """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Prefill if a prompt waits and fits; otherwise launch one decode step."""
@@ -42,7 +37,7 @@ class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if chunks:
             launch = Launch("device", view.units, PrefillSlice(0, view.layers))
             return Plan(admit=chunks, launches=(launch,), reason="prefill first"), None
-        if view.decoding or view.joining["device"]:
+        if view.rows("device"):
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="no prompt waits"), None
         return Plan(), None

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import prefill_slice
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
@@ -27,12 +27,10 @@ ALONE_SECONDS = 1.0
 """Seconds of a slice while nothing decodes, after which others are served if its clients left."""
 
 
-class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StaticSplit(System, msgspec.Struct, frozen=True):
     """Prefill and decode side by side, at one fixed partition of the device."""
 
-    estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
-    gives_up: ClassVar[bool] = False
 
     decode_units: int = 0
     """Units of the decode lane while both phases have work; 0 is half of the device."""
@@ -49,9 +47,6 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at_least(
             self, decode_units=0, look_ahead=1, max_batch_tokens=1, slice_seconds=0, lead_seconds=0
         )
-
-    def start(self) -> None:
-        """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Keep both lanes fed; decode is launched first (MuxWise §3.2.2)."""

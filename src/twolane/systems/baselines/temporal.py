@@ -6,12 +6,11 @@ MuxWise §6, which splits the prefill into layers to fit small slacks.
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import decode_step, prefill_slice
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import PrefillJob, decode_load, tbt_slo
 from twolane.systems.common.settings import at_least
@@ -19,12 +18,8 @@ from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
 
 
-class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Temporal(System, msgspec.Struct, frozen=True):
     """Layer slices in the slack between decode steps, one phase at a time on the whole device."""
-
-    estimator: ClassVar[EstimatorName] = "calibrated"
-    reads_slos: ClassVar[bool] = True
-    gives_up: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
@@ -43,7 +38,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         lane = view.lanes["device"]
         if not lane.due(view.now, self.lead_seconds):
             return Plan(wake_at=lane.due_at(self.lead_seconds)), memory
-        rows = [*view.decoding, *view.joining["device"]]
+        rows = view.rows("device")
         chunks: tuple[Chunk, ...] = ()
         if view.batch is None and not (rows and memory):
             chunks = next_chunks(view, self.max_batch_tokens, split=False)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import EstimatorName
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import wake_at
 from twolane.systems.common.settings import at_least
@@ -16,12 +16,10 @@ from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 
 
-class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TwoStream(System, msgspec.Struct, frozen=True):
     """Prefill and decode side by side, both on the whole device: no partition."""
 
-    estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
-    gives_up: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
@@ -30,9 +28,6 @@ class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         at_least(self, max_batch_tokens=1, lead_seconds=0)
-
-    def start(self) -> None:
-        """No memory is kept between plans."""
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Launch whole prompts in one lane and decode steps in the other."""

@@ -21,6 +21,7 @@ from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import Corunner, Floats, Load, decode_step, prefill_slice
 from twolane.slo import Slo
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
@@ -172,12 +173,10 @@ def _intensity_limit(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) 
     return len(chunks)
 
 
-class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Bullet(System, msgspec.Struct, frozen=True):
     """Layer-wise prefill beside decode; units follow predicted TTFT and TPOT at every step."""
 
     estimator: ClassVar[EstimatorName] = "sm-roofline"
-    reads_slos: ClassVar[bool] = True
-    gives_up: ClassVar[bool] = False
 
     ttft_per_token: float = 0.003
     """Normalised TTFT SLO, seconds for each prompt token, of requests that have no TTFT SLO

@@ -11,6 +11,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
+from twolane.systems.base import System
 from twolane.systems.common.multiplex import Level, nearest_level, shared_levels
 from twolane.systems.common.settings import at_least
 from twolane.systems.papers.best_fit import BestFit, Preempted
@@ -24,12 +25,10 @@ PAPER_SMS = 108
 """SMs of the device that these numbers are given for."""
 
 
-class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Drift(System, msgspec.Struct, frozen=True):
     """Decode on the fewest units that keep its TBT by solo runs; prefill in blocks."""
 
     estimator: ClassVar[EstimatorName] = "solo-run"
-    reads_slos: ClassVar[bool] = True
-    gives_up: ClassVar[bool] = False
 
     groups: int = 4
     """Partitions, those of one phase alone among them: 3, 4 or 5 (§5.3.2)."""

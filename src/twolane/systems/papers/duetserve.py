@@ -18,6 +18,7 @@ import numpy as np
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
+from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import PrefillJob, decode_load, nearest_level
 from twolane.systems.common.settings import at_least
@@ -63,12 +64,10 @@ def best_split(
     return max(options, key=throughput)
 
 
-class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DuetServe(System, msgspec.Struct, frozen=True):
     """Hybrid batches by default; prefill beside look-ahead decode when TBT would suffer."""
 
     estimator: ClassVar[EstimatorName] = "attention-roofline"
-    reads_slos: ClassVar[bool] = True
-    gives_up: ClassVar[bool] = False
 
     token_budget: int = 8192
     """Tokens of an iteration, decode and prefill together; the paper's on an H100 (§5.1)."""

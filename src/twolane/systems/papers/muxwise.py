@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from twolane.common.vocabulary import EstimatorName
+from twolane.systems.base import System
 from twolane.systems.common.multiplex import shared_levels
 from twolane.systems.common.settings import at_least
 from twolane.systems.papers.best_fit import BestFit, Preempted
@@ -17,12 +18,10 @@ from twolane.systems.plan import Plan
 from twolane.systems.view import View
 
 
-class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MuxWise(System, msgspec.Struct, frozen=True):
     """Decode on the fewest units that keep its TBT in the worst case; prefill layer by layer."""
 
     estimator: ClassVar[EstimatorName] = "guard"
-    reads_slos: ClassVar[bool] = True
-    gives_up: ClassVar[bool] = False
 
     layer_wise: bool = True
     """Off: a prefill batch is launched whole, and can neither be preempted nor change its level
