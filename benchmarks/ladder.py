@@ -29,7 +29,8 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Abort, Outputs, Submit, ToEngine
 from twolane.engine.predict import machine_key
 from twolane.estimate.profile import Profile
-from twolane.lanes.machine import Machine, load
+from twolane.lanes.base import Machine
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.model.shapes import SHAPES

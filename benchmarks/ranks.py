@@ -32,7 +32,7 @@ from twolane.engine.config import AllReduce
 from twolane.lanes.cuda.decode_graphs import captured
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.lanes.cuda.ranks import RankedMachine, load_rank
+from twolane.lanes.ranks.cuda_machine import RankedCudaMachine, load_rank
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import DecodeWork, HybridWork
@@ -94,7 +94,7 @@ class RankedRig(Rig):
             if ranks > 1:
                 self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
         else:
-            self.machine = RankedMachine(settings, progress)
+            self.machine = RankedCudaMachine(settings, progress)
         self.load_seconds = progress.seconds
         print(f"room for {self.machine.kv_bytes(40_960) / 2**30:.1f} GiB of KV", flush=True)
         sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)

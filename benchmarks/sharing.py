@@ -29,7 +29,7 @@ from twolane.bench.server import serving
 from twolane.engine.config import EngineConfig
 from twolane.estimate.profile import Run
 from twolane.lanes.base import Ticket
-from twolane.lanes.machine import load
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import PrefillWork
 from twolane.profile.rig import Rig

@@ -17,11 +17,11 @@ from torch import distributed as dist
 
 from twolane.kernels import fused
 from twolane.kernels.runtime.timing import graph_seconds
+from twolane.lanes.disaggregated.cuda_mirror import MirroredGpuKVCache
 from twolane.model.shapes import SHAPES
 from twolane.parallel.group import meet
 from twolane.parallel.peer_memory import PeerGroup
 from twolane.results.provenance import provenance, save
-from twolane.transfer.gpu_mirror import MirroredGpuKVCache
 
 ROWS = (1, 16, 64, 256, 512, 2048, 8192)
 PAGE, PAGES, CALLS, REPLAYS = 32, 512, 20, 7

@@ -503,7 +503,7 @@ def test_doctor_says_how_many_gpus_share_a_model(monkeypatch, names, peers, said
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda i: names[i])
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: peers)
-    monkeypatch.setattr("twolane.lanes.cuda.ranks.version", lambda: "2")
+    monkeypatch.setattr("twolane.lanes.ranks.cuda_machine.version", lambda: "2")
     assert doctor.ranks().startswith(said)
 
 

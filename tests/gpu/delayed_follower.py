@@ -9,7 +9,7 @@ if __name__ == "__main__":
 
         emulate()
     from tests.gpu.delayed import install
-    from twolane.lanes.cuda.follower import main
+    from twolane.lanes.ranks.cuda_follower import main
 
     install(os.getpid())
     sys.exit(main())

@@ -58,11 +58,11 @@ def started(args: argparse.Namespace, path: Path) -> Any:
     from tests.gpu.delayed import install
     from tests.parity.ranks import Ranks
     from twolane.lanes import base
-    from twolane.lanes.cuda import ranks as ranks_module
+    from twolane.lanes.ranks import cuda_machine
     from twolane.lanes.settings import DeviceSettings
 
     install(0)
-    ranks_module.FOLLOWER = "tests.gpu.delayed_follower"
+    cuda_machine.FOLLOWER = "tests.gpu.delayed_follower"
     if not args.emulated:
         base.UNPREDICTED_SECONDS = base.LAUNCH_TIMEOUT_SECONDS
     settings = DeviceSettings(
@@ -76,7 +76,7 @@ def started(args: argparse.Namespace, path: Path) -> Any:
         gpu_memory_utilization=0.3,
     )
     begun, page = time.monotonic(), 16
-    machine = ranks_module.RankedMachine(settings, lambda *_: None)
+    machine = cuda_machine.RankedCudaMachine(settings, lambda *_: None)
     ranks = Ranks(machine, 14, page, 6)
     print(f"started in {time.monotonic() - begun:.1f} s", flush=True)
     return ranks

@@ -14,7 +14,7 @@ from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.ranks import Ranks
 from tests.parity.schedules import schedules
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -57,7 +57,8 @@ def test_tokens_on_two_ranks(checkpoint: Path, judge: Judge) -> None:
         all_reduce="nccl",  # a process maps other GPUs' memory once, and other tests do
         gpu_memory_utilization=0.5,
     )
-    ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), constrained()
+    ranks = Ranks(RankedCudaMachine(settings, lambda *_: None), 2048, PAGE, 16)
+    submits = constrained()
     try:
         served = ranks.serve(
             schedules(LAYERS)["static-split-k3"](), submits, vocabulary=tokenizer().to_str()

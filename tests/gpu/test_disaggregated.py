@@ -24,8 +24,8 @@ from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, next_turn, two_streams
 from tests.parity.test_tiny import compare
 from twolane.engine.messages import Abort, Outputs, Submit
-from twolane.lanes.cuda.disaggregated import CudaPairMachine
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.disaggregated.cuda_decode import DisaggregatedCudaMachine
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
@@ -56,7 +56,7 @@ def on_two(settings: DeviceSettings, pages: int = PAGES) -> Ranks:
     """Two GPUs, of which the second one computes prompts; what nobody wrote is no number."""
     needs(2)
     needs_to_map_memory()
-    ranks = Ranks(CudaPairMachine(settings, lambda *_: None), pages, PAGE, RUNNING)
+    ranks = Ranks(DisaggregatedCudaMachine(settings, lambda *_: None), pages, PAGE, RUNNING)
     pool = ranks.lanes._lanes.runner.kv
     mark_unwritten((*pool.layers, *pool.other.layers))
     return ranks

@@ -21,7 +21,7 @@ from twolane.engine.messages import Submit
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import (
     DecodeRow,
@@ -138,7 +138,7 @@ def test_two_ranks_say_what_merged_weights_say(
         max_loras=len(adapters),
         max_lora_rank=MAX_RANK,
     )
-    ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), asked()
+    ranks, submits = Ranks(RankedCudaMachine(settings, lambda *_: None), 2048, PAGE, 16), asked()
     try:
         served = ranks.serve(schedules(LAYERS)["static-split-k3"](), submits, adapters)
         assert "rank 1" in load_where_files_differ(ranks, checkpoint, tmp_path)

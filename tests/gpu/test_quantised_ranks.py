@@ -16,7 +16,7 @@ from tests.parity.ranks import Ranks
 from tests.parity.serving import Served, serve
 from twolane.engine.messages import Submit
 from twolane.kernels.runtime import nvrtc
-from twolane.lanes.machine import load
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.sampling import SamplingParams

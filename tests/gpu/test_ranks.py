@@ -13,7 +13,7 @@ from tests.parity.ranks import Ranks
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
 from twolane.engine.messages import Submit
-from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
 from twolane.lanes.settings import DeviceSettings
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
@@ -61,7 +61,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
             all_reduce=all_reduce,
             gpu_memory_utilization=0.5,
         )
-        machine = RankedMachine(settings, lambda *_: None)
+        machine = RankedCudaMachine(settings, lambda *_: None)
         open_ranks.append(Ranks(machine, PAGES, PAGE, RUNNING))
         return open_ranks[-1], Judge(reference(path))
 

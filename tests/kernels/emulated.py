@@ -221,7 +221,8 @@ def _ranks() -> None:
     from torch import distributed as dist
 
     from twolane.lanes import base
-    from twolane.lanes.cuda import disaggregated, ranks
+    from twolane.lanes.disaggregated.lanes import cuda_decode
+    from twolane.lanes.ranks import cuda_machine
     from twolane.lanes.settings import load_shard
     from twolane.parallel import nccl
 
@@ -233,11 +234,11 @@ def _ranks() -> None:
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return str(stores[-1].port).encode()
 
-    ranks.Communicator = nccl.Communicator = Gloo  # type: ignore[misc, assignment]
+    cuda_machine.Communicator = nccl.Communicator = Gloo  # type: ignore[misc, assignment]
     nccl.unique_id = unique_id
-    ranks.TwoShot = _mapped()
-    ranks.FOLLOWER = "tests.kernels.emulated_follower"
-    disaggregated.FOLLOWER = "tests.kernels.emulated_prompts"
-    disaggregated.PeerGroup = Files  # type: ignore[misc, assignment]
-    for module in (ranks, disaggregated):
+    cuda_machine.TwoShot = _mapped()
+    cuda_machine.FOLLOWER = "tests.kernels.emulated_follower"
+    cuda_decode.FOLLOWER = "tests.kernels.emulated_prompts"
+    cuda_decode.PeerGroup = Files  # type: ignore[misc, assignment]
+    for module in (cuda_machine, cuda_decode):
         module.load_shard = lambda settings, device, *rest: load_shard(settings, "cpu", *rest)

@@ -32,7 +32,7 @@ def main(path: Path, *options: str) -> None:
     from tests.parity.ranks import Ranks
     from twolane.engine.messages import Submit
     from twolane.kernels.pool import RoundedPool
-    from twolane.lanes.cuda.disaggregated import CudaPairMachine
+    from twolane.lanes.disaggregated.cuda_decode import DisaggregatedCudaMachine
     from twolane.lanes.settings import DeviceSettings
     from twolane.sampling import SamplingParams
     from twolane.systems.registry import make_system
@@ -47,7 +47,7 @@ def main(path: Path, *options: str) -> None:
         max_loras=1,
         kv_cache_dtype="fp8" if "fp8" in options else "auto",
     )
-    ranks = Ranks(CudaPairMachine(settings, lambda *_: None), 10, 16, 4)
+    ranks = Ranks(DisaggregatedCudaMachine(settings, lambda *_: None), 10, 16, 4)
     print("started", file=sys.stderr, flush=True)
     pool = ranks.lanes._lanes.runner.kv
     for layer in (*pool.layers, *pool.other.layers):

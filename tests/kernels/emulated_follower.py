@@ -11,6 +11,6 @@ if __name__ == "__main__":
 
         faulthandler.dump_traceback_later(float(os.environ["STACKS"]), exit=False)
     install()
-    from twolane.lanes.cuda.follower import main
+    from twolane.lanes.ranks.cuda_follower import main
 
     sys.exit(main())

@@ -11,6 +11,6 @@ if __name__ == "__main__":
 
         faulthandler.dump_traceback_later(float(os.environ["STACKS"]), exit=False)
     install()
-    from twolane.lanes.cuda.prompts import main
+    from twolane.lanes.disaggregated.cuda_prefill import main
 
     sys.exit(main())

@@ -28,7 +28,7 @@ def main(path: Path, size: int) -> None:
     from tests.engine.random_plans import RandomPlans
     from tests.parity.ranks import Ranks
     from twolane.engine.messages import Submit
-    from twolane.lanes.cuda.ranks import RankedMachine
+    from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
     from twolane.lanes.settings import DeviceSettings
     from twolane.sampling import SamplingParams
     from twolane.systems.plan import Plan
@@ -52,7 +52,7 @@ def main(path: Path, size: int) -> None:
         lora_endpoints=True,
         max_loras=1,
     )
-    machine = RankedMachine(settings, lambda *_: None)
+    machine = RankedCudaMachine(settings, lambda *_: None)
     ranks = Ranks(machine, 12, 16, 4)
     print("started", file=sys.stderr, flush=True)
     said = {}

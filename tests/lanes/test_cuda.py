@@ -18,12 +18,12 @@ import twolane
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
 from twolane.lanes.cuda.decode_graphs import LevelGraphs
-from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.machine import _log_graphs
 from twolane.lanes.cuda.slots import _packed
-from twolane.lanes.followers import FollowerStart, adapter_key
-from twolane.lanes.following import AdapterReports
+from twolane.lanes.ranks.cuda_follower import FollowerLanes
+from twolane.lanes.ranks.followers import FollowerStart, adapter_key
+from twolane.lanes.ranks.log_reader import AdapterReports
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import AdapterRecord, Sampling
 from twolane.sampling import SamplingParams
@@ -171,7 +171,7 @@ def test_a_step_does_not_go_before_the_whole_device(launcher: Launcher) -> None:
 
 
 SERVING = (
-    *("lanes/cuda/*.py", "kernels/**/*.py", "parallel/*.py", "transfer/*.py"),
+    *("lanes/cuda/*.py", "lanes/*/cuda_*.py", "kernels/**/*.py", "parallel/*.py"),
     *("model/gpu_*.py", "model/products.py"),
 )
 """The source that runs between a launch and its result on a GPU."""

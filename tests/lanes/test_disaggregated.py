@@ -23,12 +23,15 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import check_settings
-from twolane.lanes.cpu.disaggregated import DecodeRunner, halves
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.prompts import PromptRunner
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.disaggregated import DisaggregatedLanes
-from twolane.lanes.machine import load
+from twolane.lanes.disaggregated.arrivals import Arrivals
+from twolane.lanes.disaggregated.cpu_decode import DecodeRunner, halves
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.cpu_prefill import PromptRunner
+from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork
 from twolane.model.lora import AdapterPool
@@ -36,9 +39,6 @@ from twolane.systems.base import System
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
 from twolane.systems.registry import make_system
 from twolane.systems.view import View
-from twolane.transfer.arrivals import Arrivals
-from twolane.transfer.memory import SharedMemory
-from twolane.transfer.mirror import MirroredCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS, FULL_WORLDS = 2, 200
@@ -56,7 +56,7 @@ class LateDecode(Late, DecodeRunner):
     """The decode process is held up now and then."""
 
 
-class HeldUp(MirroredCache):
+class HeldUp(MirroredKVCache):
     """Pages are pushed slowly."""
 
     rng = random.Random(0)
@@ -67,7 +67,7 @@ class HeldUp(MirroredCache):
         super().push(layer, slots, new)
 
 
-class TooLate(MirroredCache):
+class TooLate(MirroredKVCache):
     """Pages arrive behind those of many later launches, though it was told that they have."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -104,7 +104,7 @@ class ApartWorld(ThreadedWorld):
     Its `pools` are those of the decode and of the prefill process.
     """
 
-    pools: tuple[type[MirroredCache], type[MirroredCache]] = (HeldUp, HeldUp)
+    pools: tuple[type[MirroredKVCache], type[MirroredKVCache]] = (HeldUp, HeldUp)
 
     def make_lanes(self, runner: Runner) -> Any:
         decoder = tiny_decoder()
@@ -157,11 +157,11 @@ def test_outputs_are_those_of_requests_alone(system: str, request: pytest.Fixtur
 
 
 class PromptsArriveLate(ApartWorld):
-    pools = MirroredCache, TooLate
+    pools = MirroredKVCache, TooLate
 
 
 class StepsArriveLate(ApartWorld):
-    pools = TooLate, MirroredCache
+    pools = TooLate, MirroredKVCache
 
 
 @pytest.mark.parametrize("kind", [PromptsArriveLate, StepsArriveLate])

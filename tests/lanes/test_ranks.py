@@ -27,10 +27,10 @@ from tests.lanes.test_real_threads import PATIENCE, ThreadedWorld
 from tests.model.doubled import _double
 from twolane.common.resources import usable_cores
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.follower import carry_out
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
-from twolane.lanes.ranked import RankedLanes
+from twolane.lanes.ranks.cpu_follower import carry_out
+from twolane.lanes.ranks.ranked_lanes import RankedLanes
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,

@@ -29,7 +29,7 @@ from tests.model.quantised_checkpoints import (
 )
 from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
-from twolane.lanes.machine import load
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder, Weights

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from twolane.lanes import following
-from twolane.lanes.cpu import follower
+from twolane.lanes.ranks import cpu_follower, log_reader
 
 
 def answer(file: int, what: bytes) -> None:
@@ -18,5 +17,5 @@ def answer(file: int, what: bytes) -> None:
 
 
 if __name__ == "__main__":
-    following.os = SimpleNamespace(**{**vars(os), "write": answer})  # type: ignore[assignment]
-    sys.exit(follower.main())
+    log_reader.os = SimpleNamespace(**{**vars(os), "write": answer})  # type: ignore[assignment]
+    sys.exit(cpu_follower.main())

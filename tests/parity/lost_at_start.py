@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from twolane.lanes.cpu import follower
+from twolane.lanes.ranks import cpu_follower
 from twolane.parallel import group
 
 
@@ -14,7 +14,7 @@ def main() -> int:
         signal.pause()
 
     group.gloo = lost  # type: ignore[assignment]
-    return follower.main()
+    return cpu_follower.main()
 
 
 if __name__ == "__main__":

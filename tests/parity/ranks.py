@@ -15,8 +15,8 @@ from tests.parity.serving import Served, serve_on
 from tests.server.serving import PATIENCE
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
-from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
-from twolane.lanes.cpu.machine import CpuMachine
+from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.model.load.adapter_files import digest_of
 from twolane.sampling import SamplingParams
@@ -78,7 +78,7 @@ class Lent:
 def apart(path: Path, pages: int, page: int, running: int, **settings: Any) -> Ranks:
     """Two ranks, of which the other one computes prompts; what nobody wrote is no number."""
     asked = DeviceSettings(model=str(path), device="cpu", disaggregated=True, **settings)
-    ranks = Ranks(DisaggregatedMachine(asked, lambda *_: None), pages, page, running)
+    ranks = Ranks(DisaggregatedCpuMachine(asked, lambda *_: None), pages, page, running)
     pool = ranks.lanes._lanes._runner._kv
     for cache in (pool, pool.other):
         for layer in (*cache.k, *cache.v):
@@ -89,7 +89,7 @@ def apart(path: Path, pages: int, page: int, running: int, **settings: Any) -> R
 def on_cpu(path: Path, size: int, pages: int, page: int, running: int, **settings: Any) -> Ranks:
     """Ranks that share the cores of this machine."""
     asked = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size, **settings)
-    return Ranks(CpuMachine(asked, lambda *_: None), pages, page, running)
+    return Ranks(load(asked, lambda *_: None), pages, page, running)
 
 
 def load_where_files_differ(ranks: Ranks, base: Path, folder: Path) -> str:

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from twolane.lanes.cpu import follower
+from twolane.lanes.ranks import cpu_follower
 
 SAID = (
     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -19,5 +19,5 @@ def load(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    follower.load_shard = load  # type: ignore[assignment]
-    sys.exit(follower.main())  # type: ignore[func-returns-value]
+    cpu_follower.load_shard = load  # type: ignore[assignment]
+    sys.exit(cpu_follower.main())  # type: ignore[func-returns-value]

@@ -4,19 +4,19 @@ import sys
 import time
 from typing import Any
 
-from twolane.lanes.cpu import prompts
-from twolane.transfer.mirror import MirroredCache
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.lanes import cpu_prefill
 
 SECONDS = 2.0
 """Seconds of each of four layers."""
 
 
-class SlowCache(MirroredCache):
+class SlowCache(MirroredKVCache):
     def push(self, *args: Any) -> None:
         time.sleep(SECONDS)
         super().push(*args)
 
 
 if __name__ == "__main__":
-    prompts.MirroredCache = SlowCache  # type: ignore[misc]
-    sys.exit(prompts.main())
+    cpu_prefill.MirroredKVCache = SlowCache  # type: ignore[misc]
+    sys.exit(cpu_prefill.main())

@@ -27,10 +27,11 @@ from tests.parity.test_ranks import SEEDED
 from tests.parity.test_tiny import compare
 from tests.server.serving import wait_for
 from twolane.engine.messages import Submit
-from twolane.lanes import base, followers
+from twolane.lanes import base
 from twolane.lanes.base import Step
-from twolane.lanes.cpu import disaggregated
-from twolane.lanes.cpu.disaggregated import DecodeRunner
+from twolane.lanes.disaggregated.cpu_decode import DecodeRunner
+from twolane.lanes.disaggregated.lanes import cpu_decode
+from twolane.lanes.ranks import followers
 from twolane.model.load.hub import resolve
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
@@ -110,7 +111,7 @@ def test_a_prompt_may_take_long_while_its_layers_arrive(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than a launch may: rank 1 is not held for lost."""
-    monkeypatch.setattr(disaggregated, "FOLLOWER", "tests.parity.slow_prompts")
+    monkeypatch.setattr(cpu_decode, "FOLLOWER", "tests.parity.slow_prompts")
     monkeypatch.setattr(base, "LAUNCH_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(base, "UNPREDICTED_SECONDS", 3.0)
     ranks = apart(checkpoint, 256, PAGE, RUNNING)
@@ -167,7 +168,7 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
 def test_a_prefill_process_that_dies_at_the_start_ends_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disaggregated, "FOLLOWER", "tests.parity.nowhere")
+    monkeypatch.setattr(cpu_decode, "FOLLOWER", "tests.parity.nowhere")
     with pytest.raises(RankLost, match=r"rank 1 of 2 has died \(exit code 1\)"):
         apart(checkpoint, 256, PAGE, RUNNING)
 

@@ -19,9 +19,9 @@ from tests.parity.lost_rank_0 import endless
 from tests.parity.ranks import Ranks, on_cpu
 from tests.server.serving import PATIENCE, wait_for
 from twolane.engine.messages import Submit
-from twolane.lanes import base, followers
-from twolane.lanes.cpu import machine
-from twolane.lanes.followers import Heartbeat
+from twolane.lanes import base
+from twolane.lanes.ranks import cpu_machine, followers
+from twolane.lanes.ranks.followers import Heartbeat
 from twolane.parallel import group
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
@@ -134,7 +134,7 @@ def test_a_rank_that_is_lost_while_channels_are_connected_ends_the_start(
 ) -> None:
     """It dies, is stopped, or goes on without ever connecting, as with a network that hangs."""
     monkeypatch.setenv("LOST_BY", how)
-    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.lost_at_start")
+    monkeypatch.setattr(cpu_machine, "FOLLOWER", "tests.parity.lost_at_start")
     monkeypatch.setattr(followers, "STOPPED_SECONDS", 1.0)
     if how == "SIGCONT":
         monkeypatch.setattr(group, "CONNECT_SECONDS", 1.0)
@@ -155,7 +155,7 @@ def test_a_rank_that_is_lost_while_channels_are_connected_ends_the_start(
 def test_a_rank_without_memory_for_its_weights_says_what_to_set(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.short_of_memory")
+    monkeypatch.setattr(cpu_machine, "FOLLOWER", "tests.parity.short_of_memory")
     with pytest.raises(RankLost, match=r"rank 1 of 2: gpu_memory_utilization .* 1\.50 GiB more"):
         on_cpu(checkpoint, 2, 256, 16, 8)
 
@@ -189,7 +189,7 @@ def test_a_rank_that_is_silent_at_rest_may_come_back(
     """It may be short of CPU time; only a silence that is far longer is the end."""
     deaf, news = tmp_path / "deaf", threading.Event()
     monkeypatch.setenv("DEAF", str(deaf))
-    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.deaf_follower")
+    monkeypatch.setattr(cpu_machine, "FOLLOWER", "tests.parity.deaf_follower")
     monkeypatch.setattr(followers, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(followers, "PING_SECONDS", 0.2)
     ranks = on_cpu(checkpoint, 2, 256, 16, 8)

@@ -174,7 +174,7 @@ def ranks() -> str:
         return f"one: several need as many GPUs of one host ({names[0]})"
     if len(names) > 1:
         return f"none of all {count} GPUs, which are not alike: {', '.join(names)}"
-    from twolane.lanes.cuda.ranks import sum_methods
+    from twolane.lanes.ranks.cuda_machine import sum_methods
 
     try:
         return f"up to {count} GPUs, which sum by {sum_methods(count)} ({names[0]})"
@@ -186,13 +186,13 @@ def disaggregated() -> str:
     """Return which devices prefill and decode can have for themselves (--disaggregated)."""
     import torch
 
-    from twolane.lanes.cpu.disaggregated import halves
+    from twolane.lanes.disaggregated.cpu_decode import halves
 
     prefill, decode = (", ".join(map(str, cores)) for cores in halves(usable_cores()))
     cores = f"prefill on cores {prefill}, decode on cores {decode}"
     if not torch.cuda.is_available():
         return cores
-    from twolane.lanes.cuda.disaggregated import lacks
+    from twolane.lanes.disaggregated.cuda_decode import lacks
 
     if lacking := lacks():
         return f"{cores}; on GPUs it {lacking}"

@@ -23,8 +23,8 @@ from twolane.engine.settings import check_served, context_length, level_shares
 from twolane.engine.state import State
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
-from twolane.lanes.base import Lanes
-from twolane.lanes.machine import Machine, MachineLanes, chosen_device, load
+from twolane.lanes.base import Lanes, Machine, MachineLanes
+from twolane.lanes.load import chosen_device, load
 from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 

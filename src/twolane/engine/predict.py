@@ -24,7 +24,7 @@ from twolane.estimate.profile import (
     model_digest,
     shipped_profile,
 )
-from twolane.lanes.machine import Machine
+from twolane.lanes.base import Machine
 from twolane.model.load.hub import cache_dir
 
 log = logging.getLogger("twolane.predict")

@@ -1,16 +1,18 @@
-"""Lanes: ordered queues of device work, each bound to a share of the units.
+"""Lanes: ordered queues of device work, each bound to a share of the units; and their machines.
 
 Lanes decide nothing. `Lanes.launch` queues work and returns at once; the engine polls the `Ticket`
 for the results.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from twolane.common.vocabulary import LaneName
-from twolane.lanes.work import TokenMask, Work
+from twolane.common.vocabulary import LaneName, MachineKind, OnProgress
+from twolane.lanes.settings import LaneSizes
+from twolane.lanes.work import Record, TokenMask, Work
+from twolane.model.spec import ModelSpec
 from twolane.sampling import TokenLogprobs
 
 
@@ -215,3 +217,108 @@ class Lanes(Protocol):
 
     def clock(self) -> float:
         """Return the time in seconds on the monotonic clock of the tickets."""
+
+
+class MachineLanes(Lanes, Protocol):
+    """Lanes that a machine has started, and that end."""
+
+    def rest(self, seconds: float) -> None:
+        """Let the lanes work: for this many seconds, or to the next event of a virtual clock."""
+
+    def fill_kv(self) -> None:
+        """Fill the KV pool with random keys and values where zeros would be read faster: a GPU
+        that reads zeros takes less power, and its clocks stay high."""
+
+    def close(self) -> None:
+        """Finish what is queued, within bounds, and end the threads."""
+
+
+class Machine(Protocol):
+    """A loaded model on a device, before there is a KV pool."""
+
+    spec: ModelSpec
+    kind: MachineKind
+    name: str
+    """The device's name, as its driver gives it."""
+    settles: bool
+    """Whether the device's speed follows its load with some delay."""
+    pass_sizes: Sequence[int]
+    """Tokens that hybrid passes and prefill batches are padded to, ascending; empty: they are
+    computed as they are. Final once the lanes have started."""
+    page_sizes: Sequence[int]
+    """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
+    page_token_bytes: int
+    """Bytes of one token's keys and values in all layers, on one GPU."""
+    itemsize: int
+    """Bytes of an element of activations and of the classifier."""
+    kv_itemsize: float
+    """Bytes of an element of the KV cache, scales included."""
+    weight_itemsize: float
+    """Bytes of an element of the layers' matrices, scales included."""
+    tp: int
+    """Ranks that share each layer (tensor parallelism)."""
+    revision: str
+    """Version of what the name stands for if that is no hardware (a device model); else empty."""
+
+    def kv_bytes(self, max_model_len: int) -> int:
+        """Return the bytes for the KV pool where its size is not given."""
+        ...
+
+    def start(
+        self,
+        sizes: LaneSizes,
+        notify: Callable[[], None],
+        progress: OnProgress,
+    ) -> MachineLanes:
+        """Allocate the KV pool and start the lanes.
+
+        Args:
+            sizes: of KV pool and slots.
+            notify: called from a lane's thread whenever a ticket has results.
+            progress: called with the steps of the start.
+        """
+        ...
+
+
+class OpenLaunches(Protocol):
+    """The launches under way, as a watcher sees them."""
+
+    def waiting(self) -> Sequence[Ticket]:
+        """Return the tickets that are not done, in the order of their numbers."""
+        ...
+
+
+class LaunchLog(Protocol):
+    """The launches of rank 0, which every other rank carries out in the same order."""
+
+    silences: Sequence[float]
+    """Seconds since each of ranks 1 and up last gave a sign of life."""
+
+    def log(self, record: Record) -> None:
+        """Send a record to all ranks, after what was logged before; does not wait."""
+
+    def watch(self, launches: OpenLaunches) -> None:
+        """Count a rank as lost, from now on, when launches do not go on within their timeout or
+        when it does not answer while there are none.
+
+        Args:
+            launches: The launches in which all ranks take part.
+        """
+
+    def load_adapter(self, slot: int, path: str, digest: bytes | None) -> None:
+        """Have all ranks read an adapter, as `Lanes.load_adapter` does; wait until they have.
+
+        Raises:
+            ValueError: one of them cannot; the message says which, and why.
+            RankLost: one of them is lost, or they are being ended.
+        """
+
+    def check(self) -> None:
+        """Check that all ranks are alive and go on.
+
+        Raises:
+            RankLost: one is not, or does not.
+        """
+
+    def close(self, timeout: float) -> None:
+        """End the ranks, by force those that have not ended after `timeout` seconds."""

@@ -17,7 +17,7 @@ import torch
 
 from twolane.common.vocabulary import OnProgress
 from twolane.estimate.profile import ContendedProbe, Probe
-from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.device_clock import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.spec import ModelSpec
 from twolane.profile.grid import CONTENDED_ROWS

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Run
-from twolane.lanes.base import Ticket
-from twolane.lanes.machine import MachineLanes
+from twolane.lanes.base import MachineLanes, Ticket
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import (

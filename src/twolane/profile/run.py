@@ -18,7 +18,8 @@ from twolane.estimate.profile import (
     ProfileError,
     cached_profile,
 )
-from twolane.lanes.machine import Machine, load
+from twolane.lanes.base import Machine
+from twolane.lanes.load import load
 from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks

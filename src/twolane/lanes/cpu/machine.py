@@ -1,4 +1,4 @@
-"""A CPU made ready to serve: weights, KV pool, lanes, and the other ranks."""
+"""A CPU made ready to serve: weights, KV pool and lanes."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,18 +7,15 @@ import torch
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
 from twolane.common.vocabulary import MachineKind, OnProgress
+from twolane.lanes.base import MachineLanes
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.followers import Followers
-from twolane.lanes.ranked import RankedLanes
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup
 
-FOLLOWER = "twolane.lanes.cpu.follower"
-"""The module that the other ranks run."""
 KV_SHARE = 0.25
 """Share of the free memory that all ranks' KV pools take, unless their size is given."""
 MAX_KV_BYTES = 4 * 2**30
@@ -26,12 +23,11 @@ MAX_KV_BYTES = 4 * 2**30
 
 
 class CpuMachine:
-    """This machine's cores; all ranks share them.
+    """This machine's cores with a model on them.
 
     Raises:
-        FieldError: the ranks cannot share the model.
+        FieldError: the model has experts, and adapters are asked for.
         ValueError: a setting is wrong, or the model.
-        RankLost: another rank does not start.
     """
 
     kind: MachineKind = "cpu"
@@ -46,10 +42,7 @@ class CpuMachine:
         self.tp = settings.tensor_parallel_size
         torch.set_num_threads(len(self._cores))  # for loading; each lane sets its own
         self.spec, weights = load_shard(settings, "cpu", progress)
-        followers = Followers(settings, FOLLOWER, self._cores) if self.tp > 1 else None
-        self.followers = followers
-        group = CpuGroup(0, self.tp, followers.store, followers.check) if followers else None
-        self._decoder = Decoder(self.spec, weights, group)
+        self._decoder = Decoder(self.spec, weights, self._group(settings))
         self.weight_itemsize = weights.matrix_itemsize
         self.itemsize = self._decoder.dtype.itemsize
         if settings.adapter_slots and self.spec.moe is not None:
@@ -58,6 +51,10 @@ class CpuMachine:
         self._rounded = settings.kv_cache_dtype == "fp8"
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
+
+    def _group(self, settings: DeviceSettings) -> CpuGroup | None:
+        """Return the ranks that share the model; None if this process has all of it."""
+        return None
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""
@@ -68,14 +65,13 @@ class CpuMachine:
         sizes: LaneSizes,
         notify: Callable[[], None],
         progress: OnProgress,
-    ) -> CpuLanes | RankedLanes:
+    ) -> MachineLanes:
         """See `Machine.start`."""
+        return self._lanes(sizes, notify)
+
+    def _lanes(self, sizes: LaneSizes, notify: Callable[[], None]) -> CpuLanes:
+        """Allocate the KV pool and start the lanes of this process."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
         kv = KVCache(spec, sizes.pages, sizes.page_size, dtype, rounded=self._rounded)
         runner = Runner(self._decoder, kv, sizes.slots, self._adapters)
-        lanes = CpuLanes(runner, self._cores, notify)
-        if self.followers is None:
-            return lanes
-        self.followers.on_lost = notify
-        self.followers.start(sizes)
-        return RankedLanes(lanes, self.followers)
+        return CpuLanes(runner, self._cores, notify)

@@ -12,13 +12,11 @@ from queue import SimpleQueue
 import torch
 
 from twolane.common.vocabulary import LANES, LaneName
-from twolane.lanes.base import OpenTickets, Ticket
-from twolane.lanes.cuda.device_clock import DeviceClock
-from twolane.lanes.cuda.events import new_event
+from twolane.lanes.base import LaunchLog, OpenTickets, Ticket
+from twolane.lanes.cuda.device_clock import DeviceClock, new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, End, Queued
-from twolane.lanes.followers import Followers
 from twolane.lanes.work import (
     DropRecord,
     FillRecord,
@@ -101,7 +99,7 @@ class CudaLanes:
         partitions: the levels and their streams.
         launcher: of the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has results.
-        followers: the other ranks, which launch the same in the same order.
+        log: The launch log that the other ranks replay; None: there is one rank.
     """
 
     def __init__(
@@ -110,13 +108,13 @@ class CudaLanes:
         partitions: GreenContexts,
         launcher: Launcher,
         notify: Callable[[], None],
-        followers: Followers | None = None,
+        log: LaunchLog | None = None,
     ) -> None:
         self.runner = runner
         self._partitions, self._launcher, self._notify = partitions, launcher, notify
-        self._followers = followers
-        if followers is not None:
-            followers.watch(self)
+        self._launch_log = log
+        if log is not None:
+            log.watch(self)
         self._spent = 0.0
         """Seconds of the host in all launches so far."""
         self._last: dict[str, CudaTicket] = {}
@@ -163,20 +161,20 @@ class CudaLanes:
         """See `Lanes.load_adapter`; all ranks have read it when this returns."""
         torch.cuda.set_device(self._partitions.device)
         self.runner.load_adapter(slot, path, digest)
-        if self._followers is not None:
-            self._followers.load_adapter(slot, path, digest)
+        if self._launch_log is not None:
+            self._launch_log.load_adapter(slot, path, digest)
 
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: it stays until another comes."""
 
     def silences(self) -> Sequence[float]:
         """See `Lanes.silences`."""
-        return () if self._followers is None else self._followers.silences
+        return () if self._launch_log is None else self._launch_log.silences
 
     def check(self) -> None:
         """See `Lanes.check`."""
-        if self._followers is not None:
-            self._followers.check()
+        if self._launch_log is not None:
+            self._launch_log.check()
 
     def waiting(self) -> Sequence[Ticket]:
         """See `OpenLaunches.waiting`."""
@@ -285,8 +283,8 @@ class CudaLanes:
 
     def _log(self, record: Record) -> None:
         """Log a record for the other ranks."""
-        if self._followers is not None:
-            self._followers.log(record)
+        if self._launch_log is not None:
+            self._launch_log.log(record)
 
     def _between_layers(self) -> Callable[[], None]:
         """Return what a slice calls before each of its layers, to let decode steps pass.
@@ -294,7 +292,7 @@ class CudaLanes:
         With other ranks, steps pass between pieces of some layers, and each piece is logged behind
         them.
         """
-        if self._followers is None:
+        if self._launch_log is None:
             return self._launcher.between
         calls = count()
 
@@ -313,8 +311,8 @@ class CudaLanes:
             watcher.queue.put(None)
         for watcher in self._watchers.values():
             watcher.thread.join(timeout)
-        if self._followers is not None:
-            self._followers.close(timeout)
+        if self._launch_log is not None:
+            self._launch_log.close(timeout)
 
     def _predecessors(
         self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[CudaTicket]

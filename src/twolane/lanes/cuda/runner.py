@@ -16,7 +16,7 @@ from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.sampling import Sampler, chosen
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
-from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.device_clock import new_event
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, places_of, token_ids
 from twolane.lanes.cuda.hybrid_graphs import HybridGraphs, served
 from twolane.lanes.cuda.layer_graphs import LayerGraphs

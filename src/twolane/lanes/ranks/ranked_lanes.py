@@ -5,29 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from twolane.common.vocabulary import LaneName
-from twolane.lanes.base import Lanes, Ticket
-from twolane.lanes.followers import Followers
+from twolane.lanes.base import MachineLanes, OpenLaunches, Ticket
+from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.work import DropRecord, LaunchRecord, TokenMask, Work
 
 
-class LocalLanes(Lanes, Protocol):
+class LocalLanes(MachineLanes, OpenLaunches, Protocol):
     """The lanes of this process."""
 
     explain: Callable[[BaseException], BaseException]
     """Finds the cause of a lane's error."""
 
-    def waiting(self) -> Sequence[Ticket]:
-        """See `OpenLaunches.waiting`."""
-        ...
-
-    def rest(self, seconds: float) -> None:
-        """See `MachineLanes.rest`."""
-
-    def fill_kv(self) -> None:
-        """See `MachineLanes.fill_kv`."""
-
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads behind what is queued; wait for each for `timeout` seconds at most."""
+        """End the threads after what is queued; wait for each for `timeout` seconds at most."""
 
 
 class RankedLanes:

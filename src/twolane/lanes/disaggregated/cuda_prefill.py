@@ -1,7 +1,7 @@
 """The process that computes prompts where prefill and decode have a GPU each.
 
-It is rank 1 of two, on the second GPU: `python -m twolane.lanes.cuda.prompts`. See
-`disaggregated.py`.
+It is rank 1 of two, on the second GPU: `python -m twolane.lanes.disaggregated.cuda_prefill`. See
+`lanes.py`.
 """
 
 import os
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from twolane.common import garbage
-from twolane.lanes.cuda.disaggregated import MirroredMachine
-from twolane.lanes.cuda.follower import FollowerLanes
 from twolane.lanes.cuda.logit_processors import fetch
 from twolane.lanes.cuda.runner import CudaRunner, End, LaunchPlace, Queued
 from twolane.lanes.cuda.slots import upload
-from twolane.lanes.following import (
+from twolane.lanes.disaggregated.arrivals import Arrival, send_arrival
+from twolane.lanes.disaggregated.cuda_decode import MirroredCudaMachine
+from twolane.lanes.ranks.cuda_follower import FollowerLanes
+from twolane.lanes.ranks.log_reader import (
     AdapterReports,
     read_log,
     read_sizes,
@@ -31,7 +32,6 @@ from twolane.lanes.following import (
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import LaunchRecord, PrefillWork, Record
 from twolane.parallel.group import meeting_at
-from twolane.transfer.arrivals import Arrival, send_arrival
 
 
 class CudaPromptRunner(CudaRunner):
@@ -63,7 +63,7 @@ class PromptLanes(FollowerLanes):
     def __init__(
         self,
         runner: CudaPromptRunner,
-        machine: MirroredMachine,
+        machine: MirroredCudaMachine,
         log: Iterator[Record],
         reports: AdapterReports,
         arrivals: int,
@@ -99,7 +99,7 @@ class PromptLanes(FollowerLanes):
             os._exit(1)
 
 
-class PromptMachine(MirroredMachine):
+class PromptMachine(MirroredCudaMachine):
     """The GPU that computes prompts."""
 
     runner_type = CudaPromptRunner

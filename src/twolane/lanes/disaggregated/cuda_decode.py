@@ -1,8 +1,8 @@
 """Prefill and decode on a GPU each (1P1D): this process, rank 0, decodes on the first one.
 
-Rank 1 is `prompts.py`, on the second GPU; what they have to do with each other is in
-`lanes/disaggregated.py`. Each maps the other's KV pool. The GPUs never wait for each other: rank 1
-says when a slice has ended on its GPU, and only then does anything here read its pages.
+Rank 1 is `cuda_prefill.py`, on the second GPU; `lanes.py` describes the exchange between them. Each
+maps the other's KV pool. The GPUs never wait for each other: rank 1 says when a slice has ended on
+its GPU, and only then does anything here read its pages.
 """
 
 import json
@@ -28,18 +28,18 @@ from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner, LaunchPlace, PendingStep, Queued
 from twolane.lanes.cuda.slots import upload
-from twolane.lanes.disaggregated import DisaggregatedLanes
-from twolane.lanes.followers import Followers
+from twolane.lanes.disaggregated.arrivals import Arrival, Arrivals
+from twolane.lanes.disaggregated.cuda_mirror import MirroredGpuKVCache
+from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
+from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import BatchRows, SamplingPoints
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.lanes.work import PrefillWork, TokenMask, Work
 from twolane.parallel.group import awaited, meet
 from twolane.parallel.peer_memory import PeerGroup, map_each_other
-from twolane.transfer.arrivals import Arrival, Arrivals
-from twolane.transfer.gpu_mirror import MirroredGpuKVCache
 
 T = TypeVar("T")
-FOLLOWER = "twolane.lanes.cuda.prompts"
+FOLLOWER = "twolane.lanes.disaggregated.cuda_prefill"
 """The module that rank 1 runs."""
 GROUP = "twolane-pools"
 """PyTorch's name of the two processes, which map each other's KV pool."""
@@ -183,7 +183,7 @@ class DecodeLanes(CudaLanes):
         return super()._end(half, masks)
 
 
-class MirroredMachine(CudaMachine):
+class MirroredCudaMachine(CudaMachine):
     """One of the two GPUs, with the whole model and a KV pool that the other GPU mirrors.
 
     Args:
@@ -235,7 +235,7 @@ class MirroredMachine(CudaMachine):
         return meet(self._number, 2, dist.PrefixStore(where, self._store), self._check, note)
 
 
-class CudaPairMachine(MirroredMachine):
+class DisaggregatedCudaMachine(MirroredCudaMachine):
     """Rank 0's GPU, which decodes, and the process of the one that computes prompts.
 
     Raises:

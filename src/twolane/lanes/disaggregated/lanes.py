@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
-from twolane.lanes.followers import Followers
-from twolane.lanes.ranked import LocalLanes, RankedLanes
+from twolane.lanes.ranks.followers import Followers
+from twolane.lanes.ranks.ranked_lanes import LocalLanes, RankedLanes
 from twolane.lanes.work import DecodeWork, FillRecord, LaunchRecord, PrefillWork, Work
 
 

@@ -16,7 +16,7 @@ from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner
-from twolane.lanes.followers import Followers
+from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
 from twolane.parallel.nccl import Communicator, NcclError, join, version
@@ -24,7 +24,7 @@ from twolane.parallel.peer_memory import map_each_other
 from twolane.parallel.two_shot import SUM_METHODS, TwoShot
 
 T = TypeVar("T")
-FOLLOWER = "twolane.lanes.cuda.follower"
+FOLLOWER = "twolane.lanes.ranks.cuda_follower"
 """The module that the other ranks run."""
 
 
@@ -94,7 +94,7 @@ def sum_methods(ranks: int) -> str:
     return f"NCCL {version()}{mapped}"
 
 
-class RankedMachine(CudaMachine):
+class RankedCudaMachine(CudaMachine):
     """Rank 0's GPU, and the processes of the others.
 
     Raises:

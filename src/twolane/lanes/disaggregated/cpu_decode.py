@@ -1,6 +1,6 @@
 """Prefill and decode on halves of the cores (1P1D): this process, rank 0, decodes.
 
-Rank 1 is `prompts.py`; what they have to do with each other is in `lanes/disaggregated.py`.
+Rank 1 is `cpu_prefill.py`; `lanes.py` describes the exchange between them.
 """
 
 import os
@@ -14,19 +14,19 @@ from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.disaggregated import DisaggregatedLanes
-from twolane.lanes.followers import Followers
+from twolane.lanes.disaggregated.arrivals import Arrivals
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
+from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import PrefillWork
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import meet
-from twolane.transfer.arrivals import Arrivals
-from twolane.transfer.memory import SharedMemory
-from twolane.transfer.mirror import MirroredCache
 
-FOLLOWER = "twolane.lanes.cpu.prompts"
+FOLLOWER = "twolane.lanes.disaggregated.cpu_prefill"
 """The module that rank 1 runs."""
 
 
@@ -50,7 +50,7 @@ class DecodeRunner(Runner):
     def __init__(
         self,
         decoder: Decoder,
-        kv: MirroredCache,
+        kv: MirroredKVCache,
         slots: int,
         adapters: AdapterPool | None,
         arrivals: Arrivals,
@@ -81,7 +81,7 @@ class DecodeRunner(Runner):
         return super()._finish(whole, ends)
 
 
-class DisaggregatedMachine(CpuMachine):
+class DisaggregatedCpuMachine(CpuMachine):
     """This machine's cores in two halves, each with the model and a KV pool in its own process.
 
     Raises:
@@ -96,9 +96,9 @@ class DisaggregatedMachine(CpuMachine):
         prompt_cores, self._cores = halves(self._cores)
         ours, theirs = self._memories
         files = theirs.file, ours.file, arrivals
-        self._rank_1 = self.followers = Followers(settings, FOLLOWER, prompt_cores, files)
+        self.followers = Followers(settings, FOLLOWER, prompt_cores, files)
         os.close(arrivals)
-        meet(0, 2, self._rank_1.store, self._rank_1.check)  # what it loads is no free memory
+        meet(0, 2, self.followers.store, self.followers.check)  # what it loads is no free memory
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: two pools share the memory."""
@@ -112,12 +112,12 @@ class DisaggregatedMachine(CpuMachine):
     ) -> DisaggregatedLanes:
         """See `Machine.start`."""
         shape = self._decoder.spec, sizes.pages, sizes.page_size, self._decoder.dtype
-        kv = MirroredCache(*shape, self._memories, rounded=self._rounded)
+        kv = MirroredKVCache(*shape, self._memories, rounded=self._rounded)
         for memory in self._memories:
             memory.close()
-        self._rank_1.on_lost = notify
-        self._rank_1.start(sizes)
+        self.followers.on_lost = notify
+        self.followers.start(sizes)
         arrivals = Arrivals(self._arrivals)
         runner = DecodeRunner(self._decoder, kv, sizes.slots, self._adapters, arrivals)
         lanes = CpuLanes(runner, self._cores, notify)
-        return DisaggregatedLanes(lanes, self._rank_1, lambda: kv.received)
+        return DisaggregatedLanes(lanes, self.followers, lambda: kv.received)

@@ -1,6 +1,6 @@
 """The process that computes prompts where prefill and decode have devices of their own.
 
-It is rank 1 of two: `python -m twolane.lanes.cpu.prompts`. See `disaggregated.py`.
+It is rank 1 of two: `python -m twolane.lanes.disaggregated.cpu_prefill`. See `lanes.py`.
 """
 
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.follower import FailFast, follow
 from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
-from twolane.lanes.following import read_sizes, read_start, reporting_failure
+from twolane.lanes.disaggregated.arrivals import Arrival, send_arrival
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
+from twolane.lanes.ranks.cpu_follower import FailFast, follow
+from twolane.lanes.ranks.log_reader import read_sizes, read_start, reporting_failure
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import PrefillWork, Work
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import meet, meeting_at
-from twolane.transfer.arrivals import Arrival, send_arrival
-from twolane.transfer.memory import SharedMemory
-from twolane.transfer.mirror import MirroredCache
 
 
 class PromptRunner(Runner):
@@ -37,7 +37,7 @@ class PromptRunner(Runner):
     def __init__(
         self,
         decoder: Decoder,
-        kv: MirroredCache,
+        kv: MirroredKVCache,
         slots: int,
         adapters: AdapterPool | None,
         arrivals: int,
@@ -79,7 +79,9 @@ def main() -> None:
     decoder = Decoder(spec, weights)
     memories = SharedMemory(ours), SharedMemory(theirs)
     rounded = settings.kv_cache_dtype == "fp8"
-    kv = MirroredCache(spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded)
+    kv = MirroredKVCache(
+        spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded
+    )
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     follow(_FailFastPrompts(decoder, kv, sizes.slots, adapters, arrivals), start)
 

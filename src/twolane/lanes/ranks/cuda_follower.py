@@ -1,4 +1,4 @@
-"""A rank other than 0 on a GPU: `python -m twolane.lanes.cuda.follower`.
+"""A rank other than 0 on a GPU: `python -m twolane.lanes.ranks.cuda_follower`.
 
 It queues on its GPU what rank 0 has queued on its own, in the same order over both lanes, and waits
 for nothing: the device orders launches by events, as rank 0's does.
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from twolane.common import garbage
-from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.device_clock import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.lanes import is_slice
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.lanes.cuda.ranks import connect, load_rank
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.following import (
+from twolane.lanes.ranks.cuda_machine import connect, load_rank
+from twolane.lanes.ranks.log_reader import (
     AdapterReports,
     read_log,
     read_sizes,

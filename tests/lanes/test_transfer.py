@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from twolane.lanes.disaggregated.arrivals import LENGTH_BYTES, Arrival, Arrivals, send_arrival
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.model.attention import CpuRoundedPool, Pool
 from twolane.model.shapes import SHAPES
 from twolane.parallel.group import RankLost
-from twolane.transfer.arrivals import LENGTH_BYTES, Arrival, Arrivals, send_arrival
-from twolane.transfer.memory import SharedMemory
-from twolane.transfer.mirror import MirroredCache
 
 SPEC = replace(SHAPES["qwen3-8b"], layers=2, kv_heads=2, head_dim=8)
 PAGES, PAGE = 4, 4
@@ -63,9 +63,9 @@ def numbers(pool: Pool) -> list[Tensor]:
 def test_both_processes_hold_what_either_writes(rounded: bool) -> None:
     first, second = SharedMemory.new(), SharedMemory.new()
     shape = SPEC, PAGES, PAGE, torch.float32
-    ours = MirroredCache(*shape, (first, second), rounded=rounded)
+    ours = MirroredKVCache(*shape, (first, second), rounded=rounded)
     there = SharedMemory(second.file), SharedMemory(first.file)
-    theirs = MirroredCache(*shape, there, rounded=rounded)
+    theirs = MirroredKVCache(*shape, there, rounded=rounded)
     for cache, layer, slot in ((ours, 0, 5), (theirs, 1, 9), (theirs, 0, 6)):
         new = torch.randn(2, 2 * SPEC.kv_heads, SPEC.head_dim)
         cache.write(layer, torch.tensor([slot, slot + 2]), new)

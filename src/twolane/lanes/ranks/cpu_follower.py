@@ -1,4 +1,4 @@
-"""A rank other than 0 on a CPU: `python -m twolane.lanes.cpu.follower`."""
+"""A rank other than 0 on a CPU: `python -m twolane.lanes.ranks.cpu_follower`."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ import torch
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
-from twolane.lanes.followers import FollowerStart
-from twolane.lanes.following import (
+from twolane.lanes.ranks.followers import FollowerStart
+from twolane.lanes.ranks.log_reader import (
     AdapterReports,
     read_log,
     read_sizes,

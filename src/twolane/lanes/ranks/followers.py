@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 import msgspec
 
 from twolane.lanes import base
-from twolane.lanes.base import Ticket
+from twolane.lanes.base import OpenLaunches, Ticket
 from twolane.lanes.settings import DeviceSettings, LaneSizes
 from twolane.lanes.work import AdapterRecord, Record, encode
 from twolane.parallel.group import RankLost, meeting_place
@@ -54,14 +53,6 @@ class FollowerStart(msgspec.Struct, frozen=True):
     """File to which it writes a byte when it begins with the log, and one for each ping."""
     files: tuple[int, ...] = ()
     """Other files that it inherits."""
-
-
-class OpenLaunches(Protocol):
-    """The launches under way, as a watcher sees them."""
-
-    def waiting(self) -> Sequence[Ticket]:
-        """Return the tickets that are not done, in the order of their numbers."""
-        ...
 
 
 class Heartbeat:
@@ -155,7 +146,7 @@ class Followers:
             self._spawn(module, start)
             os.close(answer)
         self._heartbeat = Heartbeat(self._answers)
-        self.silences = [0.0] * (self.size - 1)
+        self.silences: Sequence[float] = [0.0] * (self.size - 1)
         """Seconds since each of ranks 1 and up last gave a sign of life, by the watch."""
         for rank, process in enumerate(self.processes, start=1):
             self._thread(self._await_end, rank, process)

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from twolane.common.resources import die_with_parent
-from twolane.lanes.followers import (
+from twolane.lanes.ranks.followers import (
     LENGTH_BYTES,
     PING,
     FollowerStart,

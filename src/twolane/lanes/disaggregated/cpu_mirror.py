@@ -7,12 +7,12 @@ that has ended; a launch has ended when all of its writes are made, in both pool
 
 import torch
 
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.model.attention import KVCache
 from twolane.model.spec import ModelSpec
-from twolane.transfer.memory import SharedMemory
 
 
-class MirroredCache(KVCache):
+class MirroredKVCache(KVCache):
     """This process's pool, whose every write is pushed into the other process's pool.
 
     Args:

@@ -1,4 +1,4 @@
-"""A KV pool on a GPU of which another GPU has a copy; see `mirror.py`.
+"""A KV pool on a GPU of which another GPU has a copy; see `cpu_mirror.py`.
 
 The kernel that writes keys and values of a layer stores them in both GPUs' memory, also inside
 graphs. An event behind a launch has happened when all of its stores are made, in both.

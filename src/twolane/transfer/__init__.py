@@ -1,1 +1,0 @@
-"""KV pages between two processes of one engine, which both keep every page."""
