@@ -1,14 +1,10 @@
-"""Rounds of sudden deaths: a server of two ranks under streams and calls, and what is left of it.
-
-`python -m tests.hardening.kills ROUNDS [SEED]` runs rounds and prints what came of them.
-"""
+"""Rounds of sudden deaths of a server of two ranks under streams and calls."""
 
 import http.client
 import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..server.serving import PATIENCE, Served, alive, children, serving, wait_for, write_tiny_model
 
@@ -175,7 +171,7 @@ def one_round(model: Path, death: str, rng: random.Random) -> list[Told]:
     return [client.told for client in clients]
 
 
-def rounds(count: int, seed: int, say: Callable[[str], Any] = lambda _: None) -> Counter[str]:
+def rounds(count: int, seed: int) -> Counter[str]:
     """Run rounds of all kinds in turn; how clients fared."""
     rng, seen = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
@@ -183,16 +179,8 @@ def rounds(count: int, seed: int, say: Callable[[str], Any] = lambda _: None) ->
         names = list(DEATHS)
         rng.shuffle(names)
         for i in range(count):
-            death, begun = names[i % len(names)], time.monotonic()
-            told = one_round(model, death, rng)
-            seen["rounds"] += 1
+            told = one_round(model, names[i % len(names)], rng)
             seen["whole"] += sum(each.whole for each in told)
             seen["told of an error"] += sum(each.error for each in told)
             seen["broken off"] += sum(not each.whole and not each.error for each in told)
-            say(f"{i + 1} {death}: {time.monotonic() - begun:.1f} s, {dict(seen)}")
     return seen
-
-
-if __name__ == "__main__":
-    given = [int(text) for text in sys.argv[1:]]
-    rounds(given[0], given[1] if len(given) > 1 else 0, lambda line: print(line, flush=True))

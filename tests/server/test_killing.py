@@ -29,9 +29,7 @@ from .test_lifecycle import LONG, Stream
 
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
 MOMENTS = [
-    "idle",
-    pytest.param("prefill", marks=pytest.mark.full),
-    pytest.param("stream", marks=pytest.mark.full),
+    *(pytest.param(moment, marks=pytest.mark.full) for moment in ("idle", "prefill", "stream")),
     "both",
 ]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
