@@ -221,7 +221,7 @@ def _ranks() -> None:
     from torch import distributed as dist
 
     from twolane.lanes import base
-    from twolane.lanes.disaggregated.lanes import cuda_decode
+    from twolane.lanes.disaggregated import cuda_decode
     from twolane.lanes.ranks import cuda_machine
     from twolane.lanes.settings import load_shard
     from twolane.parallel import nccl

@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any
 
+from twolane.lanes.disaggregated import cpu_prefill
 from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
-from twolane.lanes.disaggregated.lanes import cpu_prefill
 
 SECONDS = 2.0
 """Seconds of each of four layers."""

@@ -29,8 +29,8 @@ from tests.server.serving import wait_for
 from twolane.engine.messages import Submit
 from twolane.lanes import base
 from twolane.lanes.base import Step
+from twolane.lanes.disaggregated import cpu_decode
 from twolane.lanes.disaggregated.cpu_decode import DecodeRunner
-from twolane.lanes.disaggregated.lanes import cpu_decode
 from twolane.lanes.ranks import followers
 from twolane.model.load.hub import resolve
 from twolane.parallel.group import RankLost
