@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet lint package clean
+.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -71,6 +71,15 @@ check-deploy: .deploy/.ready
 	    .deploy/bin/python -m pip install --quiet "$$package" || echo "skipped: $$package"; done
 	touch $@
 
+# The documentation site, in site/; strict: a broken link or anchor is an error.
+docs: .docs/.ready
+	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build
+
+.docs/.ready: docs/requirements.txt
+	$(PYTHON) -m venv .docs
+	.docs/bin/python -m pip install --quiet -r $<
+	touch $@
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -95,4 +104,4 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.ready
 
 clean:
-	rm -rf $(VENV) .deploy dist
+	rm -rf $(VENV) .deploy .docs dist site
