@@ -64,6 +64,7 @@ class Task(msgspec.Struct, frozen=True):
             first_step=goodput.FIRST_STEP,
             least_rate=panel.start / 4,
             tolerance=goodput.TOLERANCE,
+            brief=(self.prompts or panel.prompts) < searching.LEAST_REQUESTS,
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table as Grid
 
-from twolane.bench.goodput import Hopeless, Search, find
+from twolane.bench.goodput import LEAST_REQUESTS, EarlyStop, Search, find
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import PromptPace, PromptWork, WaitingPrompt
@@ -80,6 +80,7 @@ def searched(dataset: str, replicas: int, requests: int, guess: float, seeds: in
         tolerance=0.02,
         seeds=seeds,
         least_rate=0.1,
+        brief=requests < LEAST_REQUESTS,
     )
 
 
@@ -92,9 +93,9 @@ def run(replicas: int, search: Search):
             bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
         )
         requests = workload.build()
-        hopeless = Hopeless(requests, points, search.attainment)
+        watch = EarlyStop(requests, points, search.attainment)
         result: Result = simulate_fleet(
-            config, replicas, router, requests, hopeless, hopeless.tokens
+            config, replicas, router, requests, watch, watch.tokens
         ).result
         return result, result.interrupted
 
@@ -148,8 +149,8 @@ def against_bars(dataset: str, replicas: int, options: argparse.Namespace) -> di
             continue
         runs = []
         for seed, rate in enumerate(ours):
-            _, hopeless = serve(router, search.at(rate / bar, seed), [SLOS])
-            runs.append({"rate": rate / bar, "holds": not hopeless})
+            _, stopped = serve(router, search.at(rate / bar, seed), [SLOS])
+            runs.append({"rate": rate / bar, "holds": not stopped})
         others[router] = {"bar": bar, "runs": runs}
         print(f"{dataset} {replicas} replicas {router}: {others[router]}", flush=True)
     about = {"dataset": dataset, "replicas": replicas, "requests": requests}

@@ -85,7 +85,7 @@ def _options() -> argparse.Namespace:
         help="flags of the servers")  # fmt: skip
     add("--start", nargs="+", default=[], metavar="FORMAT:RATE",
         help="requests/s where searches begin, in place of what was simulated")  # fmt: skip
-    add("--prompts", type=int, default=500, help="requests in a run")
+    add("--prompts", type=int, default=600, help="requests in a run")
     add("--seeds", type=int, default=2, help="patterns of arrivals")
     add("--tolerance", type=float, default=0.1,
         help="share by which the rate that fails may be above the one that holds")  # fmt: skip

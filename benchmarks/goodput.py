@@ -45,7 +45,7 @@ class Panel(msgspec.Struct, frozen=True):
     start: float
     """Start rate of the searches in requests per second."""
     prompts: int
-    """Requests in a run: about half a minute."""
+    """Requests in a run."""
     budgets: str
     """Budgets of `chunked`: the best one of `panels.py`, and its neighbours."""
     four: str
@@ -107,6 +107,7 @@ class Panel(msgspec.Struct, frozen=True):
             *(word for guess in guesses for word in ("--guess", f"{guess:g}")),
             *("--least-rate", f"{self.start / 4:g}", "--tolerance", f"{TOLERANCE:g}"),
             *("--out", str(folder)),
+            *(["--brief"] if self.prompts < goodput.SLOW_REQUESTS else []),
         ]
         return gpus.Command(arguments, folder / "search.txt")
 
@@ -136,7 +137,7 @@ def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
 
 def _conversation(tbt_ms: float) -> Panel:
     budgets, four = "256/512/1024/2048", "muxwise/bullet"
-    head = _8B, "conversation", tbt_ms, 2.0, 300, budgets, four
+    head = _8B, "conversation", tbt_ms, 2.0, 600, budgets, four
     return Panel(*head, attainment=0.9, longest=32_768)
 
 
@@ -148,18 +149,18 @@ def _flat(panel: Panel, start: float, prompts: int) -> Panel:
 
 _8B, _34B, _CONV, _CODE = "qwen3-8b", "codellama-34b", "azure-conv", "azure-code"
 _AZURE = (
-    (Panel(_8B, _CONV, 9, 16, 450, "64/128/256", "muxwise"), (10, 300)),
+    (Panel(_8B, _CONV, 9, 16, 600, "64/128/256", "muxwise"), (10, 600)),
     (Panel(_8B, _CONV, 50, 26, 800, "512/1024/2048", "muxwise/drift/bullet"), (24, 750)),
-    (Panel(_8B, _CODE, 9, 12, 360, "64/128/256", "muxwise"), (5, 180)),
-    (Panel(_8B, _CODE, 50, 20, 550, "512/1024/2048", "muxwise/bullet/drift"), (11, 360)),
-    (Panel(_34B, _CONV, 40, 5, 200, "128/256/512", "muxwise/drift"), (3.5, 130)),
-    (Panel(_34B, _CONV, 80, 6, 200, "256/512/1024", "muxwise/bullet"), (5, 160)),
-    (Panel(_34B, _CODE, 40, 3.5, 100, "128/256/512", "bullet/muxwise"), (2, 100)),
-    (Panel(_34B, _CODE, 80, 4, 120, "256/512/1024", "bullet/drift/muxwise"), (2.5, 100)),
-    (Panel(_8B, _CONV, 12, 20, 600, "128/256/512", "muxwise/drift/bullet"), (14, 480)),
+    (Panel(_8B, _CODE, 9, 12, 600, "64/128/256", "muxwise"), (5, 600)),
+    (Panel(_8B, _CODE, 50, 20, 600, "512/1024/2048", "muxwise/bullet/drift"), (11, 600)),
+    (Panel(_34B, _CONV, 40, 5, 600, "128/256/512", "muxwise/drift"), (3.5, 600)),
+    (Panel(_34B, _CONV, 80, 6, 600, "256/512/1024", "muxwise/bullet"), (5, 600)),
+    (Panel(_34B, _CODE, 40, 3.5, 600, "128/256/512", "bullet/muxwise"), (2, 600)),
+    (Panel(_34B, _CODE, 80, 4, 600, "256/512/1024", "bullet/drift/muxwise"), (2.5, 600)),
+    (Panel(_8B, _CONV, 12, 20, 600, "128/256/512", "muxwise/drift/bullet"), (14, 600)),
     (Panel(_8B, _CONV, 21, 24, 700, "256/512/1024", "muxwise/drift/bullet"), (18, 600)),
-    (Panel(_8B, _CODE, 12, 14, 450, "128/256/512", "muxwise/drift"), (6.5, 220)),
-    (Panel(_8B, _CODE, 21, 18, 500, "256/512/1024", "drift/bullet"), (9, 300)),
+    (Panel(_8B, _CODE, 12, 14, 600, "128/256/512", "muxwise/drift"), (6.5, 600)),
+    (Panel(_8B, _CODE, 21, 18, 600, "256/512/1024", "drift/bullet"), (9, 600)),
 )
 """Panels with the start rates and run lengths of searches with a flat bound."""
 PANELS = (
@@ -184,6 +185,8 @@ class Found(msgspec.Struct):
     about: Provenance
     goodput: list[float]
     """Requests per second for each completed seed."""
+    sustained: list[float | None]
+    """Requests answered per second at each of these rates, between warm-up and last arrival."""
     runs: list[Run]
 
     @property
@@ -202,9 +205,9 @@ def collected(panels: Iterable[Panel], work: Path, results: Path | None) -> list
             folder, words = command.log.parent, ["python", *command.arguments]
             runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
             if runs:
-                best, rates = _best(folder / "summary.json", system)
+                best, rates, finished = _best(folder / "summary.json", system)
                 about = _about(folder / "summary.json", provenance(panel, words))
-                found.append(Found(panel.name, best, about, rates, runs))
+                found.append(Found(panel.name, best, about, rates, finished, runs))
     return found
 
 
@@ -226,13 +229,15 @@ def _run(path: Path) -> Run:
     return Run(msgspec.convert(saved["trial"], Trial), figures)
 
 
-def _best(summary: Path, system: str) -> tuple[str, list[float]]:
-    """Return the variant of a system with the highest median, and its goodput by seed."""
+def _best(summary: Path, system: str) -> tuple[str, list[float], list[float | None]]:
+    """Return the variant of a system with the highest median, its goodput by seed, and what was
+    sustained at each."""
     if not summary.exists():
-        return system, []
+        return system, [], []
     said = msgspec.json.decode(summary.read_bytes())
     best = said["tuned"].get(system, goodput.variants(system)[0])
-    return best, said["goodput"].get(best, {}).get("seeds", [])
+    found = said["goodput"].get(best, {})
+    return best, found.get("seeds", []), found.get("sustained", [])
 
 
 def table(found: Sequence[Found]) -> str:
@@ -276,6 +281,7 @@ def main() -> None:
     print(table(found))
     for one in found:
         figures = {"panel": one.panel, "system": one.system, "goodput": one.goodput}
+        figures["sustained"] = one.sustained
         # Whoever wants to see single runs of a simulation makes them again.
         runs = [] if given.simulate else one.runs
         path = given.out / one.panel / f"{goodput.file_name(one.system)}.json"

@@ -115,7 +115,7 @@ def _options() -> argparse.Namespace:
     add("--tbt", nargs="+", type=float, default=[9, 12, 21, 50], help="bounds in ms")
     add("--ttft", type=float, default=1000, help="bound in ms, beside 1 s per 1,024 new tokens")
     add("--dataset", default="azure-conv")
-    add("--prompts", type=int, default=500, help="requests in a run")
+    add("--prompts", type=int, default=600, help="requests in a run")
     add("--longest", type=int, default=12_000, help="tokens to which prompts are cut")
     add("--start", type=float, default=16.0, help="requests/s where the searches begin")
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH",

@@ -104,6 +104,7 @@ def search(gpu: str, prompts: int) -> Search:
         start_rate=2.0,
         least_rate=0.25,
         tolerance=0.09,
+        brief=prompts < goodput.LEAST_REQUESTS,
     )
 
 
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--goodput", action="store_true", help="search goodput, too: many minutes")
     parser.add_argument("--gpus", nargs="+", default=["h200", "h100"])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS)
-    parser.add_argument("--prompts", type=int, default=150, help="requests in a run")
+    parser.add_argument("--prompts", type=int, default=600, help="requests in a run")
     parser.add_argument("--work", type=Path, default=Path("predictions-work"))
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()

@@ -40,6 +40,8 @@ class Found(msgspec.Struct):
     goodput: list[float]
     """Requests/s, one for each pattern of arrivals; 0 where no rate held. Empty if the search was
     interrupted: then `runs` say how far it came."""
+    sustained: list[float | None] = []
+    """Requests answered per second at each of these rates, between warm-up and last arrival."""
     server: str | None = None
     """Program, version and flags of the server."""
     client_p99_ms: float | None = None
@@ -80,6 +82,7 @@ def search(
         first_step=1 + tolerance,
         least_rate=guess / 8,
         tolerance=tolerance,
+        brief=(workload.num_prompts or 0) < goodput.SLOW_REQUESTS,
     )
 
 
@@ -123,7 +126,8 @@ def searched(
 
 def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found:
     """Return the search's answer, with the gaps of the run at the highest rate that held."""
-    found = Found(system, point.search.slos["tbt"], rates)
+    finished = goodput.sustained(point, {system: rates})[system]
+    found = Found(system, point.search.slos["tbt"], rates, finished)
     held: list[tuple[float, dict[str, Any]]] = []
     runs: list[dict[str, Any]] = []
     for path in point.folder.glob(f"{goodput.file_name(system)}-seed*.json"):

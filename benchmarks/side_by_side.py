@@ -202,7 +202,7 @@ def _options() -> argparse.Namespace:
     add("--context", type=int, default=2048, help="their prompt tokens")
     add("--prompt", type=int, default=8192, help="tokens of the long prompts; 0: none is sent")
     add("--dataset", default="azure-conv")
-    add("--prompts", type=numbers, nargs="+", default=[(300.0,)],
+    add("--prompts", type=numbers, nargs="+", default=[(600.0,)],
         help="requests in a run: of all engines, of each, or as 500,400 of each bound")  # fmt: skip
     add("--longest", type=int, default=12_000, help="tokens to which prompts are cut")
     add("--seeds", type=int, default=1, help="patterns of arrivals")

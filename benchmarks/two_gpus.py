@@ -51,6 +51,7 @@ def search(asked: argparse.Namespace, way: Way) -> Search:
         first_step=1.12,
         least_rate=0.5,
         tolerance=0.06,
+        brief=asked.prompts < goodput.LEAST_REQUESTS,
     )
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--dataset", default="azure-conv")
     parser.add_argument("--tbt-ms", type=float, nargs="+", default=[9.0, 12.0, 21.0])
-    parser.add_argument("--prompts", type=int, default=250, help="requests in a run")
+    parser.add_argument("--prompts", type=int, default=600, help="requests in a run")
     parser.add_argument("--start", type=float, default=16.0, help="rate where searches begin")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

@@ -14,7 +14,7 @@ import pytest
 
 import twolane
 
-SHARED = ("common", "sampling", "slo")
+SHARED = ("common", "playout", "sampling", "slo")
 """Rooms that all others may import."""
 MESSAGES = ("engine.messages", "engine.config", "engine.settings")
 """What the API process knows of the engine: its messages and its settings."""
@@ -25,6 +25,7 @@ FACTS = (
 """What is known of a model without its weights, and without torch."""
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "common": (),
+    "playout": (),
     "sampling": ("common",),
     "slo": ("common",),
     "kernels": (),

@@ -20,7 +20,7 @@ import numpy as np
 
 from twolane.bench import serve
 from twolane.bench.contenders import parse_system, system_flags
-from twolane.bench.goodput import Hopeless, highest, shares
+from twolane.bench.goodput import EarlyStop, highest, shares
 from twolane.bench.server import Server, serving
 from twolane.engine.config import EngineConfig
 from twolane.results.result import BenchConfig, Result
@@ -301,8 +301,8 @@ class Bench:
         if slos is None:
             result = simulate(asked, requests).result
         else:
-            hopeless = Hopeless(requests, [slos], ATTAINMENT)
-            result = simulate(asked, requests, hopeless, hopeless.tokens).result
+            watch = EarlyStop(requests, [slos], ATTAINMENT)
+            result = simulate(asked, requests, watch, watch.tokens).result
         return result, result.interrupted
 
     def _searched(self, run: Run, seed: int) -> Figures:

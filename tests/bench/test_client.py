@@ -354,3 +354,45 @@ def test_the_role_is_no_token_even_if_nothing_is_printed():
 
     record = outcome_of(script, endpoint="/v1/chat/completions")
     assert list(record.token_times) == approx([0.4, 0.6])
+
+
+def counted(*counts):
+    """A stream whose chunks have usage up to these numbers of tokens, all of one character."""
+    body = json.loads(text("a")[len("data: ") :])
+    chunks = [{**body, "usage": {"prompt_tokens": 4, "completion_tokens": n}} for n in counts]
+    events = [(0.1 * (i + 1), event(chunk)) for i, chunk in enumerate(chunks)]
+    return [*events, (0.9, text("", "length")), (0.9, usage(4, counts[-1])), (0.9, DONE)]
+
+
+def test_usage_with_each_chunk_tells_how_many_tokens_it_has():
+    record = outcome_of(lambda number, body: counted(1, 4, 5), spec={"random_output_len": 5})
+    assert record.chunk_tokens == (1, 3, 1)
+    assert record.counted
+    assert record.arrivals == approx([0.1, 0.2, 0.2, 0.2, 0.3])
+
+
+def test_it_is_asked_for_where_a_playout_buffer_needs_it():
+    more = {"goodput": {"tbt": 0.2}, "playout": 0.2}
+    _, server = bench(lambda number, body: counted(1, 2), **more)
+    (body,) = server.bodies
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert body["stream_options"] == options
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_gave_up_has_failed(reason):
+    def script(number, body):
+        return [(0.1, text("a")), (0.2, text("", reason)), (0.3, usage(4, 1)), (0.3, DONE)]
+
+    record = outcome_of(script)
+    assert record.outcome == "stream_error"
+    assert reason in record.error
+
+
+def test_a_usage_of_no_tokens_is_not_believed():
+    def script(number, body):
+        return [(0.1, text("a")), (0.2, text("b", "length")), (0.3, usage(0, 0)), (0.3, DONE)]
+
+    record = outcome_of(script)
+    assert record.output_tokens == 2
+    assert record.tpot == pytest.approx(0.2)

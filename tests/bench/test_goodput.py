@@ -4,18 +4,29 @@ import asyncio
 import json
 import math
 import random
+from datetime import UTC, datetime
 
 import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from twolane.bench.contenders import measure, simulation
-from twolane.bench.goodput import Hopeless, Search, find, highest, short_runs, tuned, variants
+from twolane.bench.goodput import (
+    EarlyStop,
+    Search,
+    find,
+    highest,
+    lasting,
+    shares,
+    tuned,
+    variants,
+)
 from twolane.cli.bench.main import app
 from twolane.common.errors import FieldError
-from twolane.results.metrics import attain
+from twolane.results.metrics import Distribution, attain
 from twolane.results.record import Record
-from twolane.results.result import BenchConfig
+from twolane.results.result import BenchConfig, Result
+from twolane.results.summary import result_dict
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
@@ -100,22 +111,22 @@ def record(ttft, *gaps, outcome="ok"):
 
 
 @pytest.mark.parametrize("outcome", ["ok", "status_429"])
-def test_a_run_is_hopeless_with_the_first_miss_too_many(outcome):
+def test_a_run_ends_with_the_first_miss_too_many(outcome):
     """Of 200 requests 2 may miss at 99 %, not 3; of 400 gaps 4, not 5."""
     workload = [TraceRequest(0.0, 8, 3)] * 200
     late = record(1.0, 0.01, 0.01, outcome=outcome)
-    ttft = Hopeless(workload, [{"ttft": 0.5}], 0.99)
+    ttft = EarlyStop(workload, [{"ttft": 0.5}], 0.99)
     assert [ttft(late) for _ in range(3)] == [False, False, True]
     slow = record(0.1, 0.01, 0.2, outcome=outcome)
-    tbt = Hopeless(workload, [{"ttft": 2.0, "tbt": 0.1}], 0.99)
+    tbt = EarlyStop(workload, [{"ttft": 2.0, "tbt": 0.1}], 0.99)
     misses = 5 if outcome == "ok" else 3  # a refused answer owes both its gaps
     assert [tbt(slow) for _ in range(misses)] == [False] * (misses - 1) + [True]
-    assert not any(tbt(record(0.1, 0.01)) for tbt in [Hopeless(workload, [{"ttft": 1.0}], 0.99)])
+    assert not any(tbt(record(0.1, 0.01)) for tbt in [EarlyStop(workload, [{"ttft": 1.0}], 0.99)])
 
 
-def test_a_run_is_hopeless_when_all_points_are():
+def test_a_run_ends_when_no_point_can_be_attained():
     workload = [TraceRequest(0.0, 8, 3)] * 200
-    watch = Hopeless(workload, [{"ttft": 2.0, "tbt": tbt} for tbt in (0.1, 0.3)], 0.99)
+    watch = EarlyStop(workload, [{"ttft": 2.0, "tbt": tbt} for tbt in (0.1, 0.3)], 0.99)
     assert not any(watch(record(0.1, 0.2, 0.2)) for _ in range(20))
     assert [watch(record(0.1, 0.4, 0.4)) for _ in range(3)] == [False, False, True]
 
@@ -128,7 +139,7 @@ def test_misses_are_counted_once_as_tokens_come(times):
     """
     workload = [TraceRequest(0.0, 512, 3)] * 200
     slos = {"ttft": 2.0, "ttft_per_1k": 1.0, "tbt": 0.15}
-    watch, plain = (Hopeless(workload, [slos], 0.99) for _ in range(2))
+    watch, plain = (EarlyStop(workload, [slos], 0.99) for _ in range(2))
     verdicts = []
     for index in range(3):
         ended = replace(record(times[0]), index=index, token_times=times, asked_prompt=512)
@@ -195,7 +206,7 @@ def search_of(slos, requests=100, dataset="azure-conv", **more):
         target={"simulate": "h200", "model": "llama-3.1-8b", "tp": 1},
         workload=WorkloadSpec(dataset=dataset, num_prompts=requests),
         slos=slos,
-        **{"start_rate": 8.0, **more},
+        **{"start_rate": 8.0, "brief": True, **more},
     )
 
 
@@ -287,15 +298,118 @@ def test_a_search_that_never_ran_leaves_its_folder_to_the_next(tmp_path):
     assert json.loads((tmp_path / "search.json").read_text())["target"] == search.target
 
 
-def test_runs_that_are_short_against_the_bounds_are_called_so():
-    workload = WorkloadSpec(dataset="azure-conv", num_prompts=120, max_input_len=12_000)
-    slos = {"ttft": 1.0, "ttft_per_1k": 1.0, "tbt": 0.009}
-    search = Search(target={}, workload=workload, slos=slos)
-    remark = short_runs(search, {"auto": [60.0, 50.0], "chunked": [10.0, 9.0]})
-    assert remark.startswith("Runs of 2.0 s, where a first token may take 2.")
-    assert short_runs(search, {"auto": [12.0]}) is None
-    assert short_runs(search, {"auto": [0.0]}) is None
-    assert short_runs(replace(search, slos={"tbt": 0.009}), {"auto": [60.0]}) is None
+def test_early_ends_count_what_a_playout_buffer_shows():
+    """Gaps of 10 and 30 ms within a bound of 20: raw every other one is late, shown none is."""
+    workload = [TraceRequest(0.0, 8, 9)] * 20
+    times = [sum((0.010, 0.030)[i % 2] for i in range(n)) for n in range(1, 10)]
+    ended = replace(record(times[0]), token_times=tuple(times), asked_output=9)
+    for playout, misses in ((0.0, True), (0.020, False)):
+        whole, watch = (EarlyStop(workload, [{"tbt": 0.020}], 0.99, playout) for _ in range(2))
+        by_token = [watch.tokens(0, times[:n], 1) for n in range(1, 10)]
+        assert by_token[-1] == whole(ended) == misses
+        assert watch(ended) == misses
+
+
+def test_a_late_shown_gap_is_counted_as_it_comes():
+    workload = [TraceRequest(0.0, 8, 3)] * 10
+    watch = EarlyStop(workload, [{"tbt": 0.020}], 0.99, 0.020)
+    times = [0.0, 0.010, 0.060]  # shown at 20, 30 and 60 ms
+    assert [watch.tokens(0, times[:n], 1) for n in (1, 2, 3)] == [False, False, True]
+
+
+def run_of(rate, count=600, seconds=1.0, slower=1.0, server=False):
+    """Requests that arrive evenly, each answered after `seconds`, the last of them as many times as
+    late as it came if `slower` is above 1."""
+    sent = [(i + 1) / rate for i in range(count)]
+    base = {"asked_prompt": 8, "asked_output": 1, "waited": 0.0, "outcome": "ok"}
+    records = tuple(
+        Record(
+            index=i, scheduled=at, sent=at, ended=at * slower + seconds, token_times=(at,), **base
+        )
+        for i, at in enumerate(sent)
+    )
+    workload = WorkloadSpec(num_prompts=count, request_rate=rate)
+    return Result(
+        config=BenchConfig(workload=workload),
+        model="m",
+        date=datetime.now(UTC),
+        workload=tuple(workload.build()),
+        records=records,
+        duration=records[-1].ended,
+        interrupted=False,
+        loop_lag=Distribution.of((), (99.0,)),
+        simulated=None if server else {},
+    )
+
+
+def test_a_rate_lasts_if_requests_end_as_fast_as_they_come():
+    assert lasting(run_of(20.0))
+    steady = run_of(20.0).metrics.steady
+    assert (steady.arrived, steady.finished) == pytest.approx((20.0, 20.0), rel=0.01)
+    assert lasting(run_of(20.0, slower=1.04))
+    assert not lasting(run_of(20.0, slower=1.06))  # 18.9 of 20 end per second
+    assert not lasting(run_of(20.0, seconds=31.0)), "the run is over before one could end"
+    assert not lasting(run_of(20.0), rate=22.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "count", "server", "enough"),
+    [
+        (20.0, 599, False, False),
+        (4.0, 599, False, False),
+        (8.0, 599, True, False),
+        (4.0, 250, True, True),
+        (4.0, 249, True, False),
+        (7.0, 420, True, True),
+        (7.0, 419, True, False),
+    ],
+)
+def test_a_run_must_be_long_for_its_rate_to_last(rate, count, server, enough):
+    assert lasting(run_of(rate, count, server=server)) == enough
+
+
+def test_a_search_of_short_runs_is_refused_unless_it_is_brief(tmp_path):
+    search = search_of({"ttft": 1.0}, requests=599, brief=False)
+    with pytest.raises(FieldError, match="is 599; a run at 8 requests/s needs 600"):
+        find(search, ["chunked"], None, tmp_path)
+
+
+def test_what_meets_its_bounds_but_lets_a_backlog_grow_does_not_hold(tmp_path):
+    """A server of ten requests per second, with a bound that a burst of 600 meets at any rate."""
+
+    def run(system, workload, points):
+        ended, records = 0.0, []
+        for index, request in enumerate(workload.build()):
+            ended = max(ended, request.arrival) + 0.1
+            times = {"scheduled": request.arrival, "sent": request.arrival, "ended": ended}
+            records.append(
+                replace(record(1.0), index=index, **times, token_times=(ended,), asked_output=1)
+            )
+        result = run_of(workload.request_rate)
+        config = replace(result.config, workload=workload, goodput=points[0])
+        return replace(result, config=config, records=tuple(records), duration=ended), False
+
+    search = search_of({"ttft": 90.0}, 600, least_rate=1.0, brief=False)
+    [found] = find(search, ["any"], run, tmp_path / "lasting")[0]["any"]
+    assert 9.0 < found < 10.6
+    saved = json.loads((tmp_path / "lasting" / "summary.json").read_text())["goodput"]["any"]
+    assert saved["seeds"] == [found]
+    assert 0.95 * found <= saved["sustained"][0] < 10.1
+    [brief] = find(replace(search, brief=True), ["any"], run, tmp_path / "brief")[0]["any"]
+    assert brief > 1000
+
+
+@pytest.mark.parametrize("system", ["chunked:token_budget=768", "auto"])
+def test_systems_are_judged_with_equal_playout(system):
+    """Of `chunked`, most late gaps are in time as a client with a buffer shows them; `auto` plans
+    for the buffer and sends tokens at once, so raw it fails."""
+    search = search_of({"ttft": 2.0, "tbt": 0.021}, 60, playout=0.020, judge="raw", attainment=0.5)
+    result, _ = simulation(search)(system, search.at(18.0, 1), [search.slos])
+    raw, shown = (shares(result.metrics, search.slos, judge)["tbt"] for judge in ("raw", "shown"))
+    assert raw < 0.99 < shown
+    saved = result_dict(result)
+    assert saved["playout_ms"] == 20
+    assert (saved["tbt_gap_attainment"], saved["shown_tbt_gap_attainment"]) == (raw, shown)
 
 
 def test_settings_with_several_values_are_so_many_systems():
@@ -401,7 +515,16 @@ def test_a_folder_of_several_bounds_is_checked_too(tmp_path):
 
 
 def test_the_command(tmp_path):
-    arguments = ["goodput", "--simulate", "h100", "--model", "llama-3.1-8b", "--num-prompts", "20"]
+    arguments = [
+        "goodput",
+        "--simulate",
+        "h100",
+        "--model",
+        "llama-3.1-8b",
+        "--num-prompts",
+        "20",
+        "--brief",
+    ]
     arguments += ["--system", "chunked:token_budget=512", "--system", "static-split"]
     arguments += ["--out", str(tmp_path), "--goodput", "ttft:800", "tbt:90", "--tolerance", "0.2"]
     done = CliRunner().invoke(app, arguments)
@@ -409,11 +532,20 @@ def test_the_command(tmp_path):
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert set(saved["goodput"]) == {"chunked:token_budget=512", "static-split"}
     assert saved["search"]["slos"] == {"ttft": 0.8, "tbt": 0.09}
-    assert "Runs of" in done.output
+    assert "a first look" in done.output
 
 
 def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path):
-    arguments = ["goodput", "--simulate", "h100", "--model", "llama-3.1-8b", "--num-prompts", "10"]
+    arguments = [
+        "goodput",
+        "--simulate",
+        "h100",
+        "--model",
+        "llama-3.1-8b",
+        "--num-prompts",
+        "10",
+        "--brief",
+    ]
     arguments += [
         "--out",
         str(tmp_path),
@@ -430,7 +562,6 @@ def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
     assert "ttft 50 ms + 40 per 1K new tokens" in said
-    assert "Runs of" not in said
     saved = json.loads((tmp_path / "tbt60ms" / "summary.json").read_text())
     assert saved["search"]["slos"] == {"ttft": 0.05, "ttft_per_1k": 0.04, "tbt": 0.06}
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("tbt60ms/*-seed3-rate*.json")]

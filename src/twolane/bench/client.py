@@ -9,6 +9,7 @@ import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -65,6 +66,8 @@ class _StreamChunk(msgspec.Struct, gc=False):
 
 _decode_chunk = msgspec.json.Decoder(_StreamChunk).decode
 _NO_DELTA = _Delta()
+_FAILED = ("abort", "error")
+"""Values of `finish_reason` with which servers end an answer that they gave up."""
 
 
 class StreamError(Exception):
@@ -83,8 +86,11 @@ class StreamedAnswer:
     that prints nothing, or half a character; before the first text it may as well be a sign of
     life, so there it counts only if the whole answer has no text: TTFT is never flattered.
 
+    How many tokens has a chunk? As many as the count in its usage grows by, where the server sends
+    one with each chunk; tokens without text count with the next chunk that has text.
+
     Args:
-        on_first: called with the time of the first chunk with text.
+        on_first: Called with the time of the first chunk with text.
     """
 
     def __init__(self, on_first: Callable[[float], None] = lambda at: None) -> None:
@@ -97,6 +103,8 @@ class StreamedAnswer:
         self._last = 0.0
         self._times: list[float] = []
         self._silent: list[float] = []
+        self._counts: list[int | None] = []
+        """Output tokens up to each chunk with text by its usage; None: it has none."""
 
     def add(self, event: Event, now: float) -> None:
         """Add an event that arrived at `now`.
@@ -119,12 +127,20 @@ class StreamedAnswer:
             raise StreamError(outcomes.STREAM_ERROR, event.data[:500])
         if chunk.usage is not None:
             self.usage = chunk.usage
+        count = chunk.usage.completion_tokens if chunk.usage else None
         for choice in chunk.choices or ():
-            self._choice(choice, now)
+            self._choice(choice, now, count)
 
     def token_times(self) -> tuple[float, ...]:
         """Return arrival times of the chunks with tokens."""
         return tuple(self._times or self._silent)
+
+    def chunk_tokens(self) -> tuple[int, ...]:
+        """Return the number of tokens in each of these chunks; empty: the server does not tell."""
+        counts = [0, *(count for count in self._counts if count is not None)]
+        tokens = tuple(after - before for before, after in pairwise(counts))
+        known = len(tokens) == len(self.token_times()) and min(tokens, default=0) >= 0
+        return tokens if known and any(tokens) else ()
 
     def end(self) -> float:
         """Check that the answer is complete; return the time of its last event.
@@ -138,7 +154,10 @@ class StreamedAnswer:
             raise StreamError(outcomes.MALFORMED, "the answer has no token in it")
         return self._last if self.done_at is None else self.done_at
 
-    def _choice(self, choice: _Choice, now: float) -> None:
+    def _choice(self, choice: _Choice, now: float, count: int | None) -> None:
+        if choice.finish_reason in _FAILED:
+            problem = f"the answer ended with finish_reason {choice.finish_reason}"
+            raise StreamError(outcomes.STREAM_ERROR, problem)
         delta = choice.delta or _NO_DELTA
         text = choice.text or delta.content or delta.reasoning_content or delta.reasoning
         self.finished = self.finished or choice.finish_reason is not None
@@ -146,6 +165,7 @@ class StreamedAnswer:
             if not self._times:
                 self._on_first(now)
             self._times.append(now)
+            self._counts.append(count)
             self.text.append(text or "")
         elif choice.finish_reason is None and delta.role is None:
             (self._times or self._silent).append(now)
@@ -248,8 +268,9 @@ class Client:
             outcome=outcome,
             error=error,
             token_times=tuple(at - start for at in answer.token_times()),
+            chunk_tokens=answer.chunk_tokens(),
             usage_prompt=answer.usage.prompt_tokens,
-            usage_output=answer.usage.completion_tokens,
+            usage_output=answer.usage.completion_tokens or None,
             usage_cached=answer.usage.cached_tokens,
             text="".join(answer.text),
         )

@@ -5,8 +5,9 @@ import contextlib
 import shlex
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import typer
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twolane.bench import goodput, serve
-from twolane.bench.goodput import Hopeless, Run, Search, Trial
+from twolane.bench.goodput import EarlyStop, Run, Search, Trial
 from twolane.bench.preflight import BenchError
 from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
@@ -30,6 +31,7 @@ from twolane.sim.config import Unevenness
 from twolane.slo import Slo
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
+from twolane.workload.traces import TraceRequest
 
 
 def find(
@@ -73,9 +75,8 @@ def find(
             names, run = [SERVER], server(search, load)
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
         for point, rates in zip(search.points(out), found, strict=True):
-            console.print(_table(point.search, rates, goodput.tuned(names, rates)))
-            if (remark := goodput.short_runs(point.search, rates)) is not None:
-                typer.echo(remark)
+            finished = goodput.sustained(point, rates)
+            console.print(_table(point.search, rates, goodput.tuned(names, rates), finished))
 
 
 def reads_slos(system: str) -> bool:
@@ -148,10 +149,10 @@ class OwnServers:
             self._load, base_url=url, num_warmups=warmups, model=named or self._load.model
         )
         try:
-            result, hopeless = measure(self._search, load, workload, points)
+            result, stopped = measure(self._search, load, workload, points)
         finally:
             self._server.check()
-        return msgspec.structs.replace(result, server=self._server.announcement), hopeless
+        return msgspec.structs.replace(result, server=self._server.announcement), stopped
 
     def _start(self, system: str | None, flags: list[str]) -> None:
         """Start a server of this system, or of the default one."""
@@ -172,6 +173,8 @@ class OwnServers:
         """Return a context manager that runs the server."""
         arguments = [*shlex.split(str(self._search.target["serve"])), *flags]
         arguments += [] if system is None else system_flags(system)
+        if playout := self._search.playout:  # never two buffers
+            arguments += ["--tbt-buffer-at", "client", f"--tbt-buffer-ms={playout * 1e3:g}"]
         if self._traces:
             arguments += ["--trace", str(log.with_suffix(".trace.json"))]
         return serving(arguments, log)
@@ -205,7 +208,7 @@ def slo_flags(slos: dict[str, float]) -> list[str]:
 def measure(
     search: Search, load: BenchConfig, workload: WorkloadSpec, points: Sequence[dict[str, float]]
 ) -> tuple[Result, bool]:
-    """Do one run over HTTP, which ends when it is hopeless for all sets of SLOs.
+    """Do one run over HTTP, which ends when no set of SLOs can be attained any more.
 
     Each rate has prompts of its own, the same for all systems: a server that has seen those of
     the last run would find them in its prefix cache.
@@ -218,20 +221,21 @@ def measure(
         workload=workload,
         goodput=points[0],
         percentiles=search.percentiles,
+        playout=search.playout,
         engine_gaps=True,
         prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
     )
-    hopeless = Hopeless(workload.build(), points, search.attainment)
+    watch = early_stop(search, workload.build(), points)
 
     async def main() -> Result:
         stop = asyncio.Event()
 
         def ended(record: Record) -> None:
-            if not stop.is_set() and hopeless(record):
+            if not stop.is_set() and watch(record):
                 stop.set()
 
         def begun(index: int, ttft: float) -> None:
-            if hopeless.begun(index, ttft):
+            if watch.begun(index, ttft):
                 stop.set()
 
         return await serve.run(config, stop=stop, on_record=ended, on_first=begun)
@@ -251,6 +255,9 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
     from twolane.sim.run import simulate
 
     where = msgspec.convert(search.target, _Simulated)
+    buffer: dict[str, Any] = {}
+    if search.playout:  # never two buffers
+        buffer = {"tbt_buffer": search.playout, "tbt_buffer_at": "client"}
 
     def run(
         system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
@@ -267,6 +274,7 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
                 quantization=where.quantization,
                 kv_cache_dtype=where.kv_cache_dtype,
                 disaggregated=where.disaggregated,
+                **buffer,
             ),
             gpu=where.simulate,
             tp=where.tp,
@@ -276,15 +284,24 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
                 workload=workload,
                 goodput=points[0],
                 percentiles=search.percentiles,
+                playout=search.playout,
                 vocab_range=vocab_range,
             ),
         )
         requests = workload.build()
-        hopeless = Hopeless(requests, points, search.attainment)
-        result = simulate(config, requests, hopeless, hopeless.tokens).result
+        watch = early_stop(search, requests, points)
+        result = simulate(config, requests, watch, watch.tokens).result
         return result, result.interrupted
 
     return run
+
+
+def early_stop(
+    search: Search, requests: Sequence[TraceRequest], points: Sequence[dict[str, float]]
+) -> EarlyStop:
+    """Return what ends a run of a search when no set of SLOs can be attained any more."""
+    playout = search.playout if search.judge == "shown" else 0.0
+    return EarlyStop(requests, points, search.attainment, playout)
 
 
 def slo_of(slos: dict[str, float]) -> Slo:
@@ -334,7 +351,9 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _line(trial: Trial, slos: dict[str, float]) -> str:
-    verdict = "holds" if trial.holds else "fails (ended early)" if trial.hopeless else "fails"
+    verdict = "holds" if trial.holds else "fails (ended early)" if trial.stopped else "fails"
+    if trial.lasting is False and not trial.stopped:
+        verdict += f" (only {trial.sustained or 0.0:.3f} req/s finished)"
     kept = ", ".join(
         f"{name} {'-' if share is None else format(share, '.2%')}"
         for name, share in trial.shares.items()
@@ -343,13 +362,24 @@ def _line(trial: Trial, slos: dict[str, float]) -> str:
     return f"{trial.system}{tbt}, seed {trial.seed}: {trial.rate:.3f} req/s {verdict} ({kept})"
 
 
-def _table(search: Search, found: dict[str, list[float]], best: dict[str, str]) -> Table:
+def _table(
+    search: Search,
+    found: dict[str, list[float]],
+    best: dict[str, str],
+    finished: Mapping[str, Sequence[float | None]],
+) -> Table:
     title = f"Goodput at {search.attainment:.1%}: {bounds_words(search.slos)}"
+    if search.playout:
+        title += f"; {search.judge}, with a playout buffer of {search.playout * 1e3:g} ms"
+    if search.brief:
+        title += "; brief runs, so a first look"
     table = Table(title=title, title_justify="left")
-    for head in ("System", "Requests/s (median)", "Range"):
+    for head in ("System", "Requests/s (median)", "Range", "Finished/s"):
         table.add_column(head, justify="left" if head == "System" else "right")
     for system, rates in found.items():
         middle = statistics.median(rates)
         name = f"{system} (best)" if system in best.values() else system
-        table.add_row(name, f"{middle:.2f}", f"{min(rates):.2f} to {max(rates):.2f}")
+        ended = [rate for rate in finished[system] if rate is not None]
+        sustained = f"{statistics.median(ended):.2f}" if ended else "-"
+        table.add_row(name, f"{middle:.2f}", f"{min(rates):.2f} to {max(rates):.2f}", sustained)
     return table

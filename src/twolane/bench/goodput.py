@@ -1,10 +1,10 @@
-"""`bench goodput`: the highest request rate at which the SLOs hold.
+"""`bench goodput`: the highest request rate at which the SLOs hold, and could hold for ever.
 
 An SLO holds when at least `attainment` of the requests sent kept it; that of TBT counts gaps, not
 requests, unless none is owed. With 0.99 this is "P99 within the bound". A search is one pattern of
 arrivals (seed, requests, trace offset), stretched or pressed together to a rate, the same for all
 systems. Rates stand on a grid whose neighbours are within the tolerance: all systems are tried at
-the same ones.
+the same ones. A rate holds only in a long run whose backlog does not grow (`lasting`).
 
 Several bounds on TBT make several searches, loosest first: each begins where the last one ended,
 above which a tighter bound is not expected to hold; and a run of a system that does not read the
@@ -16,19 +16,27 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import write_atomically
 from twolane.common.options import MAX_SEED, Option
-from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
+from twolane.playout import PACE_FRACTION, first_shown, next_shown
+from twolane.results.metrics import (
+    DEFAULT_PERCENTILES,
+    ROUNDING,
+    Metrics,
+    as_shown,
+    bound_for,
+    bounded,
+    keeps,
+)
 from twolane.results.provenance import json_bytes, provenance
 from twolane.results.record import Record
-from twolane.results.result import MEASURE, Result
+from twolane.results.result import MEASURE, PLAYOUT, Result
 from twolane.results.summary import result_dict, workload_dict
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
@@ -39,9 +47,15 @@ SAMPLE_KEYS = ("itls", "ttfts", "latencies", "start_times")
 """Keys that are not saved with a simulated run, for the same reason."""
 MIN_RATE, MAX_RATE = 1e-3, 1e5
 """Bounds of the search in requests per second."""
-SHORT_RUN_FACTOR = 4.0
-"""A run counts as short if it lasts less than this multiple of the mean TTFT bound: it may serve a
-quarter of its requests after the arrivals have ended."""
+LEAST_REQUESTS = 600
+"""Number of requests that a run needs for a rate to hold."""
+SLOW_RATE, SLOW_REQUESTS, SLOW_SECONDS = 8.0, 250, 60.0
+"""Below this many requests per second, a run on a server needs only this many requests and
+seconds."""
+FINISHED_SHARE = 0.95
+"""Fraction of the rate, and of what arrives, that has to end while a rate is held."""
+Judge = Literal["shown", "raw"]
+"""Which times the SLOs bound: those at which a client shows tokens, or those of their arrival."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +87,17 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: Annotated[float, Option(MEASURE)] = 0.02
     """Relative distance between the rate that holds and the rate that fails at which a search
     ends."""
+    playout: Annotated[float, PLAYOUT] = 0.0
+    """Longest time in seconds for which a client with a playout buffer holds a token back, computed
+    from the arrival times for any engine. Our own servers and simulated systems plan with this
+    buffer and send tokens at once."""
+    judge: Annotated[Judge, Option(MEASURE)] = "shown"
+    """Times that the SLOs bound: `shown` those of the playout buffer, `raw` those of arrival; equal
+    without --playout-ms."""
+    brief: Annotated[bool, Option(MEASURE)] = False
+    """Whether a run may be too short to show that a rate could hold for ever, for a first look.
+    Otherwise it needs 600 requests (on a server below 8 per second 250, and 60 seconds), and a rate
+    whose backlog grows fails."""
 
     @property
     def octave(self) -> int:
@@ -110,6 +135,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("start_rate", problem)
         if not 1 < self.first_step <= 1024:
             raise FieldError("first_step", f"must be in (1, 1024], not {self.first_step}")
+        if self.playout and not ("tbt" in self.slos or self.tbts):
+            raise FieldError("playout", "needs a bound on TBT: --goodput tbt:MS")
         if not 0 < self.tolerance < 1:
             raise FieldError("tolerance", f"must be in (0, 1), not {self.tolerance}")
         self.workload.check()
@@ -146,21 +173,27 @@ class Trial(msgspec.Struct, frozen=True):
     seed: int
     rate: float
     holds: bool
-    hopeless: bool
+    stopped: bool = msgspec.field(name="hopeless")
     """Whether it ended early because too many requests had missed an SLO."""
     shares: dict[str, float | None]
     """Attainment by SLO until its end."""
+    lasting: bool | None = None
+    """Whether the rate could hold for ever (`lasting`); None in a brief search."""
+    sustained: float | None = None
+    """Requests answered per second between the end of the warm-up and the last arrival."""
     alone: bool = False
     """Whether no two requests were served concurrently, so that lower rates change nothing."""
 
 
-class Hopeless:
+class EarlyStop:
     """Detects that a run cannot attain any of several sets of SLOs any more.
 
     Args:
-        workload: all that is sent.
-        points: sets of SLOs, bounds in seconds by name; they differ in TBT alone.
-        attainment: the share that must keep each.
+        workload: All requests that are sent.
+        points: Sets of SLOs, bounds in seconds by name, which differ in TBT alone.
+        attainment: Share of the requests, or gaps, that must keep each SLO.
+        playout: Longest time in seconds for which the client holds a token back; the SLOs bound the
+            times at which it shows tokens.
     """
 
     def __init__(
@@ -168,95 +201,156 @@ class Hopeless:
         workload: Sequence[TraceRequest],
         points: Sequence[dict[str, float]],
         attainment: float,
+        playout: float = 0.0,
     ) -> None:
-        gaps = sum(request.output_tokens - 1 for request in workload)
         self._workload = workload
-        self._points = points
         self._late: set[int] = set()
-        self._least = min((slos["tbt"] for slos in points if "tbt" in slos), default=math.inf)
-        self._gaps: dict[int, int] = {}
-        self._spare = [
-            {
-                name: _spare(gaps if name == "tbt" else len(workload), attainment)
-                for name in bounded(slos)
-            }
-            for slos in points
-        ]
-        """Number of misses left for each SLO."""
+        self._budgets = [_Budget(workload, slos, attainment, playout) for slos in points]
 
     def tokens(self, index: int, times: Sequence[float], new: int) -> bool:
-        """Count new tokens of a request; return whether the run is hopeless. `times` has those of
-        all its tokens. Gaps are counted at once, and so is a first token that is late even if all
-        of its prompt was new; everything else when the request has ended."""
+        """Count new tokens of a request; return whether the run is to end.
+
+        Gaps are counted at once, and so is a first token that is late even if all of its prompt was
+        new; everything else when the request has ended.
+
+        Args:
+            index: The request's place in the workload.
+            times: The times of all its tokens so far, in seconds.
+            new: How many of them are new.
+        """
         if len(times) == new:
             self.begun(index, times[0] - (self._workload[index].arrival or 0.0))
-        late = [b - a for a, b in pairwise(times[-new - 1 :]) if b - a > self._least]
-        self._gaps[index] = len(times) - 1
-        for slos, spare in zip(self._points, self._spare, strict=True) if late else ():
-            if "tbt" in slos:
-                spare["tbt"] -= sum(gap > slos["tbt"] for gap in late)
+        for budget in self._budgets:
+            budget.tokens(index, times, new)
         return self._now
 
     def begun(self, index: int, ttft: float) -> bool:
-        """Count a first token after these seconds; return whether the run is hopeless."""
-        slos, request = self._points[0], self._workload[index]
-        if "ttft" in slos and ttft > bound_for(request.prompt_tokens, "ttft", slos):
+        """Count a first token after these seconds; return whether the run is to end."""
+        slos, request = self._budgets[0].slos, self._workload[index]
+        if "ttft" in slos and ttft > bound_for(request.prompt_tokens, "ttft", slos) + ROUNDING:
             self._late.add(index)
-            for spare in self._spare:
-                spare["ttft"] -= 1
+            for budget in self._budgets:
+                budget.spare["ttft"] -= 1
         return self._now
 
     def __call__(self, record: Record) -> bool:
-        """Count a request that has ended; return whether the run is hopeless."""
-        gaps = record.gaps[self._gaps.pop(record.index, 0) :]
-        for slos, spare in zip(self._points, self._spare, strict=True):
-            for name in spare:
-                bound = bound_for(record.new_tokens, name, slos)
-                if name == "ttft" and record.index in self._late:
-                    continue
-                if name != "tbt":
-                    spare[name] -= not keeps(record, name, bound)
-                elif record.ok:
-                    spare[name] -= sum(gap > bound for gap in gaps)
-                else:
-                    spare[name] -= max(record.asked_output - 1, 0)
+        """Count a request that has ended; return whether the run is to end."""
+        for budget in self._budgets:
+            budget.ended(record, record.index in self._late)
         return self._now
 
     @property
     def _now(self) -> bool:
-        return all(min(spare.values()) < 0 for spare in self._spare)
+        return all(min(budget.spare.values()) < 0 for budget in self._budgets)
 
 
-def short_runs(search: Search, found: Mapping[str, Sequence[float]]) -> str | None:
-    """Return a warning if the runs at the highest rates were short compared with the TTFT bounds,
-    else None.
+class _Budget:
+    """The misses that are left for each SLO of one set.
 
     Args:
-        search: definition of the search.
-        found: goodput in requests a second, by system, seed by seed.
+        workload: All requests that are sent.
+        slos: Bounds in seconds by name.
+        attainment: Share of the requests, or gaps, that must keep each SLO.
+        playout: Longest time in seconds for which the client holds a token back.
     """
-    rate = max(itertools.chain.from_iterable(found.values()), default=0.0)
-    if "ttft" not in search.slos or not rate:
-        return None
-    sent = search.at(rate, search.seed).build()
-    bound = statistics.fmean(bound_for(each.prompt_tokens, "ttft", search.slos) for each in sent)
-    seconds = len(sent) / rate
-    if seconds >= SHORT_RUN_FACTOR * bound:
-        return None
-    return (
-        f"Runs of {seconds:.1f} s, where a first token may take {bound:.1f} s (mean): what waits "
-        "is served when no more arrives. Longer runs (--num-prompts) hold less."
-    )
+
+    def __init__(
+        self,
+        workload: Sequence[TraceRequest],
+        slos: dict[str, float],
+        attainment: float,
+        playout: float,
+    ) -> None:
+        gaps = sum(request.output_tokens - 1 for request in workload)
+        self.slos = slos
+        self.spare = {
+            name: _spare(gaps if name == "tbt" else len(workload), attainment)
+            for name in bounded(slos)
+        }
+        """Number of misses left for each SLO."""
+        self._workload, self._playout = workload, playout
+        self._bound = slos.get("tbt", math.inf)
+        self._hold = min(playout, self._bound)
+        self._latest: dict[int, float] = {}
+        """When the latest counted token of each request is shown."""
+        self._gaps: dict[int, int] = {}
+
+    def tokens(self, index: int, times: Sequence[float], new: int) -> None:
+        """Count the gaps before new tokens of a request."""
+        if self._bound == math.inf:
+            return
+        latest = self._latest.get(index)
+        for at in times[-new:]:
+            if latest is None:
+                latest = self._first(index, at)
+                continue
+            due = next_shown(at, latest, PACE_FRACTION * self._bound, self._hold)
+            self.spare["tbt"] -= due - latest > self._bound + ROUNDING
+            latest = due
+        assert latest is not None
+        self._latest[index], self._gaps[index] = latest, len(times) - 1
+
+    def _first(self, index: int, at: float) -> float:
+        request = self._workload[index]
+        if request.output_tokens < 2:
+            return at
+        deadline = None
+        if "ttft" in self.slos:
+            bound = bound_for(request.prompt_tokens, "ttft", self.slos)
+            deadline = (request.arrival or 0.0) + bound
+        return first_shown(at, self._hold, deadline)
+
+    def ended(self, record: Record, late: bool) -> None:
+        """Count what was not counted before of a request that has ended."""
+        if self._playout:
+            record = as_shown(record, self.slos, self._playout)
+        gaps = record.gaps[self._gaps.pop(record.index, 0) :]
+        for name in self.spare:
+            bound = bound_for(record.new_tokens, name, self.slos)
+            if name == "ttft" and late:
+                continue
+            if name != "tbt":
+                self.spare[name] -= not keeps(record, name, bound)
+            elif record.ok:
+                self.spare[name] -= sum(gap > bound + ROUNDING for gap in gaps)
+            else:
+                self.spare[name] -= max(record.asked_output - 1, 0)
+
+
+def least_requests(rate: float, simulated: bool) -> int:
+    """Return the number of requests that a run needs to show that a rate could hold for ever."""
+    if simulated or rate >= SLOW_RATE:
+        return LEAST_REQUESTS
+    return max(SLOW_REQUESTS, math.ceil(SLOW_SECONDS * rate))
+
+
+def lasting(result: Result, rate: float | None = None) -> bool:
+    """Return whether a run shows that its rate could hold for ever: it has enough requests, and
+    from the end of the warm-up to the last arrival they end as fast as they arrive.
+
+    Args:
+        result: The run.
+        rate: Requests sent per second; by default the request rate of the workload.
+    """
+    rate = rate or result.config.workload.request_rate or 0.0
+    enough = len(result.workload) >= least_requests(rate, result.simulated is not None)
+    steady = result.metrics.steady
+    if steady is None or not enough:
+        return False
+    return steady.finished >= FINISHED_SHARE * max(rate, steady.arrived)
 
 
 def _spare(owed: int, attainment: float) -> int:
     return math.floor(owed * (1 - attainment) + 1e-9)
 
 
-def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
+def shares(
+    metrics: Metrics, slos: dict[str, float], judge: Judge = "shown"
+) -> dict[str, float | None]:
     """Return the attainment of each SLO: of requests sent, for TBT of the gaps owed; None: none was
     sent."""
-    attained = metrics.attainment
+    as_judged = metrics if metrics.shown is None or judge == "raw" else metrics.shown
+    attained = as_judged.attainment
     by_gap = {} if attained.gaps is None else {"tbt": attained.gaps}
     return {name: by_gap.get(name, attained.requests[name]) for name in bounded(slos)}
 
@@ -309,7 +403,7 @@ def highest(
 
 Run = Callable[[str, WorkloadSpec, Sequence[dict[str, float]]], tuple[Result, bool]]
 """Serves a workload with a system that knows the first of these sets of SLOs; returns the result,
-and whether it ended early because all of them were hopeless."""
+and whether it ended early because none of them could be attained any more."""
 
 
 def find(
@@ -345,17 +439,19 @@ def find(
     for point in points:
         _open_folder(point)
     found: list[dict[str, list[float]]] = [{} for _ in points]
+    count = len(search.at(search.start_rate, search.seed).build())
     for system in dict.fromkeys(one for listed in systems for one in variants(listed)):
         for i, point in enumerate(points):
             answered = [point] if reads_slos(system) else points[i:]
             for turn in range(search.seeds):
                 looser = found[i - 1][system][turn] if i else MAX_RATE
                 near = looser if i else _near(guesses, found[i].get(system, []))
-                holds = partial(_holds, answered, system, search.seed + turn, run, tell)
+                holds = partial(_holds, answered, system, search.seed + turn, run, tell, count)
                 bounds = near, search.least_rate, looser, search.stride
                 rate = looser and highest(holds, search.start_rate, search.octave, *bounds)
                 found[i].setdefault(system, []).append(rate)
-                content = summary(point.search, found[i], tuned(systems, found[i]))
+                best = tuned(systems, found[i])
+                content = summary(point.search, found[i], best, sustained(point, found[i]))
                 _save(point.folder / "summary.json", content)
     return found
 
@@ -366,10 +462,20 @@ def _holds(
     seed: int,
     run: Run,
     tell: Callable[[Trial, dict[str, float]], None],
+    count: int,
     rate: float,
 ) -> bool | None:
-    """Return whether a system holds a rate at the first of the points that one run covers; None: it
-    does not, and lower rates would fail, too."""
+    """Return whether a system holds a rate, by `count` requests, at the first of the points that
+    one run covers; None: it does not, and lower rates would fail, too.
+
+    Raises:
+        FieldError: so few requests do not show that the rate could hold for ever.
+    """
+    search = points[0].search
+    needed = least_requests(rate, "simulate" in search.target)
+    if count < needed and not search.brief:
+        problem = f"is {count}; a run at {rate:.3g} requests/s needs {needed}, or take --brief"
+        raise FieldError("num_prompts", problem)
     trial = _trial(points, system, seed, rate, run)
     tell(trial, points[0].search.slos)
     return None if trial.alone and not trial.holds else trial.holds
@@ -405,17 +511,33 @@ def tuned(systems: Sequence[str], found: dict[str, list[float]]) -> dict[str, st
     return best
 
 
+def sustained(point: BoundSearch, found: dict[str, list[float]]) -> dict[str, list[float | None]]:
+    """Return what was sustained at each goodput (`Trial.sustained`), by system, seed by seed; None
+    where no rate holds, and in a brief search."""
+    return {
+        system: [
+            trial.sustained if rate and (trial := _kept(point, system, seed, rate)) else None
+            for seed, rate in enumerate(rates, point.search.seed)
+        ]
+        for system, rates in found.items()
+    }
+
+
 def summary(
-    search: Search, found: dict[str, list[float]], best: dict[str, str]
+    search: Search,
+    found: dict[str, list[float]],
+    best: dict[str, str],
+    finished: Mapping[str, Sequence[float | None]],
 ) -> dict[str, object]:
-    """Return the results so far: by system the goodput of each seed, median and range, and the best
-    variant of each system."""
+    """Return the results so far: by system the goodput of each seed, median and range, what was
+    sustained (`sustained`), and the best variant of each system."""
     return {
         "provenance": provenance(workload_dict(search.workload)),
         "search": _search_dict(search),
         "goodput": {
             system: {
                 "seeds": rates,
+                "sustained": finished[system],
                 "median": statistics.median(rates),
                 "least": min(rates),
                 "most": max(rates),
@@ -433,36 +555,51 @@ def _search_dict(search: Search) -> dict[str, object]:
 def _trial(points: Sequence[BoundSearch], system: str, seed: int, rate: float, run: Run) -> Trial:
     """Return the trial at a rate, from the first point's folder if it has one. The other points
     that the run covers get a copy."""
-    name = f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
-    path = points[0].folder / name
-    if path.exists():
-        saved = msgspec.json.decode(path.read_bytes(), type=_SavedRun)
-        if saved.trial.system == system:
-            return saved.trial
+    if (kept := _kept(points[0], system, seed, rate)) is not None:
+        return kept
     bounds = [point.search.slos for point in points]
-    result, hopeless = run(system, points[0].search.at(rate, seed), bounds)
-    trials = [_keep(point, name, system, result, hopeless) for point in points]
+    result, stopped = run(system, points[0].search.at(rate, seed), bounds)
+    trials = [_keep(point, system, result, stopped) for point in points]
     return trials[0]
 
 
-def _keep(point: BoundSearch, name: str, system: str, result: Result, hopeless: bool) -> Trial:
+def _kept(point: BoundSearch, system: str, seed: int, rate: float) -> Trial | None:
+    """Return the trial at a rate that a folder has; None: it has none that the search can use."""
+    path = point.folder / _run_file(system, seed, rate)
+    if not path.exists():
+        return None
+    trial = msgspec.json.decode(path.read_bytes(), type=_SavedRun).trial
+    judged = not trial.holds or point.search.brief or trial.lasting is not None
+    return trial if judged and trial.system == system else None
+
+
+def _run_file(system: str, seed: int, rate: float) -> str:
+    return f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
+
+
+def _keep(point: BoundSearch, system: str, result: Result, stopped: bool) -> Trial:
     """Save a run in the folder of a point."""
-    slos, workload = point.search.slos, result.config.workload
+    brief, slos, workload = point.search.brief, point.search.slos, result.config.workload
     config = msgspec.structs.replace(result.config, goodput=slos)
     result = msgspec.structs.replace(result, config=config)
-    kept = shares(result.metrics, slos)
+    metrics = result.metrics
+    kept = shares(metrics, slos, point.search.judge)
     enough = all((share or 0.0) >= point.search.attainment for share in kept.values())
+    lasts = None if brief else lasting(result)
     trial = Trial(
         system=system,
         seed=workload.seed,
         rate=workload.request_rate or 0.0,
-        holds=enough and not hopeless,
-        hopeless=hopeless,
+        holds=enough and not stopped and lasts is not False,
+        stopped=stopped,
         shares=kept,
-        alone=result.metrics.max_concurrent <= 1,
+        lasting=lasts,
+        sustained=None if brief or metrics.steady is None else metrics.steady.finished,
+        alone=metrics.max_concurrent <= 1,
     )
     known = REPRODUCED_KEYS if result.simulated is None else REPRODUCED_KEYS + SAMPLE_KEYS
     report = {key: value for key, value in result_dict(result).items() if key not in known}
+    name = _run_file(system, trial.seed, trial.rate)
     _save(point.folder / name, {"trial": msgspec.to_builtins(trial), **report})
     return trial
 

@@ -101,11 +101,14 @@ def make_jobs(config: BenchConfig, model: str, workload: list[TraceRequest]) -> 
 
 
 def _body(config: BenchConfig, model: str, ids: list[int], output_tokens: int) -> bytes:
+    options = {"include_usage": True}
+    if config.playout:  # which needs the number of tokens in each chunk
+        options["continuous_usage_stats"] = True
     body: dict[str, object] = {
         "model": model,
         "max_tokens": output_tokens,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": options,
         **config.extra_body,
     }
     if config.ignore_eos:

@@ -29,7 +29,7 @@ EPILOG = """**Examples**
 
 app = command_app()
 
-MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
+MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles", "playout_ms")
 """Options of `bench serve` that have a meaning without HTTP; the seed is the engine's."""
 
 

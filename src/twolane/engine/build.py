@@ -106,7 +106,8 @@ def assemble(
     if DeviceSettings.of(config).adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
-    pacer = Pacer(config.tbt_buffer, config.transport)
+    at_client = config.tbt_buffer_at == "client"
+    pacer = Pacer(config.tbt_buffer, config.transport, at_client=at_client)
     bounds = pacer.planned(config.slo)
     engine = Engine(
         system,

@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
 AllReduce = Literal["auto", "nccl", "two-shot", "joined"]
 KVCacheDType = Literal["auto", "fp8"]
+TbtBufferAt = Literal["server", "client"]
 
 LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
 """Names of the options of adapters."""
@@ -28,8 +29,8 @@ KV_EVENTS = (
 """Names of the options of `KVEventsConfig`."""
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "tbt_buffer_ms", "prefix_cache", "disaggregated", "profile", "estimator", "trace", *LORA,
-    *KV_EVENTS,
+    "tbt_buffer_ms", "tbt_buffer_at", "prefix_cache", "disaggregated", "profile", "estimator",
+    "trace", *LORA, *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -98,6 +99,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
     """Longest time in seconds for which a token of a request with a TBT bound is held back, so that
     gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once."""
+    tbt_buffer_at: Annotated[TbtBufferAt, Option(SCHEDULING)] = "server"
+    """Where tokens are held back for that time: `client` is for clients that do so themselves; the
+    server plans as if it did and sends each token at once."""
     transport: float = 0.0
     """Seconds that the way from the engine to a client may take: a part of each TBT bound is left
     for it. A server sets it to `TRANSPORT_SECONDS`; it is no option."""

@@ -1,10 +1,9 @@
 """Pacing: tokens of requests with a TBT bound are delivered evenly.
 
 A token that the device makes early is held back, so that a later one may take longer than the bound
-without being late for the client: a playout buffer, as for speech over packets (Andes, Liu et al.
-2024, has one at the client). The engine decides here when each token is due, and
-`frontend.delivery` delivers it then. A first token whose second could not follow in time is held
-here, unseen, until it can.
+without being late for the client (`twolane.playout`). The engine decides here when each token is
+due, and `frontend.delivery` delivers it then; or clients hold tokens back themselves, and get them
+at once. A first token whose second could not follow in time is held here, unseen, until it can.
 """
 
 from collections import deque
@@ -13,12 +12,10 @@ from itertools import islice
 
 from twolane.engine.request import InFlightLaunch, Phase, Request
 from twolane.lanes.base import Sampled
+from twolane.playout import PACE_FRACTION, first_shown, next_shown
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
-PACE_FRACTION = 0.97
-"""A token is due this fraction of its TBT bound after the one before; the rest of the bound is for
-what varies on the way to the client."""
 GAPS_KEPT = 512
 """The number of latest gaps between tokens that are remembered."""
 
@@ -47,14 +44,19 @@ class Pacer:
     """Decides when each token is due; a request without a TBT bound gets its tokens at once.
 
     Args:
-        buffer: the most seconds for which a token is held back, or its TBT bound if that is less;
-            0 turns pacing off.
-        transport: seconds that the way to the client may take. Every paced token is due that much
+        buffer: Longest time in seconds for which a token is held back, or its TBT bound if that is
+            less; 0 turns pacing off.
+        transport: Seconds that the way to the client may take. Every paced token is due that much
             after the device made it, at the earliest, so that a shorter way does not show.
+        at_client: Whether clients hold tokens back. Tokens are due at the same times and are
+            delivered at once.
     """
 
-    def __init__(self, buffer: float = 0.0, transport: float = 0.0) -> None:
+    def __init__(
+        self, buffer: float = 0.0, transport: float = 0.0, *, at_client: bool = False
+    ) -> None:
         self.gaps = Gaps()
+        self._at_client = at_client
         self._buffer = buffer
         self._transport = transport
         self._delay = min(transport, buffer)
@@ -82,6 +84,10 @@ class Pacer:
         request.last_token_at, request.due = at, due
         request.slack = 0.0 if due is None else due - at - self._delay
 
+    def delivery(self, request: Request) -> float | None:
+        """Return when to deliver the request's latest token; None: at once."""
+        return None if self._at_client else request.due
+
     def hold(self, request: Request, sampled: Sampled) -> bool:
         """Hold a first token that a prefill slice sampled, if it is to be paced.
 
@@ -108,20 +114,17 @@ class Pacer:
                 yield request, sampled
 
     def _due(self, request: Request, at: float) -> float | None:
-        """Return when to deliver a token made at `at`; None: at once.
-
-        A first token fills the buffer, unless it would miss its deadline for that or is the only
-        one.
-        """
+        """Return when a token made at `at` is due; None: at once."""
         bound = request.slo.tbt
         if bound is None or not self._buffer:
             return None
         at += self._delay
         if request.due is None and len(request.tokens) >= request.limit:
             return at
-        latest = at + min(self._buffer, bound)
-        wanted = request.deadline if request.due is None else request.due + PACE_FRACTION * bound
-        return latest if wanted is None else max(at, min(wanted, latest))
+        hold = min(self._buffer, bound)
+        if request.due is None:
+            return first_shown(at, hold, request.deadline)
+        return next_shown(at, request.due, PACE_FRACTION * bound, hold)
 
     def _too_early(self, request: Request, now: float, in_flight: Sequence[InFlightLaunch]) -> bool:
         """Return whether the second token would be late by prediction if the first were sent now.

@@ -273,7 +273,7 @@ class State:
         all."""
         self._leave(request)
         key = request.id, request.due
-        output = self.outputs.get(key) or Output(request.id, [], due=request.due)
+        output = self.outputs.get(key) or Output(request.id, [], due=self.pacer.delivery(request))
         self.outputs[key] = replace(output, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
@@ -306,14 +306,12 @@ class State:
 
     def add_output(self, request: Request, sampled: Sampled) -> None:
         """Add a token, which `request.tokens` already has, to the outputs of this turn."""
-        key = request.id, request.due
+        key, due = (request.id, request.due), self.pacer.delivery(request)
         output = self.outputs.get(key)
         if output is None and sampled.logprobs is None and request.generated > 1:
-            output = Output(request.id, [sampled.token], due=request.due)
+            output = Output(request.id, [sampled.token], due=due)
         else:
-            output = _with_token(
-                output or Output(request.id, [], due=request.due), request, sampled
-            )
+            output = _with_token(output or Output(request.id, [], due=due), request, sampled)
         self.outputs[key] = output
 
     def drop_empty_batches(self) -> None:

@@ -14,6 +14,10 @@ nothing. A gap is owed for each token asked after the first; a failed request ow
 as many as it had, if more) and met none of them, an answered one owes the gaps that it had.
 
 An empty set has no statistics: they are None, not 0.
+
+With a playout buffer, first tokens and gaps are also computed as its client shows them
+(`twolane.playout`), token by token. A rate can last if requests end as fast as they arrive, from
+the end of the warm-up (the longest E2E) to the last arrival.
 """
 
 import math
@@ -22,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from twolane.playout import shown
 from twolane.results.record import Record
 
 SLO_NAMES = ("ttft", "tbt", "tpot", "e2el")
@@ -30,6 +35,8 @@ TTFT_PER_1K = "ttft_per_1k"
 """Name of the seconds added to the bound `ttft` for each 1,024 prompt tokens that are not in the
 server's prefix cache (Drift §5.1: 1 s)."""
 DEFAULT_PERCENTILES = (90.0, 95.0, 99.0)
+ROUNDING = 1e-9
+"""Seconds by which a latency may exceed its bound, since sums of times are rounded."""
 LAG_PERCENTILES = (99.0,)
 """Percentiles of the client's own lags."""
 
@@ -74,6 +81,28 @@ class Attainment(msgspec.Struct, frozen=True):
     """Number of requests that met all SLOs."""
 
 
+class Playout(msgspec.Struct, frozen=True):
+    """Latencies as a client with a playout buffer shows them."""
+
+    ttft: Distribution
+    tbt: Distribution
+    attainment: Attainment
+    uncounted: int
+    """Number of answers in which a chunk of several tokens may count as one, since the server does
+    not tell how many it has."""
+
+
+class Steady(msgspec.Struct, frozen=True):
+    """What arrived and ended between the end of the warm-up and the last arrival of a run."""
+
+    seconds: float
+    """Time between the two."""
+    arrived: float
+    """Requests sent per second."""
+    finished: float
+    """Requests answered per second."""
+
+
 class Metrics(msgspec.Struct, frozen=True):
     """Metrics of a run of `duration` seconds."""
 
@@ -103,6 +132,10 @@ class Metrics(msgspec.Struct, frozen=True):
     max_output_tokens_per_s: float
     """Largest number of output tokens in one second of the run."""
     attainment: Attainment
+    steady: Steady | None
+    """None: the last request was sent before the first ones could have ended."""
+    shown: Playout | None
+    """None: there is no playout buffer."""
 
     def per_second(self, amount: float) -> float | None:
         """Return `amount` per second of the run."""
@@ -114,14 +147,16 @@ def measure(
     duration: float,
     slos: Mapping[str, float],
     percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+    playout: float = 0.0,
 ) -> Metrics:
     """Return the metrics of a run.
 
     Args:
-        records: one for each request sent.
-        duration: seconds from the start of the run to its last outcome.
-        slos: bounds in seconds by name, of `SLO_NAMES`; `TTFT_PER_1K` beside `ttft`.
-        percentiles: in percent.
+        records: A record for each request sent.
+        duration: Seconds from the start of the run to its last outcome.
+        slos: Bounds in seconds by name, of `SLO_NAMES`; `TTFT_PER_1K` beside `ttft`.
+        percentiles: Percentiles of each distribution, in percent.
+        playout: Longest time in seconds for which a client holds a token back; 0 is no buffer.
     """
     done = [record for record in records if record.ok]
     chunks = sum(len(record.token_times) for record in done)
@@ -149,6 +184,53 @@ def measure(
         max_concurrent=max_concurrent(records),
         max_output_tokens_per_s=max_output_rate(done),
         attainment=attain(records, slos),
+        steady=steady(records),
+        shown=_shown(records, slos, percentiles, playout) if playout else None,
+    )
+
+
+def steady(records: Sequence[Record]) -> Steady | None:
+    """Return what arrived and ended from the longest E2E of the run to its last arrival."""
+    done = [record for record in records if record.ok]
+    begin = max((record.e2e for record in done), default=0.0)
+    end = max((record.sent for record in records), default=0.0)
+    if end <= begin or not done:
+        return None
+    arrived = sum(begin < record.sent <= end for record in records)
+    finished = sum(begin < record.ended <= end for record in done)
+    return Steady(end - begin, arrived / (end - begin), finished / (end - begin))
+
+
+def as_shown(record: Record, slos: Mapping[str, float], playout: float) -> Record:
+    """Return the record of a client that shows tokens with a playout buffer.
+
+    Args:
+        record: The record of a client that shows tokens as they arrive.
+        slos: Bounds in seconds by name, that of `tbt` among them.
+        playout: Longest time in seconds for which a token is held back.
+    """
+    deadline = None
+    if "ttft" in slos:
+        deadline = record.sent + bound_for(record.new_tokens, "ttft", slos)
+    times = shown(record.arrivals, slos["tbt"], playout, deadline)
+    ended = max([record.ended, *times[-1:]])
+    return msgspec.structs.replace(record, token_times=tuple(times), chunk_tokens=(), ended=ended)
+
+
+def _shown(
+    records: Sequence[Record],
+    slos: Mapping[str, float],
+    percentiles: Sequence[float],
+    playout: float,
+) -> Playout:
+    played = [as_shown(record, slos, playout) for record in records]
+    done = [record for record in played if record.ok]
+    firsts = [record.ttft for record in done if record.ttft is not None]
+    return Playout(
+        ttft=Distribution.of(firsts, percentiles),
+        tbt=Distribution.of((gap for record in done for gap in record.gaps), percentiles),
+        attainment=attain(played, slos),
+        uncounted=sum(record.ok and not record.counted for record in records),
     )
 
 
@@ -206,7 +288,7 @@ def keeps(record: Record, slo: str, bound: float) -> bool:
         "e2el": record.e2e,
     }
     value = values[slo]
-    return value is not None and value <= bound
+    return value is not None and value <= bound + ROUNDING
 
 
 def gap_attainment(records: Sequence[Record], bound: float) -> float | None:
@@ -217,7 +299,7 @@ def gap_attainment(records: Sequence[Record], bound: float) -> float | None:
         gaps = record.gaps
         if record.ok:
             owed += len(gaps)
-            met += sum(gap <= bound for gap in gaps)
+            met += sum(gap <= bound + ROUNDING for gap in gaps)
         else:
             owed += max(record.asked_output - 1, len(gaps))
     return met / owed if owed else None

@@ -43,6 +43,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     token_times: tuple[float, ...] = ()
     """Arrival times of the chunks with output."""
+    chunk_tokens: tuple[int, ...] = ()
+    """Number of tokens in each of these chunks; empty where the server does not tell."""
     usage_prompt: int | None = None
     """Number of prompt tokens by the server's count."""
     usage_output: int | None = None
@@ -71,6 +73,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Number of prompt tokens not in the prefix cache; all, unless the server reports cached
         ones."""
         return self.prompt_tokens - (self.usage_cached or 0)
+
+    @property
+    def counted(self) -> bool:
+        """Whether the number of tokens in each chunk is known."""
+        return bool(self.chunk_tokens) or len(self.token_times) == self.output_tokens
+
+    @property
+    def arrivals(self) -> list[float]:
+        """Arrival time of each token, which is that of its chunk; of each chunk where the number of
+        its tokens is unknown."""
+        if not self.chunk_tokens:
+            return list(self.token_times)
+        chunks = zip(self.token_times, self.chunk_tokens, strict=True)
+        return [at for at, tokens in chunks for _ in range(tokens)]
 
     @property
     def lag(self) -> float:

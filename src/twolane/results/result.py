@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.options import Nested, Option
+from twolane.common.options import Nested, Option, milliseconds
 from twolane.results.metrics import (
     DEFAULT_PERCENTILES,
     SLO_NAMES,
@@ -25,6 +25,7 @@ from twolane.workload.traces import TraceRequest
 
 WHERE, MEASURE = "Server", "Measurement"
 """Panels of options in the help."""
+PLAYOUT = milliseconds(MEASURE, "playout", least=0)
 BASE_URL = "http://127.0.0.1:8000"
 """Address of `twolane serve` on this machine."""
 CHAT = "/chat/completions"
@@ -71,6 +72,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_gaps: Annotated[bool, Option(MEASURE)] = False
     """Whether the server's own histogram of gaps between tokens is read at /metrics before and
     after the run, for comparison with those that the client sees."""
+    playout: Annotated[float, PLAYOUT] = 0.0
+    """Longest time in seconds for which a client with a playout buffer holds a token back, computed
+    from the arrival times; the bound on TBT of --goodput sets the pace. 0 is no buffer."""
     goodput: dict[str, float] = {}
     """Bounds of SLOs in seconds by name (`metrics.SLO_NAMES`, `TTFT_PER_1K`)."""
     percentiles: Annotated[
@@ -136,6 +140,10 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         clash = sorted(_OWN_FIELDS & self.extra_body.keys())
         if clash:
             raise FieldError("extra_body", f"has what other options set: {', '.join(clash)}")
+        if not 0 <= self.playout < math.inf:
+            raise FieldError("playout", f"must be at least 0 and finite, not {self.playout}")
+        if self.playout and "tbt" not in self.goodput:
+            raise FieldError("playout", "needs a bound on TBT: --goodput tbt:MS")
         if TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
             raise FieldError("goodput", "has ttft-per-1k, which is added to ttft: give that, too")
         for name, bound in self.goodput.items():
@@ -198,4 +206,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def metrics(self) -> Metrics:
         """Metrics of the run under its SLOs and percentiles."""
-        return measure(self.records, self.duration, self.config.goodput, self.config.percentiles)
+        config = self.config
+        return measure(
+            self.records, self.duration, config.goodput, config.percentiles, config.playout
+        )

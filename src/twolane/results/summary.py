@@ -118,6 +118,11 @@ def warnings(result: Result) -> list[str]:
         lines.append(
             f"{metrics.uncounted} answers came without usage: their tokens are counted by chunks"
         )
+    if metrics.shown is not None and metrics.shown.uncounted:
+        lines.append(
+            f"{metrics.shown.uncounted} answers have chunks of an unknown number of tokens: in the "
+            "playout each counts as one"
+        )
     short = sum(r.ok and r.output_tokens < r.asked_output for r in result.records)
     if result.config.ignore_eos and short:
         lines.append(f"{short} answers are shorter than asked although ignore_eos was set")
@@ -158,6 +163,7 @@ def _totals(metrics: Metrics, has_slos: bool) -> dict[str, object]:
         "total_token_throughput": metrics.per_second(total),
         "max_output_tokens_per_s": metrics.max_output_tokens_per_s,
         "max_concurrent_requests": metrics.max_concurrent,
+        "sustained_throughput": metrics.steady.finished if metrics.steady else None,
     }
 
 
@@ -217,6 +223,7 @@ def _ours(result: Result) -> dict[str, object]:
         "attainment": metrics.attainment.requests,
         "attainment_all": metrics.attainment.together,
         "tbt_gap_attainment": metrics.attainment.gaps,
+        **_playout(result),
         "tokens_per_chunk": metrics.tokens_per_chunk,
         "outputs_without_usage": metrics.uncounted,
         **_statistics("client_loop_lag", result.loop_lag),
@@ -225,6 +232,21 @@ def _ours(result: Result) -> dict[str, object]:
         "dataset": result.config.workload.dataset,
         "arguments": _arguments(result.config),
         "workload": _workload(result),
+    }
+
+
+def _playout(result: Result) -> dict[str, object]:
+    """Return what a client with a playout buffer shows, if there is one."""
+    if (shown := result.metrics.shown) is None:
+        return {}
+    return {
+        "playout_ms": result.config.playout * 1e3,
+        **_statistics("shown_ttft", shown.ttft),
+        **_statistics("shown_itl", shown.tbt),
+        "shown_attainment": shown.attainment.requests,
+        "shown_attainment_all": shown.attainment.together,
+        "shown_tbt_gap_attainment": shown.attainment.gaps,
+        "playout_uncounted": shown.uncounted,
     }
 
 
@@ -281,6 +303,7 @@ def _counts_table(result: Result) -> Table:
         "Input / output tokens": f"{metrics.input_tokens} / {metrics.output_tokens}",
         "Input tokens in prefix cache": f"{metrics.cached_tokens}",
         "Requests/s": _number(metrics.per_second(metrics.completed)),
+        "Requests/s after the warm-up, sent / finished": _steady(metrics),
         "Output tokens/s": _number(metrics.per_second(metrics.output_tokens)),
         "Most requests at once": f"{metrics.max_concurrent}",
     }
@@ -296,12 +319,10 @@ def _latency_table(result: Result) -> Table:
     heads = [f"P{p:g}" for p in result.config.percentiles]
     for head in ("Mean", "Median", "Std", *heads, "Max"):
         table.add_column(head, justify="right")
-    for name, values in (
-        ("TTFT", metrics.ttft),
-        ("TBT", metrics.tbt),
-        ("TPOT", metrics.tpot),
-        ("E2E", metrics.e2e),
-    ):
+    rows = [("TTFT", metrics.ttft), ("TBT", metrics.tbt)]
+    if metrics.shown is not None:
+        rows += [("TTFT as shown", metrics.shown.ttft), ("TBT as shown", metrics.shown.tbt)]
+    for name, values in (*rows, ("TPOT", metrics.tpot), ("E2E", metrics.e2e)):
         spread = [values.percentiles[p] for p in result.config.percentiles]
         cells = (values.mean, values.median, values.std, *spread, values.max)
         table.add_row(name, *(_ms(cell) for cell in cells))
@@ -314,22 +335,30 @@ def _latency_table(result: Result) -> Table:
 
 
 def _slo_table(result: Result) -> Table:
-    attained = result.metrics.attainment
+    metrics = result.metrics
+    columns = [metrics.attainment, *([metrics.shown.attainment] if metrics.shown else [])]
     table = Table(title="Attainment over requests sent", title_justify="left")
     table.add_column("SLO")
-    table.add_column("Bound", justify="right")
-    table.add_column("Attained", justify="right")
+    for head in ("Bound", "Attained", "As shown")[: 1 + len(columns)]:
+        table.add_column(head, justify="right")
     slos_ms = {name: bound * 1e3 for name, bound in result.config.goodput.items()}
     for name in bounded(slos_ms):
         bound = bound_words(name, slos_ms)
         label = "TBT, every gap of a request" if name == "tbt" else name.upper()
-        table.add_row(label, bound, _percent(attained.requests[name]))
+        table.add_row(label, bound, *(_percent(one.requests[name]) for one in columns))
         if name == "tbt":
-            table.add_row("TBT, of all gaps owed", bound, _percent(attained.gaps))
-    table.add_row("All together", "", _percent(attained.together))
-    goodput = result.metrics.per_second(attained.good)
-    table.add_row("Goodput (requests/s)", "", _number(goodput))
+            table.add_row("TBT, of all gaps owed", bound, *(_percent(one.gaps) for one in columns))
+    table.add_row("All together", "", *(_percent(one.together) for one in columns))
+    rates = [_number(metrics.per_second(one.good)) for one in columns]
+    table.add_row("Requests/s that met all", "", *rates)
+    if metrics.shown is not None:
+        table.caption = f"As shown: with a playout buffer of {result.config.playout * 1e3:g} ms"
     return table
+
+
+def _steady(metrics: Metrics) -> str:
+    steady = metrics.steady
+    return "-" if steady is None else f"{steady.arrived:.2f} / {steady.finished:.2f}"
 
 
 def _in_ms(seconds: float | None) -> float | None:

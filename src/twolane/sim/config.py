@@ -88,4 +88,13 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("disaggregated", "has no meaning for an emulated card")
         if (option := simulated_option(self.engine)) is not None and self.uneven is not None:
             raise FieldError("options", f"{option} is not simulated on an emulated card")
+        self._check_buffers()
         self.bench.check()
+
+    def _check_buffers(self) -> None:
+        """Refuse that server and client both hold tokens back."""
+        engine = self.engine
+        in_server = engine.slo.tbt is not None and engine.tbt_buffer_at == "server"
+        if self.bench.playout and in_server and engine.tbt_buffer:
+            problem = "adds a buffer to the server's: add --tbt-buffer-at client, or"
+            raise FieldError("playout", f"{problem} --tbt-buffer-ms 0")

@@ -23,7 +23,7 @@ EPILOG = """**Examples**
   that already runs on this machine
 
 - `twolane bench goodput --serve smollm2-135m-instruct --system chunked --system static-split
-  --goodput ttft:2000 tbt:100 --attainment 0.9 --dataset azure-conv --num-prompts 60
+  --goodput ttft:2000 tbt:100 --attainment 0.9 --dataset azure-conv --num-prompts 60 --brief
   --scale-lengths 0.1 --out found` — two systems on servers started in turn, at P90
 
 - `twolane bench goodput --simulate h200 --model llama-3.1-8b --system chunked:token_budget=512
