@@ -141,3 +141,20 @@ def test_the_navigation_of_the_site_lists_every_page() -> None:
     listed = set(re.findall(r"[\w/.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
     assert pages | {"CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"} == listed
+
+
+def test_the_reference_names_what_the_source_has() -> None:
+    """As mkdocstrings would say; a class is defined in the module that a page names."""
+    named = [
+        name
+        for page in ROOT.glob("docs/reference/*.md")
+        for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(named) > 10
+    for name in named:
+        module, _, last = name.rpartition(".")
+        file = ROOT / "src" / module.replace(".", "/")
+        if last[0].isupper():
+            assert f"class {last}" in file.with_suffix(".py").read_text(), name
+        else:
+            assert (file / f"{last}.py").exists(), name

@@ -77,10 +77,10 @@ async def run(
     """Print the model's answer as it comes.
 
     Args:
-        config: of the engine.
+        config: Settings of the engine.
         prompt: text.
-        params: of the answer.
-        chat: whether to go through the chat template; None: if the model has one.
+        params: Sampling parameters of the answer.
+        chat: Whether to ask through the chat template; None does so if the model has one.
 
     Raises:
         ValueError: see `start_engine`, as for PullError and EngineError; or the prompt is empty,

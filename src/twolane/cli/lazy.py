@@ -30,7 +30,7 @@ class LazyCommands(TyperGroup):
         return None if line is None else TyperCommand(cmd_name, help=line, callback=None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return name, command and the words behind it; the command with all its options."""
+        """Return name, command with all its options, and the words after it."""
         self.commands = {one: self.get_command(ctx, one) for one in self.lines}  # to suggest one
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and self.load(str(name)), rest

@@ -57,11 +57,11 @@ def takes(
 
     Args:
         struct: whose settings these are.
-        parameter: of the command; it gets those fields that the command line sets, by name.
+        parameter: Name of the command's parameter that gets the fields set on the command line.
         only: names of the options that the command has; None: all.
         without: names of options that the command does not have.
-        defaults: by names of options, where this command's differ from the struct's.
-        variables: whether environment variables `TWOLANE_…` may stand in for options.
+        defaults: Defaults by option name, where this command's differ from the struct's.
+        variables: Whether environment variables `TWOLANE_…` may replace options.
     """
     offered = [
         one

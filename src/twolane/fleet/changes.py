@@ -58,8 +58,8 @@ class Changes:
     """Makes changes at all replicas, one change after the other.
 
     Args:
-        session: for requests to replicas.
-        headers: that authorise the fleet at a replica.
+        session: HTTP client for requests to replicas.
+        headers: Headers that authorise the fleet at a replica.
         members: returns the replicas that take requests.
     """
 

@@ -58,7 +58,7 @@ class Forwarder:
 
     Args:
         pool: the replicas.
-        session: for requests to replicas.
+        session: HTTP client for requests to replicas.
         inquiry: is told which replica may have stored a response.
         metrics: counts the answers.
     """
@@ -172,7 +172,7 @@ async def _pieces(
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:
     """Return the events that have arrived whole, and the beginning of the next one: an error event
-    behind a part of another would be a part of it."""
+    after a part of another would become a part of it."""
     end = data.rfind(EVENT_END) + len(EVENT_END)
     return (data[:end], data[end:]) if end >= len(EVENT_END) else (b"", data)
 

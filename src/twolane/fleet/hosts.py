@@ -48,7 +48,7 @@ class LocalHosts:
     """Runs replicas as child processes.
 
     Args:
-        arguments: of `twolane serve`.
+        arguments: Command-line arguments of `twolane serve`.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -101,8 +101,8 @@ class RayHosts:
     """Runs replicas as actors of a Ray cluster, each with its CPUs and GPUs on one machine.
 
     Args:
-        arguments: of `twolane serve`.
-        address: of the cluster; None starts one on this machine.
+        arguments: Command-line arguments of `twolane serve`.
+        address: Address of the Ray cluster; None starts one on this machine.
         cpus: Ray's CPUs that each replica takes.
         gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
         replicas: their number at the start.

@@ -68,7 +68,7 @@ class Ingress:
     Args:
         pool: the replicas.
         policy: the router.
-        session: for requests to replicas.
+        session: HTTP client for requests to replicas.
         max_body_bytes: bytes that a body may have.
     """
 

@@ -80,7 +80,7 @@ class Inquiry:
 
     Args:
         pool: the replicas.
-        session: for requests to replicas.
+        session: HTTP client for requests to replicas.
         max_body_bytes: bytes that a body may have.
     """
 

@@ -22,7 +22,7 @@ async def unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
 
     Args:
         lost: is set when nothing more can be expected of it.
-        work: of the replica.
+        work: The replica's work to wait for.
 
     Raises:
         ReplicaLost: it failed, or is lost.

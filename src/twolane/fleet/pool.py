@@ -76,9 +76,9 @@ class Pool:
     """Keeps the wanted number of replicas running and the router's table up to date.
 
     Args:
-        hosts: that run the replicas.
-        options: of the fleet.
-        session: for requests to replicas.
+        hosts: The hosts that run the replicas.
+        options: Options of the fleet.
+        session: HTTP client for requests to replicas.
         keys: API keys that the replicas accept; none: they want none.
     """
 

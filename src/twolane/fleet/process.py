@@ -31,7 +31,7 @@ class ReplicaProcess:
     """A server process, killed when the thread that started it ends.
 
     Args:
-        arguments: of `twolane serve`, without host and port.
+        arguments: Command-line arguments of `twolane serve`, without host and port.
         host: address to listen on.
     """
 

@@ -53,9 +53,10 @@ def serve_fleet(
     restarts all replicas, one after the other.
 
     Args:
-        arguments: of `twolane serve` for each replica, without host and port.
-        options: of the fleet.
-        shared: of the replicas, as far as they hold at the fleet's address.
+        arguments: Command-line arguments of `twolane serve` for each replica, without host and
+            port.
+        options: Options of the fleet.
+        shared: The replicas' server options that also hold at the fleet's address.
 
     Raises:
         FieldError: options contradict each other.
@@ -74,7 +75,7 @@ def application(
 
     Args:
         pool: the replicas.
-        session: for requests to them.
+        session: HTTP client for requests to replicas.
         shared: see `serve_fleet`.
         output: unsent output of the fleet's clients.
     """

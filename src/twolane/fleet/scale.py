@@ -27,10 +27,10 @@ def wanted(
     """Return the wanted number of replicas, which changes by one at a time, and the new trend.
 
     Args:
-        states: of the replicas that take requests.
+        states: States of the replicas that take requests.
         present: number of replicas, starting ones included.
-        now: in seconds.
-        trend: from the previous call.
+        now: Current time in seconds.
+        trend: The trend that the previous call returned.
         options: bounds and thresholds.
     """
     least, most = options.bounds

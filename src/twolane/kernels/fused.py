@@ -44,10 +44,10 @@ def warps(elements: int) -> int:
 def _early(device: torch.device) -> bool:
     """Return whether kernels are launched early there, with `EARLY`.
 
-    Such a kernel may run while those in front of it do, back to the last that was launched plainly
+    Such a kernel may run while earlier ones do, back to the last that was launched plainly
     (in a decode step, `embed`). So until it has waited for them it writes nothing, and reads only
     what none of them writes: weights, lengths, slots, positions, page tables, tokens of the KV pool
-    that an earlier step wrote. Every program waits, since what comes behind relies on it.
+    that an earlier step wrote. Every program waits, since later kernels rely on it.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -69,7 +69,7 @@ def quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 def rms_normal(
     value: tl.tensor, scale: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr
 ) -> tl.tensor:
-    """Return the RMS norm of a row of HIDDEN numbers, behind which there are zeros."""
+    """Return the RMS norm of a row of HIDDEN numbers, which zeros follow."""
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
     return ((wide * inverse).to(value.dtype).to(tl.float32) * scale).to(value.dtype)
@@ -350,8 +350,8 @@ def qkv_rope_write(
             that turn together are neighbours.
         positions: place of each token in its sequence, int [T], below `len(table)`.
         qk_norm: [heads + kv_heads, head_dim], or None for a model without.
-        eps: of `qk_norm`.
-        table: from `rotary_table`.
+        eps: Epsilon of `qk_norm`.
+        table: Cosines and sines from `rotary_table`.
         q_out: [T, heads, head_dim], each token's dense; may be that part of `qkv` itself.
         pool: [pages, kv_heads, 2, page_size, head_dim], of the type of `qkv` or rounded, which
             `twolane.model.fp8.quantise_heads` does alike; a mirrored one is written twice.
@@ -643,23 +643,23 @@ def lay_out(
 ) -> None:
     """Begin a pass: decode rows, whose tokens and pages the device knows, then given tokens.
 
-    Rows that pad it, behind these, become zeros, and are written nowhere; rows whose token is
-    another rank's become zeros, too.
+    Rows that pad the pass follow these; they become zeros and are written nowhere. Rows whose token
+    is another rank's become zeros, too.
 
     Args:
         counts: decode rows, and rows that do not pad, int32 [2].
-        slots: of each decode row, int32 [at least as many].
-        places: of its token in its sequence, alike.
+        slots: The slot of each decode row, int32 [at least as many].
+        places: Position of each decode row's token in its sequence, int32 [at least as many].
         last_token: the token last sampled in each slot, int32 [slots].
         tables: pages of the sequence in each slot, int32 [slots, max_pages].
         tokens: given ones, int32 [at least as many].
-        token_places: of each in its sequence, alike.
+        token_places: Position of each given token in its sequence, int32 [at least as many].
         token_slots: page * page_size + offset of each, alike.
         page_size: tokens in a page.
         embedding: [this rank's part of the vocabulary, hidden].
-        residual: of all rows, [R, hidden].
-        positions: of all rows, int32 [R].
-        write_slots: of all rows, int32 [R]; -1 where they pad.
+        residual: Receives the embeddings of all rows, [R, hidden].
+        positions: Receives the positions of all rows, int32 [R].
+        write_slots: Receives the KV slots of all rows, int32 [R]; -1 for rows that pad.
         vocab_first: the first token of that part.
         scale: factor of the embeddings.
     """
@@ -738,14 +738,14 @@ def advance(
         sampled: the token of each row, int [R]; its complement, for a row with broken logits,
             goes to `ring` as it is.
         slots: the slot that each row belongs to, int [R], different for active rows.
-        steps: how many steps of the launch each row takes part in, int [R].
+        steps: Number of steps of the launch in which each row takes part, int [R].
         step: the number of this step in its launch, from 0, int [1]; grows by one.
         positions: place of the row's input token in its sequence, int [R].
         lengths: tokens that the row sees, its input token included, int [R].
         last_token: int [slots].
         ring: tokens of each step, int [k, R], or [k, R + 1] with `experts_read`, on the device or
             in pinned memory; entries of inactive rows are left as they are.
-        experts_read: number of experts that the step has read, int [1]; it is copied behind the
+        experts_read: number of experts that the step has read, int [1]; it is copied after the
             step's tokens and set to 0.
     """
     rows = len(sampled)

@@ -56,7 +56,7 @@ class AdapterMatrices:
     ranks: Tensor
     """The largest rank of each slot's sections, int32 [slots]; 0: it adds nothing here."""
     ends: tuple[int, ...]
-    """The output behind the last one of each section; up to three sections."""
+    """The output after the last one of each section; up to three sections."""
 
     @property
     def rank(self) -> int:
@@ -87,7 +87,7 @@ class RowTiles:
     first: int = 0
     """The row of the pass that is the first one of what is multiplied."""
     end: int = _NO_END
-    """The row behind the last one, a multiple of 16."""
+    """The row after the last one, a multiple of 16."""
 
     @classmethod
     def of(cls, count: int, slots: int, width: int, device: torch.device) -> "RowTiles":
@@ -443,8 +443,8 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
 
     Args:
         x: [T, inputs], the rows `tiles.first` on; e4m3 as it is, times its scales.
-        matrices: of the product.
-        tiles: of the pass.
+        matrices: The adapters' matrices of this product.
+        tiles: The tiles of the pass.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, x)
     groups = scales.shape[1] if isinstance(x, Quantised) else 0
@@ -519,8 +519,8 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
     """`out` [T, inner] = silu(gate) * up of all rows, with what `shrink` has kept added to both.
 
     Args:
-        matrices: of the product, whose sections are gate and up.
-        tiles: of the pass.
+        matrices: The adapters' matrices of this product, whose sections are gate and up.
+        tiles: The tiles of the pass.
         gate_up: the product, [T, 2 * inner], the gate first.
         out: [T, inner], contiguous.
     """

@@ -82,8 +82,8 @@ def pack_params(
     Args:
         temperature: 0: greedy, and nothing else but `limit` and `banned` counts.
         top_k: 0 or less: all tokens.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
+        top_p: Share of the probability that is kept, in (0, 1].
+        min_p: Least probability relative to the likeliest token, in [0, 1].
         seed: any 64 bits.
         limit: index in the sequence from which on nothing is banned.
         banned: token ids that are not chosen before `limit`.
@@ -652,7 +652,7 @@ class Sampler:
     Args:
         rows: the most rows of a call.
         vocab: tokens of the vocabulary.
-        device: where the logits are.
+        device: The device of the logits.
         chunk: tokens that one program reads; a power of 2.
         candidates: tokens of a row among which a top-k or top-p cut is searched quickly.
     """
@@ -698,7 +698,7 @@ class Sampler:
             positions: place, in its sequence, of the token that the logits came from, int [R]; the
                 one chosen has the next.
             lengths: above 0 for active rows, int [R]; others are skipped.
-            params: of each slot, from `new_params`.
+            params: Parameters of each slot, from `new_params`.
             out: int [R]; the complement (`~token`) where logits of the row are NaN or plus
                 infinity.
         """

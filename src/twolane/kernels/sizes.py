@@ -49,7 +49,7 @@ def worth_padding_to(seconds: Mapping[int, float]) -> tuple[int, ...]:
     size had better be padded further, or be given more tokens. `WHOLE` is among them in any case.
 
     Args:
-        seconds: what a pass with that many tokens takes, by size.
+        seconds: Seconds of a pass, by its number of tokens.
     """
     kept: list[int] = []
     for size in sorted(seconds, reverse=True):

@@ -87,7 +87,7 @@ class CpuGroup:
     Args:
         rank: this process's, from 0.
         size: number of ranks.
-        store: where they meet.
+        store: The store at which the ranks meet.
         check: called while others have not come; raises if they will not.
 
     Raises:
@@ -183,9 +183,9 @@ def meet(
     Args:
         rank: this process's, from 0.
         size: number of ranks.
-        store: where they meet.
+        store: The store at which the ranks meet.
         check: called while others have not come; raises if they will not.
-        note: what the others are to know.
+        note: A text that the other ranks receive.
 
     Returns:
         The notes of all ranks, by rank.
@@ -209,12 +209,12 @@ def connected(
     """Make a channel, which blocks until all ranks do so.
 
     Args:
-        name: of the channel.
+        name: Name of the channel.
         rank: this process's, from 0.
         size: number of ranks.
-        store: where they meet; `connect` gets a part of it.
+        store: The store at which the ranks meet; `connect` gets a part of it.
         check: called while others have not come; raises if they will not.
-        connect: makes the channel; it may block for ever, on a thread that is left behind.
+        connect: makes the channel; it may block for ever, on a thread that is not joined.
 
     Raises:
         RankLost: another rank has not made it within `CONNECT_SECONDS`; the message names it.
@@ -243,7 +243,7 @@ def meanwhile(run: Callable[[], T], waiting: Callable[[], None]) -> T:
     """Run what may block for ever on a thread of its own, and call `waiting` until it has ended.
 
     Raises:
-        BaseException: what either of them raises; the thread may be left behind.
+        BaseException: what either of them raises; the thread may go on running.
     """
     future: Future[T] = Future()
 

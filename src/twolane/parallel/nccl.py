@@ -86,7 +86,7 @@ class Communicator:
     not wait. The calls must be the same in the same order on all ranks.
 
     Args:
-        rank: of this process, whose current device it is.
+        rank: The rank of this process, whose current device it is.
         size: number of ranks.
         unique: id of the communicator, from `unique_id`.
 
@@ -148,7 +148,7 @@ def join(rank: int, size: int, store: dist.Store) -> Communicator:
     """Make a communicator of all ranks; returns when each of them has called this.
 
     Args:
-        rank: of this process, whose current device it is.
+        rank: The rank of this process, whose current device it is.
         size: number of ranks.
         store: carries the communicator's id, so each communicator needs a part of its own.
 

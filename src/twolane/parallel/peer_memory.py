@@ -33,10 +33,10 @@ class PeerGroup:
     process, would wait forever.
 
     Args:
-        name: of the group, by which PyTorch knows it in this process.
-        rank: of this process, whose current device it is.
+        name: Name of the group, by which PyTorch knows it in this process.
+        rank: The rank of this process, whose current device it is.
         size: number of ranks.
-        store: where they meet.
+        store: The store at which the ranks meet.
 
     Raises:
         RuntimeError: this process has made a group before, or PyTorch cannot make one.

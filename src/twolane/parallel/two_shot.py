@@ -19,7 +19,7 @@ from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
 
 log = logging.getLogger("twolane.cuda")
 SumMethod = Literal["nccl", "two-shot", "joined"]
-"""A method to sum: NCCL, PyTorch's two-shot all-reduce, or one launch with the norm behind it."""
+"""A method to sum: NCCL, PyTorch's two-shot all-reduce, or one launch that includes the norm."""
 SUM_METHODS: tuple[SumMethod, ...] = get_args(SumMethod)
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
@@ -49,9 +49,10 @@ class TwoShot:
     All ranks must call `buffer` and `choose` in the same order. Sums go by NCCL before `choose`.
 
     Args:
-        channel: of the same ranks and the same lane.
-        store: where they meet to map each other's memory.
-        methods: what `choose` decides between; one alone is taken for every sum that can go so.
+        channel: A channel of the same ranks and the same lane.
+        store: The store at which the ranks meet to map each other's memory.
+        methods: The methods that `choose` decides between; a single one is taken for every sum that
+            it can do.
         flag_bytes: bytes of flags that others set, for kernels that sum by themselves.
     """
 
@@ -161,7 +162,7 @@ class TwoShot:
         return self._chosen.get(tensor.numel(), "nccl") if self._shared(tensor) else "nccl"
 
     def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory that all ranks map, with the flags behind it."""
+        """Allocate memory that all ranks map, with the flags after it."""
         self._group = PeerGroup(GROUP, self.rank, self.size, self._store)
         flagged = -(-self._flag_bytes // (width * dtype.itemsize))
         memory = self._group.empty((rows + flagged, width), dtype, device)

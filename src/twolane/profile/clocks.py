@@ -23,8 +23,8 @@ class Clocks:
     """Reads clocks and power in the background; without `nvidia-smi` there are none.
 
     Args:
-        device: what `nvidia-smi` calls the GPU: its UUID, since it does not know of
-            CUDA_VISIBLE_DEVICES; None: there is no GPU.
+        device: The GPU's UUID, as `nvidia-smi` reports it, since `nvidia-smi` ignores
+            CUDA_VISIBLE_DEVICES; None if there is no GPU.
     """
 
     def __init__(self, device: str | None) -> None:

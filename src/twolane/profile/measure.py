@@ -31,8 +31,8 @@ SLICE_SECONDS = 0.012
 QUEUED_LAUNCHES = 2
 """Launches queued in a lane, at least."""
 QUEUED_SECONDS = 0.01
-"""Least seconds of work queued behind the launch that runs, as when serving, so that the device
-does not wait for the host."""
+"""Least seconds of work queued after the launch that runs, as when serving, so that the device does
+not wait for the host."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Feed:
     Args:
         rig: the lanes.
         lane: which.
-        units: its share.
+        units: Number of units of the lane.
         works: the launches, in order; repeated for ever.
         took: seconds of each of them when it ran last, or is expected to take.
     """
@@ -69,7 +69,7 @@ class _Feed:
 
     @property
     def _ahead(self) -> float:
-        """Seconds behind the launch that runs; what never ran is taken to be enough."""
+        """Seconds of queued work after the launch that runs; one that never ran is enough."""
         return sum(self.took.get(which, QUEUED_SECONDS) for which, _ in self.queued[1:])
 
     def reap(self) -> None:

@@ -79,7 +79,7 @@ class Rig:
         )
 
     def launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
-        """Queue work behind what is queued in that lane."""
+        """Queue work at the end of that lane."""
         return self.lanes.launch(lane, units, self._pending.attach(work), ())
 
     def wait(self, until: Callable[[], bool], tickets: Sequence[Ticket]) -> None:
@@ -119,7 +119,7 @@ class Rig:
         self.wait(lambda: ticket.done, [ticket])
 
     def prompts(self, runs: Sequence[Run]) -> PromptBatch:
-        """Return prompts of n random tokens behind r tokens that are in the cache."""
+        """Return prompts of n random tokens after r tokens that are in the cache."""
         draw, rows, chunks = random.Random(self.seed), [], []
         slots = iter(range(self.sizes.slots - 1, -1, -1))  # decode rows have the first ones
         for n, r, count in runs:

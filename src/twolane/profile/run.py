@@ -60,8 +60,8 @@ def take_profile(
     Args:
         config: the model, the device and its limits; what concerns requests does not matter.
         out: the file; None: where servers look for it.
-        seconds: of measuring, beside the start and the probes.
-        rounds: of the plan.
+        seconds: Seconds of measuring, without the start and the probes.
+        rounds: Number of rounds of the plan.
         progress: called with the stage and the share of it that is done.
 
     Raises:

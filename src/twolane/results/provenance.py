@@ -45,7 +45,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     date: str | None
     """ISO 8601 time at which the record was made."""
     commit: str | None
-    """Commit of the source, with `-dirty` behind it where tracked files were changed."""
+    """Commit of the source, followed by `-dirty` if tracked files were changed."""
     card: str | None
     """GPUs that the command could use, with power limit and top clock; null on a CPU."""
     driver: str | None
@@ -137,7 +137,7 @@ def _from_checkout(program: Path) -> Path:
 
 @functools.cache
 def commit() -> str | None:
-    """Return the commit of the running source, `-dirty` behind it if tracked files differ.
+    """Return the commit of the running source, followed by `-dirty` if tracked files differ.
 
     TWOLANE_COMMIT counts where git does not know the source.
     """

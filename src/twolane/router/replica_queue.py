@@ -3,7 +3,7 @@ it gives up.
 
 Where not all prompts can be in time, a replica gives up as few as possible: whenever one would be
 late, the longest so far steps back (Moore 1968; `systems.auto.order` does so). A router that counts
-all that is queued would refuse short prompts behind long ones that are given up for them.
+all that is queued would refuse short prompts because of long ones that are given up for them.
 """
 
 import heapq
@@ -39,7 +39,7 @@ class ReplicaQueue:
 
     Args:
         begin: time at which it has computed the prompts that it has begun.
-        prompts: that it has not begun.
+        prompts: The queued prompts, which the replica has not begun.
     """
 
     def __init__(self, begin: float, prompts: Sequence[QueuedPrompt] = ()) -> None:

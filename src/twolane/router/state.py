@@ -59,7 +59,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
         Args:
             ready: the engine's description of itself.
-            stats: its gauges now.
+            stats: The engine's current gauges.
             prefixes: landmarks of its prefix tree.
             known: version of the digest that the router has; such a digest is left out.
         """

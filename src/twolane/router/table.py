@@ -221,7 +221,7 @@ class Table:
         """Record that a request at a replica has ended, in whatever way.
 
         Args:
-            name: of the replica.
+            name: Name of the replica.
             sent: the request, if nothing of it is left to be computed, whatever the state says.
         """
         if (replica := self._replicas.get(name)) is None:

@@ -46,7 +46,7 @@ class PromptMaker:
 
     Args:
         tokens: the ids to draw from.
-        seed: of all prompts.
+        seed: Seed of all prompts.
 
     Raises:
         ValueError: there are no ids in the range.

@@ -53,15 +53,15 @@ def reduce_norm(
     All ranks launch it at once, with as many rows. Partial sums are lost.
 
     Args:
-        rank: of this process.
+        rank: The rank of this process.
         partials: addresses of each rank's partial sums [T, hidden].
         flags: addresses of each rank's flags.
         residual: the same on all ranks.
-        weight: of the norm, [hidden].
-        eps: of the norm.
+        weight: Weight of the norm, [hidden].
+        eps: Epsilon of the norm.
         out: the result.
         blocks: most blocks of the launch, the same on all ranks.
-        early: whether it may start before the kernel in front has ended.
+        early: Whether the kernel may start before the one that precedes it has ended.
     """
     (rows, width), ranks = residual.shape, len(partials)
     options = f"-DHIDDEN={width}", f"-DRANKS={ranks}", f"-DEARLY={int(early)}"

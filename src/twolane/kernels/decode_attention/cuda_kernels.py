@@ -175,12 +175,12 @@ def attend(
     """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`.
 
     Args:
-        q: as there.
-        pool: as there.
+        q: Queries, as `decode_attention` takes them.
+        pool: KV pool of the layer.
         rest: the other tensors, as `arguments` takes them.
-        units: as there.
-        window: as there.
-        scale: as there.
+        units: Number of SMs of the lane.
+        window: Number of last tokens that a row sees.
+        scale: Factor of the scores.
         tuned: warps and stages.
         extra: options of the compiler, for measurements.
     """

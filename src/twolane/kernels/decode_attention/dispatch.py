@@ -87,10 +87,10 @@ def decode_attention(
         lengths: int32 [R], tokens in the KV cache, the new one included. A row of length 0 is
             padding: it reads nothing and `out` keeps what it had.
         out: [R, heads, dim], contiguous, of q's type.
-        scratch: from `decode_scratch`, for at least these rows, heads and units.
+        scratch: Buffers of `decode_scratch`, for at least these rows, heads and units.
         units: SMs that the launch is made for.
         window: only the last `window` tokens are seen; None: all.
-        scale: of the scores; None: dim ** -0.5.
+        scale: Factor of the scores; None: dim ** -0.5.
 
     Raises:
         ValueError: an argument is none of the above; it is named.

@@ -13,7 +13,7 @@ from twolane.kernels.fused import Norm, parts
 from twolane.kernels.runtime import nvrtc
 
 MAX_ROWS = 16
-"""Rows that the kernel routes at most, which are those of one tile of the products behind it."""
+"""Rows that the kernel routes at most, which are those of one tile of the products that follow."""
 _APART = 8
 """Rows that have blocks of their own; with more, a block has several."""
 _WARPS = 8
@@ -58,15 +58,15 @@ def norm_and_route(
 
     Args:
         rows_in: [T, hidden].
-        norm: what is applied to them first; None: they come normalised.
+        norm: Norm to apply to the rows first; None if they are normalised.
         router: [experts, hidden].
         active: the T rows.
         logits: [T, experts], which is filled.
-        x: [T, hidden], where the normalised rows go; the rows themselves where these come as the
-            products behind want them.
+        x: [T, hidden], where the normalised rows go; the rows themselves if the next products
+            can take them as they are.
         routing: buffers of T tokens, of which weights, positions and groups are filled. Each expert
             has one group, whose fourth number is a mask of its rows of `x`.
-        normalised: whether the chosen experts' probabilities are divided by their sum.
+        normalised: Whether the chosen experts' probabilities are divided by their sum.
     """
     flags = options(router, routing.per_token, x, norm=norm is not None, normalised=normalised)
     kernel = nvrtc.load(source(), flags, "few_rows", 0, rows_in.device.index)

@@ -62,7 +62,7 @@ def grouped_gemm(
 
     Args:
         x: sorted by expert.
-        weight: [experts * n, k], one expert's rows behind the other's.
+        weight: [experts * n, k], one expert's rows after the other's.
         routing: lists the groups.
         out: rows beyond the last group stay as they are.
         rows: the most rows of a group, of `ROWS`.

@@ -96,9 +96,9 @@ def combined(
         active: rows that count; the others have no experts.
         gate_up: [experts * 2 * intermediate, hidden], of each expert the rows of the gate first.
         down: [experts * hidden, intermediate].
-        buffers: of T tokens, where the router's logits are already.
-        products: of the lane.
-        normalised: whether the weights of a token's experts are divided by their sum.
+        buffers: Buffers for T tokens, which hold the router's logits already.
+        products: The products of the lane.
+        normalised: Whether the weights of a token's experts are divided by their sum.
     """
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up)
     route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
@@ -129,7 +129,7 @@ def norm_and_combined(
 
     Args:
         rows_in: [T, hidden].
-        norm: of the rows; None: they come normalised.
+        norm: Norm to apply to the rows first; None if they are normalised.
         router: [experts, hidden].
         x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are; the rows
             themselves if they come normalised and are not rounded.

@@ -307,7 +307,7 @@ def route(
         routing: buffers of T tokens, which are filled.
         group_rows: the most rows of a group, at least `MIN_GROUP`; an expert with more gets
             several groups.
-        normalised: whether the chosen experts' probabilities are divided by their sum.
+        normalised: Whether the chosen experts' probabilities are divided by their sum.
     """
     rows, experts = logits.shape
     per_token, block = routing.per_token, power_of_2(experts)

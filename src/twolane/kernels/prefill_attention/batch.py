@@ -105,7 +105,7 @@ class Block:
     """Lists of int32 at fixed places in device memory, for graphs, written by one copy.
 
     Args:
-        sizes: of the lists, at most.
+        sizes: Maximum length of each list.
         device: where.
     """
 
@@ -115,7 +115,7 @@ class Block:
         self.lists = _views(self.memory, self._starts, sizes)
 
     def send(self, parts: Sequence[Ints]) -> None:
-        """Write all lists, on the current stream, zeros behind each; the last one up to its end."""
+        """Write all lists on the current stream, each followed by zeros, the last up to its end."""
         starts = [*self._starts[:-1], self._starts[-2] + parts[-1].size]
         host = _on_host(parts, starts, self.memory.device)
         self.memory[: len(host)].copy_(host, non_blocking=True)

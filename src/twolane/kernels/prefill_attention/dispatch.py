@@ -77,8 +77,8 @@ class PrefillPlan:
             tables: physical pages that cover each sequence's [0, reused + new), in order.
             page_size: tokens a page: 16, 32 or 64.
             heads: query heads; `kv_heads` divides them, into groups of at most 16.
-            dim: of a head.
-            dtype: of queries, pool and output.
+            dim: Size of a head.
+            dtype: Type of queries, pool and output.
             units: SMs of the lane.
             workspace: the lane's.
             window: tokens seen by each token, itself included; None: all.
@@ -122,7 +122,7 @@ def prefill_attention(
     Launches on the current stream.
 
     Args:
-        plan: of this batch.
+        plan: The plan of this batch.
         q: rotated queries [T, heads, dim]; a token's heads are contiguous.
         pool: one layer's KV [pages, kv_heads, 2, page_size, dim], contiguous; rounded if the plan
             says so.

@@ -311,7 +311,7 @@ class Replayed:
     Args:
         batch: any of these heads, of this type, in these pages; nobody else takes of its workspace.
         units: SMs.
-        rows: of the largest pass.
+        rows: Number of rows of the largest pass.
         rounded: the pool is a `RoundedPool`.
     """
 

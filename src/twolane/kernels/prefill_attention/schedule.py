@@ -120,7 +120,7 @@ def schedule(
     Args:
         granule: fronts are cut at multiples of this many keys.
         own_launch: pieces of fronts cannot run beside other items.
-        split: whether splitting is allowed.
+        split: Whether tiles may be split.
     """
     owner, loads = _deal(cost, units)
     best, whole = float(loads.max()), Schedule(_work(items, owner, units), None, _NO_MERGES, 0)

@@ -376,7 +376,7 @@ class GpuProducts:
             out.add_(bias)
 
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
-        """Return the seconds of one product behind a norm, as layers have them."""
+        """Return the seconds of one product after a norm, as layers have them."""
         like, operation = weights[0], case.operation
         several = in_turn(weights)
         device = like.values.device
@@ -413,7 +413,7 @@ def input_of(buffer: Tensor, scales: Tensor, scheme: str) -> Activations:
     Args:
         buffer: [T, k], contiguous; e4m3 takes a part of its memory.
         scales: float32 [T, 1], for e4m3.
-        scheme: of the matrix.
+        scheme: Scheme of the matrix.
     """
     if scheme not in FP8_SCHEMES:
         return buffer

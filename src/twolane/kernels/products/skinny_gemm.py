@@ -53,7 +53,7 @@ class Variant:
         swap: w, not x, is on the product's side that counts in 64 rows.
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
-        dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16 and not wide.
+        dtype: Type of x and w: bfloat16, float16, or e4m3, for which y is bfloat16 and not wide.
         grouped: w has the rows of all experts, each group of rows of x goes to one; with `swap`.
         spread: grouped, and a group's rows lie anywhere in x, whose rows fit one tile: the group's
             fourth number is a mask of them. Those of y lie next to one another.
@@ -282,10 +282,10 @@ class Groups:
     """As in `experts.routing.Routing`."""
     experts: int
     known: bool
-    """Whether the list was complete before the kernel in front began to let this one start."""
+    """Whether the list was complete before the preceding kernel began to let this one start."""
     following: Tensor | None
-    """The matrices that the product behind multiplies the same groups with: some of them are
-    brought into the cache early."""
+    """The matrices that the next product multiplies the same groups with; some of them are brought
+    into the cache early."""
 
 
 TensorMap = ctypes.c_ubyte * 128
@@ -329,7 +329,7 @@ def launch(
     It may begin to read w before the kernel in front of it has ended, which must not write w.
 
     Args:
-        variant: with `rows` at least x's, or those of a group.
+        variant: A variant whose `rows` are at least x's, or at least those of a group.
         blocks: one for each SM of the stream, or fewer.
         x: [m, k], rows contiguous.
         w: [n, k], contiguous; n is twice out's columns if gated, and times the experts if grouped.
@@ -338,9 +338,10 @@ def launch(
         out: [m, columns], rows contiguous.
         scratch: see there.
         residual: add into `out`.
-        scales: of e4m3.
-        groups: for a grouped variant.
-        w_groups: of four bits, int32 [k / group, n]: a scale and, above it, 128 plus a zero point.
+        scales: Scales of x and w in e4m3; None for other types.
+        groups: Groups of rows; None unless the variant is grouped.
+        w_groups: Scales of four-bit weights, int32 [k / group, n]: a scale and, above it, 128 plus
+            a zero point.
     """
     packed = arguments(
         variant, x, w, bias, out, scratch, residual, _tensor_map, scales, groups, w_groups

@@ -13,7 +13,7 @@ _ALIGNMENT = 16
 """Bytes of an address and multiples of a number that Triton compiles a kernel of its own for."""
 
 _forms: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""Compiled kernels, and the constants behind the arguments."""
+"""Compiled kernels, and the constants that follow the arguments."""
 
 
 def power_of_2(n: int) -> int:
@@ -25,11 +25,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     """Launch `kernel[grid](*arguments, **options)` on torch's current stream and device.
 
     Args:
-        kernel: of `triton.jit`, without `do_not_specialize` or types that Triton follows (it does
-            not follow `tl.tensor`); a global, so that it stays what it is.
+        kernel: A `triton.jit` kernel without `do_not_specialize` or types that Triton follows (it
+            does not follow `tl.tensor`). It must be a global, because kernels are kept by identity.
         grid: one to three numbers of programs.
         arguments: tensors and numbers: all that is not a constant, in the kernel's order.
-        options: its constants, in its order, and options of Triton.
+        options: The kernel's constants, in its order, and options of Triton.
     """
     place = arguments[0].device
     key = (id(kernel), place, *map(_property, arguments), *options.values())

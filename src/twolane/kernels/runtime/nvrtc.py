@@ -67,9 +67,9 @@ class Kernel:
 
         Args:
             grid: blocks.
-            threads: of a block.
+            threads: Number of threads in a block.
             shared: bytes of dynamic shared memory of a block.
-            parameters: of the kernel, by value.
+            parameters: Parameters of the kernel, passed by value.
             early: start before the kernel in front has ended; this one waits for it where it must
                 (programmatic dependent launch).
         """
@@ -109,7 +109,7 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
 
 
 def _kept(path: Path) -> bytes | None:
-    """Machine code from the cache, behind its hash; None: there is none, or it is damaged."""
+    """Machine code from the cache, after its hash; None: there is none, or it is damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -169,10 +169,10 @@ def load(source: str, options: tuple[str, ...], entry: str, shared: int, device:
 
     Args:
         source: CUDA C++ without includes; `entry` is `extern "C"`.
-        options: of NVRTC.
+        options: Options of NVRTC.
         entry: the kernel's name.
         shared: most bytes of dynamic shared memory that launches ask for.
-        device: its number in torch.
+        device: Number of the device in torch.
     """
     from cuda.bindings import driver
 
