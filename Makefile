@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package clean
+.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package lock audit clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -86,11 +86,26 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/house.py --check
 
-# Builds what would be published, from the files of this checkout, and checks its metadata.
-package: $(VENV)/.ready-dev
+# Builds what would be published, from the files of this checkout, into dist/, and tries it.
+package: .package/.ready
 	rm -rf dist
-	$(BIN)/python -m build
-	$(BIN)/python -m twine check --strict dist/*
+	.package/bin/python -m build --quiet
+	.package/bin/python -m twine check --strict dist/*
+	.package/bin/python deploy/package.py
+
+# Writes the locks of the images anew.
+lock: .package/.ready
+	UV=.package/bin/uv deploy/container/lock.sh
+
+# Known vulnerabilities of what the images install.
+audit: .package/.ready
+	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cpu.lock
+	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cuda.lock
+
+.package/.ready: deploy/package-requirements.txt
+	$(PYTHON) -m venv .package
+	.package/bin/python -m pip install --quiet -r $<
+	touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -104,4 +119,4 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.ready
 
 clean:
-	rm -rf $(VENV) .deploy .docs dist site
+	rm -rf $(VENV) .deploy .docs .package dist site

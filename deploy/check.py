@@ -2,8 +2,9 @@
 
 Helm lints and renders the chart (the program `helm`, or its library in helm-python-sdk), the result
 is compared with deploy/kubernetes/, Kubernetes' schemas judge every manifest (kubeconform, or
-kubernetes-validate), hadolint the container files, systemd-analyze the unit. A tool that is not
-there is named and skipped. `--write` makes deploy/kubernetes/ anew.
+kubernetes-validate), hadolint the container files, check-jsonschema and zizmor the workflows,
+systemd-analyze the unit. A tool that is not there is named and skipped. `--write` makes
+deploy/kubernetes/ anew.
 """
 
 import importlib
@@ -146,6 +147,21 @@ def check_containers() -> None:
             report(f"hadolint {file.name}", ran(hadolint, str(file))[1])
 
 
+def check_workflows() -> None:
+    """Judge the workflows by their schema, and by zizmor's rules on their security."""
+    folder = DEPLOY.parent / ".github/workflows"
+    schema = ("--builtin-schema", "vendor.github-workflows")
+    for name, words in (
+        ("check-jsonschema", (*schema, *map(str, sorted(folder.glob("*.yml"))))),
+        ("zizmor", ("--offline", "--quiet", "--min-severity", "medium", str(folder))),
+    ):
+        program = tool(name)
+        if program is None:
+            print(f"skipped: {name} (it is not installed)")
+        else:
+            report(f"{name} .github/workflows", ran(program, *words)[1])
+
+
 def check_unit() -> None:
     """Have systemd read the unit; the program that it starts need not be there."""
     analyze = tool("systemd-analyze")
@@ -168,6 +184,7 @@ def main() -> int:
     check_chart(write="--write" in sys.argv[1:])
     check_schemas()
     check_containers()
+    check_workflows()
     check_unit()
     print(f"{len(FAILED)} failed")
     return bool(FAILED)
