@@ -63,7 +63,7 @@ class Connections:
     """A pool of connections to the server of one URL.
 
     Args:
-        url: of every request.
+        url: The URL of every request.
         headers: sent with each; they replace those that are sent anyway.
         clock: tells when data came.
     """

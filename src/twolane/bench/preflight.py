@@ -28,7 +28,7 @@ async def check(config: BenchConfig, smallest: Callable[[str], bytes]) -> str:
     more names than they list, so that the smallest request tells.
 
     Args:
-        config: of the run.
+        config: Settings of the run.
         smallest: returns the body of a request for one token of a model.
 
     Raises:
@@ -71,9 +71,9 @@ async def _check_endpoint(config: BenchConfig, model: str, *, known: bool) -> No
     """Check the endpoint with a request that starts no work.
 
     Args:
-        config: of the run.
-        model: to ask for.
-        known: whether the server lists it.
+        config: Settings of the run.
+        model: Name of the model to ask for.
+        known: Whether the server lists the model.
 
     Raises:
         BenchError: it is not served, or not for this key.

@@ -97,7 +97,8 @@ def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
     """Run any server with OpenAI's API, like `serving`.
 
     Args:
-        command: its words; `{port}` in them stands for the port, else `--port PORT` is added.
+        command: The words of the command; `{port}` in them stands for the port, else `--port PORT`
+            is added.
         log: file for its output.
 
     Raises:

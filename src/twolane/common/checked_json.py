@@ -42,8 +42,8 @@ def converted(raw: object, kind: type[T], file: str = "config.json", *, lax: boo
     Args:
         raw: decoded JSON.
         kind: the type that it should have.
-        file: its name, for the error.
-        lax: whether clear values in odd types are taken: 50.0 and "50" for the number 50.
+        file: Name of the file, for the error.
+        lax: Whether clear values in odd types are accepted: 50.0 and "50" for the number 50.
 
     Raises:
         ValueError: something has the wrong type; the message begins with the file.

@@ -6,7 +6,8 @@ class FieldError(ValueError):
 
     Args:
         field: name of the field in its struct.
-        problem: what is wrong with it; continues a sentence that begins with the field's name.
+        problem: What is wrong with the field; it continues a sentence that begins with the field's
+            name.
     """
 
     def __init__(self, field: str, problem: str) -> None:

@@ -81,8 +81,8 @@ def write_taken(file: int, data: bytes, seconds: float = 0.0) -> bytes:
 
     Args:
         file: descriptor of the open file.
-        data: to write.
-        seconds: that each piece may wait until it is taken.
+        data: The bytes to write.
+        seconds: Seconds that each piece may wait until it is taken.
 
     Raises:
         OSError: it cannot be written to.

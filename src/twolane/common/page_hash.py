@@ -52,7 +52,7 @@ def salt_bytes(cache_salt: str | None, adapter: bytes = b"") -> bytes:
     """Return the salt of a request's first page.
 
     Args:
-        cache_salt: of the request, if it has one.
+        cache_salt: The request's salt; None if it has none.
         adapter: digest of the adapter that it asks for, `DIGEST_BYTES` long; empty: of none.
     """
     tenant = b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()

@@ -229,10 +229,10 @@ class KVBooks:
     """Slots, pages and the prefix tree.
 
     Args:
-        pages: in the pool.
+        pages: Number of pages in the pool.
         page_size: tokens in a page.
         slots: the most allocations at a time.
-        prefix_cache: whether pages are shared between requests.
+        prefix_cache: Whether pages are shared between requests.
     """
 
     def __init__(self, pages: int, page_size: int, slots: int, *, prefix_cache: bool) -> None:
@@ -316,8 +316,8 @@ class KVBooks:
         """Allocate a slot and pages for all of these tokens, the shared ones pinned; None: no room.
 
         Args:
-            tokens: of the request.
-            reuse: whether pages in the tree may be used; without, all tokens are computed.
+            tokens: Tokens of the request.
+            reuse: Whether pages in the tree may be used; without them, all tokens are computed.
             before: an earlier answer of `lookup` for these tokens.
             salt: pages are shared with those allocations alone that have the same.
         """

@@ -52,7 +52,7 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
     Args:
         path: the profile's file.
         name: the estimator to fit.
-        key: what a profile taken here would be of.
+        key: The key of a profile that would be taken here.
 
     Raises:
         FieldError: the profile is of something else, or too small.

@@ -58,7 +58,7 @@ class FileTrace(Trace):
     a full disk, the trace ends with the one before it, and its run goes on.
 
     Args:
-        path: of the file.
+        path: Path of the file.
         began: the time of the run's start, in seconds on the lanes' clock.
 
     Raises:

@@ -52,10 +52,10 @@ class Estimator(ABC):
         A system that is answered None takes its smallest step.
 
         Args:
-            launch: what is computed.
+            launch: The launch to predict.
             units: one number, answered with a float, or an array (all levels at once), answered
                 with an array of the same length.
-            corunner: what the other lane runs meanwhile; None: nothing.
+            corunner: What the other lane runs meanwhile; None: nothing.
             bound: return the seconds that the estimator promises not to be exceeded. Estimators
                 that promise nothing answer as they do without it; each says what it promises.
         """

@@ -31,7 +31,7 @@ class ExpertCounts:
     they have read in a layer. The skew is the exponent of Zipf's law that comes closest to it.
 
     Args:
-        moe: with a skew to begin with.
+        moe: The model's experts, with the skew to begin with.
     """
 
     def __init__(self, moe: MoeSpec) -> None:

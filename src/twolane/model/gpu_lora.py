@@ -46,7 +46,7 @@ class GpuAdapterPool:
 
     Args:
         shard: the rank's part of the base model.
-        weights: that part's.
+        weights: The weights of that part.
         slots: number of adapters that can be loaded at a time.
         max_rank: the largest rank of an adapter.
     """

@@ -62,7 +62,7 @@ def dequantise(packed: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """float32 [n, k] of packed numbers [n, k / 2].
 
     Args:
-        packed: what `pack` made.
+        packed: Packed numbers, from `pack`.
         scales: [n, groups].
         zeros: uint8 [n, groups], the number that means 0; None: `MIDDLE`.
     """

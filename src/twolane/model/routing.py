@@ -13,7 +13,7 @@ def route(logits: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
     Args:
         logits: [T, experts], of the router.
         per_token: experts of each token.
-        normalised: whether the chosen experts' probabilities are divided by their sum.
+        normalised: Whether the chosen experts' probabilities are divided by their sum.
 
     Returns:
         Weights, float32 [T, per_token], and experts, int64 [T, per_token], the likeliest first.

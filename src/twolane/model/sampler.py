@@ -33,8 +33,8 @@ class Adjustment:
     """Logit bias and penalties of one sequence, whose tokens it remembers.
 
     Args:
-        params: of the request.
-        prompt: its tokens as they were sent.
+        params: Sampling parameters of the request.
+        prompt: Tokens of the prompt, as they were sent.
         output: the tokens after them, so far.
     """
 
@@ -129,7 +129,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> li
     Args:
         logits: the model's own, float32 [R, vocab], R at least 1.
         tokens: int64 [R].
-        tops: how many of the most likely tokens each row wants; no more than there are are given.
+        tops: Number of most likely tokens that each row wants; no more than there are are given.
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(1, tokens[:, None])

@@ -48,7 +48,7 @@ HOST_RANK = 2.0e-5
 measured)."""
 HOST_PASS = 1.25e-3
 """Host seconds of a hybrid pass in graphs, the first of which starts halfway: nine in ten passes
-behind others take less than a third more."""
+after others take less than a third more."""
 
 
 class DeviceModel:
@@ -58,7 +58,7 @@ class DeviceModel:
         gpu: data sheet of the GPUs.
         spec: the model's shape.
         tp: GPUs that share each layer (tensor parallelism).
-        seed: of the noise.
+        seed: Seed of the noise.
         storage: widths of weights and KV cache.
         pass_sizes: tokens that passes are padded to, ascending; None: those that are worth it.
 

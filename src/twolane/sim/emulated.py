@@ -69,11 +69,11 @@ class EmulatedDevice(DeviceModel):
     """The device of an emulated GPU.
 
     Args:
-        gpu: its kind, for its units and the host's time.
+        gpu: The kind of GPU, for its units and the host's time.
         spec: the model's shape.
         truth: says how long launches take.
         uneven: deviation from the profile.
-        seed: of the noise.
+        seed: Seed of the noise.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class EmulatedMachine(SimulatedMachine):
         spec: the model's shape.
         config: the engine's settings; its profile is the card's.
         uneven: see `EmulatedDevice`.
-        seed: of the noise.
+        seed: Seed of the noise.
 
     Raises:
         FieldError: the profile is missing, or is of another kind or number of GPUs.

@@ -54,8 +54,8 @@ class SimReplica:
     """An engine on simulated lanes whose clock is moved from outside.
 
     Args:
-        name: of the replica.
-        built: its engine.
+        name: Name of the replica.
+        built: The replica's engine.
         hear: gets its news with their times.
     """
 
@@ -97,10 +97,10 @@ class FleetSimulation:
     """Replicas, a router and a workload.
 
     Args:
-        config: of each replica and the workload.
+        config: Settings of each replica and of the workload.
         replicas: their number.
         policy: the router.
-        requests: of the workload, in order of arrival.
+        requests: The workload's requests, in order of arrival.
         ledger: keeps what came of them.
     """
 
@@ -232,10 +232,10 @@ def simulate_fleet(
     """Simulate several replicas; the same arguments give the same result.
 
     Args:
-        config: of each replica; its workload's seed decides about prompts and noise.
+        config: Settings of each replica; the workload's seed decides about prompts and noise.
         replicas: their number.
         router: name in `router.policies.POLICIES`.
-        requests: of the workload, in order of arrival.
+        requests: The workload's requests, in order of arrival.
         on_record: see `sim.run.simulate`, as for `on_tokens`.
         policy: a router to use instead of the named one.
 

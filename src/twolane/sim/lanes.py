@@ -94,7 +94,7 @@ class SimLanes:
     """Lanes on a virtual clock that stands still until `advance` is called.
 
     Args:
-        units: of the device.
+        units: Number of units of the device.
         levels: partitions on offer beside the solo ones.
         device: times of steps.
     """

@@ -12,9 +12,9 @@ advance. A layer in all goes one thing after the other, for one side has no part
 first layer and in half of the last.
 
 That is the most that nano-batches gain. Attention of one half does fit beside the output, the MLP
-and the next layer's inputs of the other. But a sum waits for the product before it and is waited
-for by the product behind it, kernels of different kinds disturb each other, and the host launches
-twice as many: these are left out.
+and the next layer's inputs of the other. But a sum waits for the product before it, and the product
+after it waits for the sum; kernels of different kinds disturb each other, and the host launches
+twice as many. These are left out.
 """
 
 from collections.abc import Callable, Sequence

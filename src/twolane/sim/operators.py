@@ -373,8 +373,8 @@ class OperatorCosts:
         """Return the cost of a ring all-reduce: each GPU sends and receives 2 (tp − 1) / tp of the
         bytes (DuetServe §4.1).
 
-        Few bytes go with a flag beside each word, so that the link carries twice as many, and need
-        not be waited for; many go without, behind a start that takes longer (NCCL's LL and Simple).
+        Few bytes go with a flag beside each word, so that the link carries twice as many bytes, but
+        nothing has to wait; many go without flags, after a start that takes longer (NCCL's LL and Simple).
         NCCL changes from one to the other by the number of bytes, before the second is faster.
         """
         if self._tp == 1:

@@ -10,7 +10,7 @@ class SimPort:
     """Delivers messages at their virtual times and moves the clock when the engine waits.
 
     Args:
-        lanes: that own the clock.
+        lanes: The lanes that own the clock.
         arrivals: (seconds, message), in order of time; read one message ahead.
         hear: called with (seconds, outputs) as outputs come.
     """

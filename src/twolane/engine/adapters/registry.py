@@ -43,7 +43,7 @@ class AdapterRegistry:
     """The engine's adapters; it belongs to the loop's thread, and reads files on another.
 
     Args:
-        lanes: where they are loaded.
+        lanes: The lanes that load the adapters.
         slots: number of adapters at a time; 0: none is served.
         notify: wakes the loop; called from another thread when one has been read.
     """

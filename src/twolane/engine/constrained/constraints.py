@@ -81,14 +81,14 @@ class Constraint:
     matcher take them first.
 
     Args:
-        matcher: at its start.
+        matcher: A matcher at its start.
         words: 32-bit words of its masks, by the tokenizer's vocabulary.
         group: number of the matchers that share what they have found out about their grammar; one
             of a group at a time can compute a mask.
-        pace: of the grammar.
-        vocab_size: of the model, which may have tokens that the tokenizer has not.
+        pace: The pace of the grammar.
+        vocab_size: The model's number of tokens, which may exceed the tokenizer's.
         stops: tokens that may end the answer where the grammar allows an end.
-        eos_token_ids: what the matcher takes for an end.
+        eos_token_ids: Tokens that the matcher takes for an end.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Constraint:
         """Return a bit for each token of the model, the lowest first: whether it may be next.
 
         Args:
-            words: what the matcher has just computed.
+            words: The words that the matcher has just computed.
 
         Returns:
             The mask; an error if the grammar has become too complex for its limits.
@@ -227,8 +227,8 @@ class Grammars:
 
     Args:
         tokenizer: the model's `tokenizer.json`.
-        vocab_size: of the model.
-        eos_token_ids: of the model; at least one.
+        vocab_size: The model's number of tokens.
+        eos_token_ids: The model's end tokens; at least one.
         notify: called from that thread when a grammar has been compiled, or cannot be.
         groups: number of groups that the matchers of a grammar are divided into; None: two for
             each thread that computes masks, which are as many pieces as the library makes.

@@ -3,7 +3,7 @@
 A message has three frames: the topic, the batch's number (8 bytes, big-endian, from 0) and the
 batch. A subscriber that finds a gap in the numbers sends the first number that it lacks to the
 replay address and gets the batches from there on, as (number, batch), then (-1, empty). Batches
-that are no longer kept are replaced by one with the state of the tree behind them.
+that are no longer kept are replaced by one with the state of the tree after them.
 """
 
 import threading
@@ -88,7 +88,7 @@ class KVEventPublisher:
 
     Args:
         config: addresses, with an endpoint.
-        journal: of the prefix tree.
+        journal: The journal of the prefix tree.
 
     Raises:
         FieldError: an address cannot be used.

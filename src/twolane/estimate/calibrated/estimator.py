@@ -61,8 +61,8 @@ LAUNCH_EXCESS = 0.05
 MAX_SLOW_EXCESS = 0.3
 """Largest excess, as a logarithm, that means a slow device: a launch above it stood still."""
 SLOW_SECONDS = 0.02
-"""Seconds of the longest launch that says so: behind a longer one, the slow moment is over before
-another plan is carried out."""
+"""Launches longer than this many seconds say nothing of a slow moment, which is over before another
+plan is carried out."""
 CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MAX_CACHED = 4096

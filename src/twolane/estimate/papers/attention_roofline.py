@@ -23,9 +23,9 @@ class AttentionRoofline(Estimator):
     """Rooflines, summed. Promises no bound.
 
     Args:
-        profile: for the curves.
-        interconnect: for tensor parallelism; by default the profile's.
-        serving: whether the curves are of launches that serve even if there are others.
+        profile: The profile that has the curves.
+        interconnect: The interconnect of tensor parallelism; by default the profile's.
+        serving: Whether the curves are those of launches that serve, even if there are others.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ class Dummy:
     """Random normal matrices and norms of one, the same for the same seed and device.
 
     Args:
-        shapes: of all tensors, by name.
-        seed: of the random numbers.
-        device: where they are drawn.
+        shapes: Shapes of all tensors, by name.
+        seed: Seed of the random numbers.
+        device: The device on which the numbers are drawn.
         routers: names of the routers' tensors.
         shares: probability that a token goes to each expert; none: routers are like other matrices.
         deviations: standard deviations of tensors that do not have `STD`, by name.

@@ -20,7 +20,7 @@ class GGUFFile(GGUFReader):
     The package makes several arrays of every entry, which takes seconds for a vocabulary.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Raises:
         ValueError: it is not a whole GGUF file, or one of another byte order.

@@ -199,7 +199,7 @@ class _Names:
     """Names and patterns of modules; a look-up takes as long however many names there are.
 
     Args:
-        names: as a config has them.
+        names: Names and patterns, as a config has them.
         by_pattern: see `Quantization.by_pattern`.
     """
 

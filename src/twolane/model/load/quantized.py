@@ -17,8 +17,8 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     """Return the matrix of a module.
 
     Args:
-        format: how it is stored.
-        tensors: its tensors by the end of their names, shaped as `format.tensors` says.
+        format: The format in which the module is stored.
+        tensors: The module's tensors by the end of their names, shaped as `format.tensors` says.
 
     Raises:
         ValueError: a number in a tensor cannot be; the message begins with the tensor's name.

@@ -28,7 +28,7 @@ class Safetensors:
     """The tensors of safetensors files, memory-mapped.
 
     Args:
-        paths: of the files.
+        paths: Paths of the files.
         stack: closes the files.
         index: the file of each tensor that an index names; others may have what is out of date.
 

@@ -68,8 +68,8 @@ class Candidates:
 
     Args:
         estimator: predicts.
-        layers: of the model.
-        units: of the device.
+        layers: Number of layers of the model.
+        units: Number of units of the device.
         levels: partitions with units for both lanes.
         decode: the step.
         step: bound on its seconds on the whole device.
@@ -78,7 +78,7 @@ class Candidates:
         launch_cost: seconds that a launch of a pass takes the host: passes that follow one another
             are no faster.
         pass_sizes: tokens that the device pads passes to; empty: to none.
-        stagger: whether steps may wait for layers on the whole device. A batch in layers ends all
+        stagger: Whether steps may wait for layers on the whole device. A batch in layers ends all
             of its prompts at once, so this helps no deadline; it shortens a backlog.
     """
 

@@ -51,11 +51,11 @@ class Margin:
         not move the margin more if more requests decode.
 
         Args:
-            now: in seconds.
+            now: Current time in seconds.
             gaps: the gaps between tokens so far.
             bound: the tightest TBT SLO in seconds; `inf` if there is none.
             decoding: the number of requests that decode.
-            promises: whether the estimator promises its bounds.
+            promises: Whether the estimator promises its bounds.
         """
         if now < self.checked_at + CHECK_SECONDS:
             return self
@@ -75,8 +75,8 @@ class Margin:
         """Return the fraction of the TBT SLO to plan for.
 
         Args:
-            hurried: whether a waiting prompt has little time left.
-            promises: whether the estimator promises its bounds.
+            hurried: Whether a waiting prompt has little time left.
+            promises: Whether the estimator promises its bounds.
         """
         fraction = self.value if hurried else min(UNHURRIED_FRACTION, self.value)
         return fraction * (1.0 if promises else UNPROMISED_FRACTION)

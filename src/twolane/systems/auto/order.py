@@ -5,7 +5,7 @@ alone, which is the later the longer the prompt, so that short prompts need not 
 Where not all deadlines can be kept, as few as possible are given up (Moore's algorithm: when one
 would be late, the longest so far steps back), and those are served when no other request waits. A
 request that would wait for more than twice its bound is refused. A prompt that has begun goes on;
-only those with an earlier deadline, and short ones that would be late behind it, go first.
+only those with an earlier deadline, and short ones that would miss theirs after it, go first.
 """
 
 import heapq
@@ -22,7 +22,7 @@ REFUSAL_FACTOR = 2.0
 OVERTAKING_FRACTION = 0.1
 """Fraction of the seconds left of a begun prompt that shorter ones may take before it goes on."""
 LATE_SAFETY_FACTOR = 1.2
-"""Prompts behind a begun one count as late if this multiple of the predicted seconds exceeds their
+"""A prompt counts as late after a begun one if this multiple of the predicted seconds exceeds its
 deadline."""
 HURRY_FRACTION = 0.5
 """Fraction of its TTFT bound after which a prompt that is not done is in a hurry."""
@@ -77,9 +77,9 @@ def order_requests(
 
     Args:
         waiting: all of them.
-        begin: when the first of them can begin, in seconds on their clock.
-        seconds: how many a request's prefill will take, at the pace it will have.
-        refuse: whether these seconds are certain enough to refuse a request.
+        begin: Time at which the first request can begin, in seconds on the requests' clock.
+        seconds: Returns the seconds of a request's prefill, at the pace that it will have.
+        refuse: Whether these seconds are certain enough to refuse a request.
     """
     places = [_Queued(r, _deadline(r), seconds(r)) for r in waiting]
     places.sort(key=lambda place: (place.request.priority, place.deadline))
@@ -112,8 +112,8 @@ def _deadline(request: RequestView) -> float:
 
 
 def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
-    """Return the short prompts that go before the first, which has begun, since they would be late
-    behind it; they do not make it late."""
+    """Return the short prompts that go before the first, which has begun: they would miss their
+    deadlines after it, and do not make it miss its own."""
     if not places or places[0].yields:
         return []
     begun, found = places[0], []

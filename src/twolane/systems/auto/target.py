@@ -34,7 +34,7 @@ def target_tbt(
     """Return what to plan for.
 
     Args:
-        view: of the engine.
+        view: The engine's view.
         rows: the requests that decode or will after their prompt.
         step: a bound on the seconds of their decode step on the whole device, if known.
         fraction: the margin's.

@@ -16,7 +16,7 @@ from twolane.systems.view import RequestView, View
 
 MAX_STEPS = 8
 """At most this many decode steps are one launch, where steps are shorter than the lead or a pass is
-launched behind them."""
+launched after them."""
 SLICE_START_FRACTION = 0.5
 """The device begins with a slice after this fraction of the slice's launch; with a hybrid pass it
 begins at the end of the launch."""
@@ -68,14 +68,14 @@ class LaunchPlanner:
     """The inputs of the next launches while requests decode.
 
     Args:
-        view: of the engine.
+        view: The engine's view.
         lead: the next launch is queued this many seconds before its lane would run dry.
         order: the waiting requests in their order of service.
         prompts: the prompts to go on with; None: only decode goes on.
         step: a bound on the seconds of a decode step on the whole device, if known.
         target: the time between two tokens.
-        choice: how prompts are run.
-        turn: what the last turns were.
+        choice: The way in which prompts run.
+        turn: The last turns.
     """
 
     view: View
@@ -147,9 +147,9 @@ class LaunchPlanner:
     def steps_before(self, choice: Candidate) -> int:
         """Return how many decode steps go before a hybrid pass whose launch would make it late.
 
-        The launch takes the host longer than what is queued lasts, so steps bridge the time. None
-        go behind such steps: they may be shorter, or the launch longer, than predicted, and the
-        pass would never come. Nor do any go if the pass were late behind `MAX_STEPS`, too.
+        The launch takes the host longer than what is queued lasts, so steps bridge the time. No
+        further steps follow them: they may be shorter, or the launch longer, than predicted, and
+        the pass would never come. Nor do any go if the pass were late even after `MAX_STEPS`.
         """
         view, step = self.view, self.step
         if self.turn.steps_first:
@@ -255,7 +255,7 @@ class LaunchPlanner:
         return lane.until > self._latest_start(choice)
 
     def _latest_start(self, choice: Candidate) -> float:
-        """Return when the choice has to begin, behind decode, to keep the bound, in seconds."""
+        """Return when the choice has to begin, after decode, to keep the bound, in seconds."""
         return step_boundary(self.view) + self.target.latest - choice.gap - RELAUNCH_GAP_SECONDS
 
     def _due(self, lane: LaneName, within: float = 0.0) -> bool:

@@ -12,14 +12,14 @@ def next_chunks(
     """Return the next chunks of the waiting requests, of at most `budget` new tokens together.
 
     Requests are taken in order and not overtaken, with one exception: started prompts hold their
-    pages already, so they are taken behind a request that lacks memory, which might otherwise wait
+    pages already, so they are taken after a request that lacks memory, which might otherwise wait
     for them forever. One page for every decoding request is left free, so that an admission does
     not cause a preemption at once.
 
     Args:
-        view: of the engine.
+        view: The engine's view.
         budget: tokens of the batch.
-        split: whether a prompt that exceeds the budget is cut. Otherwise prompts are taken whole,
+        split: Whether a prompt that exceeds the budget is cut. Otherwise prompts are taken whole,
             and the first one even if it alone exceeds the budget.
         waiting: the waiting requests in another order than the view's.
     """

@@ -122,7 +122,7 @@ def decode_seconds(
         load: load of the step.
         levels: levels to predict for.
         beside: load of the prefill batch in the other lane; None ignores the other lane.
-        bound: whether to return the estimator's bounds instead of its estimates.
+        bound: Whether to return the estimator's bounds instead of its estimates.
     """
     p, d = np.array(levels).T
     other = None if beside is None else Corunner(beside, p)
