@@ -38,8 +38,8 @@ BATCH_SECONDS = 0.2
 """A prefill batch takes at most this many seconds on the whole device, or `MIN_BATCH_TOKENS`."""
 UNBOUND_BATCH_SECONDS = 1.0
 """A prefill batch takes at most this many seconds while no waiting request has a TTFT bound or
-another priority. It makes no request miss a bound then, and larger batches compute faster: they read
-weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
+another priority. It makes no request miss a bound then, and larger batches compute faster: they
+read weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
 UNBOUND_BATCH_FACTOR = 4
 """Factor by which the largest number of new tokens is greater in such a batch."""
 MIN_BATCH_TOKENS = 256
