@@ -19,8 +19,9 @@ SHARED = ("common", "playout", "sampling", "slo")
 MESSAGES = ("engine.messages", "engine.config", "engine.settings")
 """What the API process knows of the engine: its messages and its settings."""
 FACTS = (
-    *("model.spec", "model.shapes"),
-    *("model.load.hub", "model.load.configs", "model.load.gguf_file", "model.load.adapter_files"),
+    *("model.spec", "model.shapes", "model.families"),
+    *("model.load.hub", "model.load.configs", "model.load.facts"),
+    *("model.load.gguf_file", "model.load.adapter_files"),
 )
 """What is known of a model without its weights, and without torch."""
 ROOMS: Mapping[str, tuple[str, ...]] = {

@@ -1,5 +1,7 @@
 """The profile's file: what is written is read, and nothing else."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from twolane.estimate.profile import (
 )
 from twolane.kernels.sizes import SIZES
 from twolane.model.shapes import SHAPES
+from twolane.model.spec import UNROTATED, LayerKind
 
 SHAPE = SHAPES["qwen3-8b"]
 CARDS = {"h100": "H100 80GB HBM3", "h200": "H200"}
@@ -65,6 +68,34 @@ def test_format_1_has_the_machine_in_the_name_of_its_device(
     old.save(path)
     again = Profile.read(path)
     assert (again.machine, again.pass_sizes, again.samples) == (machine, sizes, old.samples)
+
+
+OLMO2 = replace(
+    SHAPE,
+    family="olmo2",
+    layers=2,
+    qk_norm="whole",
+    norms=("attention_out_norm", "mlp_out_norm"),
+    kinds=(LayerKind(window=64), LayerKind(rope=UNROTATED)),
+)
+
+
+def test_a_shape_with_a_switch_for_each_norm_is_read(tmp_path: Path):
+    path, saved = tmp_path / "profile.json", profile()
+    saved.shape = OLMO2
+    saved.save(path)
+    raw = json.loads(path.read_text())
+    for name in ("norms", "kinds", "activation"):
+        del raw["shape"][name]
+    raw["shape"] |= {"qk_norm": True, "qk_norm_whole": True, "pre_norms": False, "post_norms": True}
+    raw["shape"] |= {"sliding_window": 64, "sliding_layers": [0], "unrotated_layers": [1]}
+    path.write_text(json.dumps(raw))
+    assert Profile.read(path) == saved
+
+
+def test_the_digest_of_a_shape_is_as_it_was():
+    """Users' profiles stay in use."""
+    assert model_digest(OLMO2) == "970590090d"
 
 
 def test_runs_stand_for_every_request():

@@ -1,31 +1,15 @@
 """Tiny random checkpoints of every family, as `transformers` writes them."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    Glm4Config,
-    GlmConfig,
-    GraniteConfig,
-    LlamaConfig,
-    Ministral3Config,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from twolane.model.decoder import Decoder
+from twolane.model.families import registry
 from twolane.model.load.hub import ModelSource
 from twolane.model.load.weights import load_weights
 
@@ -43,46 +27,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
     "eos_token_id": 2,
     "bos_token_id": 1,
-}
-
-_MOE: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
-
-_LLAMA31_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
-_MINISTRAL_ROPE = {
-    **{**YARN_ROPE, "factor": 64.0, "original_max_position_embeddings": 16},
-    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 1,
-    "attention_factor": 1.1,
-}
-"""Phi-4-mini's; every sequence whose rotation can be seen exceeds the original positions."""
-_GRANITE: dict[str, Any] = {
-    "embedding_multiplier": 2.5,
-    "attention_multiplier": 0.4,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.4,
+    "pad_token_id": 0,
 }
 
 
@@ -91,50 +36,21 @@ def load_decoder(source: ModelSource, **options: Any) -> Decoder:
     return Decoder(*load_weights(source, **options))
 
 
-def _configs(
-    layers: int = LAYERS, sizes: Mapping[str, int] | None = None
-) -> dict[str, PreTrainedConfig]:
-    tiny = {**TINY, "num_hidden_layers": layers, **(sizes or {})}
-    mha = {**tiny, "num_key_value_heads": 4}
-    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
-    pairs = tiny["hidden_size"] // tiny["num_attention_heads"] * 3 // 8
-    long = [1.0 + 0.5 * i for i in range(pairs)]
-    longrope = {**_LONGROPE, "short_factor": [1.0] * pairs, "long_factor": long}
-    return {
-        "llama2": LlamaConfig(**mha),
-        "llama31": LlamaConfig(**tiny, rope_parameters=_LLAMA31_ROPE, tie_word_embeddings=True),
-        "llama-bias": LlamaConfig(
-            **tiny, attention_bias=True, mlp_bias=True, rope_parameters=linear
-        ),
-        "mistral": MistralConfig(**tiny, sliding_window=24),
-        "qwen2": Qwen2Config(**tiny),
-        "qwen2-sliding": Qwen2Config(
-            **tiny, use_sliding_window=True, sliding_window=20, max_window_layers=2
-        ),
-        "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
-        "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=YARN_ROPE),
-        "ministral3": Ministral3Config(
-            **tiny, head_dim=16, pad_token_id=0, rope_parameters=_MINISTRAL_ROPE
-        ),
-        "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
-        "phi3": Phi3Config(**tiny, pad_token_id=0),
-        "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),
-        "phi4-mini": Phi3Config(
-            **tiny,
-            pad_token_id=0,
-            original_max_position_embeddings=1,
-            rope_parameters=longrope,
-        ),
-        "granite": GraniteConfig(**tiny, **_GRANITE),
-        "smollm3": SmolLM3Config(**tiny, pad_token_id=0, no_rope_layer_interval=2),
-        "olmo2": Olmo2Config(**tiny),
-        "glm": GlmConfig(**tiny, head_dim=16, pad_token_id=0),
-        "glm4": Glm4Config(**tiny, head_dim=16, pad_token_id=0, tie_word_embeddings=True),
-    }
+_FIXTURES: dict[str, dict[str, Any]] = {
+    name: {"model_type": family.name, **fields}
+    for family in registry.FAMILIES.values()
+    for name, fields in family.fixtures.items()
+}
+FAMILIES = tuple(_FIXTURES)
+"""The fixtures of every family: itself, and options that change what is computed."""
 
 
-FAMILIES = tuple(_configs())
-"""Every family, and the options that change what is computed."""
+def config_of(
+    family: str, layers: int = LAYERS, sizes: Mapping[str, Any] | None = None
+) -> PreTrainedConfig:
+    """The config of one of `FAMILIES`, with values that are not the usual ones in `sizes`."""
+    fields = {**TINY, "num_hidden_layers": layers, **_FIXTURES[family], **(sizes or {})}
+    return AutoConfig.for_model(**copy.deepcopy(fields))
 
 
 def make_checkpoint(
@@ -144,7 +60,7 @@ def make_checkpoint(
     *,
     shards: int = 1,
     layers: int = LAYERS,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random checkpoint of one of `FAMILIES` to `path` and return it.
 
@@ -159,7 +75,7 @@ def make_checkpoint(
         layers: how many the model has.
         sizes: values of its config that are not the usual ones.
     """
-    model = random_model(_configs(layers, sizes)[family], seed)
+    model = random_model(config_of(family, layers, sizes), seed)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path

@@ -166,7 +166,7 @@ def test_defaults_are_those_of_transformers(config, family) -> None:
 def test_phi3_is_refused_where_it_differs() -> None:
     raw = {"architectures": ["Phi3ForCausalLM"]}
     linear = {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(UnsupportedModel, match="rope type of Phi3ForCausalLM 'linear'"):
+    with pytest.raises(UnsupportedModel, match="rope type 'linear'; these work: default, longrope"):
         spec_from_config({**raw, "rope_scaling": linear})
     with pytest.raises(ValueError, match="of type longrope have no 'long_factor'"):
         spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope"}})

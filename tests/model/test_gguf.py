@@ -11,9 +11,9 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
-from twolane.model.load import gguf
+from twolane.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
 from twolane.model.load.configs import spec_from_directory
-from twolane.model.load.gguf import _LAYER, _OWN, _PERMUTED, _TOP, GGUFModel
+from twolane.model.load.gguf import GGUFModel, hugging_face_stems
 from twolane.model.load.hub import resolve
 from twolane.model.rope import frequencies
 from twolane.model.spec import UnsupportedModel
@@ -23,15 +23,6 @@ from .passes import close, in_chunks, prompt
 
 PER_LAYER = {"attention.head_count": 4, "attention.head_count_kv": 4, "feed_forward_length": 96}
 """Keys that a file may give as a list, and what they are for the smallest Llama."""
-
-
-def gguf_name(name: str, architecture: str) -> str:
-    names = {v: k for k, v in {**_TOP, **_LAYER, **_OWN.get(architecture, {})}.items()}
-    stem, suffix = name.rsplit(".", 1)
-    if stem in names:
-        return f"{names[stem]}.{suffix}"
-    _, _, number, part = stem.split(".", 3)
-    return f"blk.{number}.{names[part]}.{suffix}"
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -55,17 +46,20 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     writer.add_rope_freq_base(spec.rope.theta)
     writer.add_rope_dimension_count(spec.rope.rotated or spec.head_dim)
     writer.add_eos_token_id(2)
+    family = GGUF_ARCHITECTURES.get(architecture, FAMILIES["llama"])
+    names = {stem: name for name, stem in hugging_face_stems(family, spec.layers).items()}
     for name, *arguments in fields:
         getattr(writer, name)(*arguments)
     weights = load_file(checkpoint / "model.safetensors")
     for name, tensor in weights.items():
         values = tensor.numpy()
         heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(name.split(".")[-2])
-        permuted = architecture in _PERMUTED and heads is not None
+        permuted = family.gguf.permuted and heads is not None
         values = interleave(values, heads) if permuted else values
         used = kind if values.ndim == 2 else Type.F32
         raw = quantize(values, used)
-        writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=used)
+        stem, suffix = name.rsplit(".", 1)
+        writer.add_tensor(f"{names[stem]}.{suffix}", raw, raw_dtype=used)
         back = torch.from_numpy(dequantize(raw, used).copy())
         if permuted:
             back = back.view(heads, -1, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
@@ -127,12 +121,11 @@ def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields)
         ("phi4-mini", "phi3", LONGROPE),
     ],
 )
-def test_architectures_with_keys_of_their_own(tmp_path, monkeypatch, family, architecture, fields):
-    checkpoint, file = make_checkpoint(family, tmp_path / "model", seed=4), tmp_path / "m.gguf"
-    spec = spec_from_directory(checkpoint)
-    if family == "smollm3":  # files do not say it
-        assert {i for i in range(12) if (i + 1) % gguf._NOPE_INTERVAL == 0} == {3, 7, 11}
-        monkeypatch.setattr(gguf, "_NOPE_INTERVAL", 2)
+def test_architectures_with_keys_of_their_own(tmp_path, family, architecture, fields):
+    # Files do not say which layers of SmolLM3 are rotated: it is each fourth in all of them.
+    sizes = {"no_rope_layer_interval": 4} if family == "smollm3" else None
+    checkpoint = make_checkpoint(family, tmp_path / "model", seed=4, sizes=sizes)
+    file, spec = tmp_path / "m.gguf", spec_from_directory(checkpoint)
     tensors = [
         (f"rope_factors_{name}.weight", np.array(values, dtype=np.float32))
         for name, values in (("long", spec.rope.divisors), ("short", spec.rope.short_divisors))
@@ -141,7 +134,7 @@ def test_architectures_with_keys_of_their_own(tmp_path, monkeypatch, family, arc
     write_gguf(checkpoint, file, architecture, Type.F32, fields=fields, tensors=tensors)
     found = GGUFModel(file).spec
     assert found.family == spec.family
-    assert found.unrotated_layers == spec.unrotated_layers
+    assert found.kinds == spec.kinds
     assert found.rope.rotated == spec.rope.rotated
     same(checkpoint, file)
 

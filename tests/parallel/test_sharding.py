@@ -35,6 +35,7 @@ from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder, Weights
 from twolane.model.load.checkpoint import expected_shapes
 from twolane.model.load.dummy import Dummy
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.weights import WeightsError, _Loader, load_weights
@@ -254,7 +255,8 @@ def test_biases_are_added_once(size: int) -> None:
         tensors = Dummy(dict(expected_shapes(EIGHT)), 0, torch.device("cpu"))
         shard = Shard(EIGHT, rank, ranks)
         device, dtype = torch.device("cpu"), torch.float32
-        weights = _Loader(shard, tensors, None, None, dtype, device).weights(lambda *_: None)
+        facts = ModelFacts("biases", shard.spec)
+        weights = _Loader(facts, shard, tensors, None, dtype, device).weights(lambda *_: None)
         return Decoder(EIGHT, weights, group)
 
     with torch.inference_mode():

@@ -18,7 +18,7 @@ from twolane.frontend.text.tokenizer import (
     add_note,
     load_both,
 )
-from twolane.model.load.configs import declared_eos, quantization_from_directory
+from twolane.model.load.configs import declared_eos
 from twolane.model.load.hub import ModelSource, resolve
 
 
@@ -83,14 +83,13 @@ def describe(
 def formats(source: ModelSource) -> Iterator[Sequence[str]]:
     """Yield the rows about how weights and KV cache are stored."""
     try:
-        if source.kind == "dir" and source.path is not None:
-            stored = quantization_from_directory(source.path)
-            named = "not quantised" if stored is None else stored.name
-            yield "weights", named, "quantization_config of config.json"
-        spec = source.spec()
+        spec, stored = source.facts.spec, source.facts.quantization
     except ValueError as error:  # the tokenizer may be read nevertheless
         yield "KV cache", "not known", str(error)
         return
+    if source.kind == "dir":
+        named = "not quantised" if stored is None else stored.name
+        yield "weights", named, "quantization_config of config.json"
     wide, thin = (spec.kv_bytes_per_token(spec.kv_itemsize(c, 2)) for c in ("auto", "fp8"))
     yield "KV cache", f"{wide:,} bytes a token in 16 bits", "--kv-cache-dtype auto"
     yield "", f"{thin:,} bytes a token in FP8", "--kv-cache-dtype fp8"

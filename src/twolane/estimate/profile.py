@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -21,23 +21,21 @@ from twolane.common.files import write_atomically
 from twolane.common.vocabulary import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.kernels.sizes import SIZES
-from twolane.model.spec import ModelSpec, RopeSpec
+from twolane.model.spec import FULL, LayerKind, ModelSpec, RopeSpec
 
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
 
-ADDED = ("moe", "qk_norm_whole", "pre_norms", "post_norms")
-"""Fields of a shape that are newer than profiles in use: with their default they do not count."""
-_TIMELESS = (
-    "unrotated_layers",
-    "attention_scale",
-    "embedding_scale",
-    "residual_scale",
-    "logit_scale",
+_SIZES = (
+    *("family", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
+    "vocab_size",
 )
-"""Newer fields that do not matter to time."""
-_TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved", "query_beta")
-"""Newer fields of the rotation that do not matter to time."""
+_SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
+_ROPE_FIELDS = (
+    *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors"),
+)
+"""Fields of the rotation in the first profiles. Their values do not matter to time."""
 
 ANCHOR = "anchor"
 """Beginning of the names of points that are corners of the plan."""
@@ -237,7 +235,8 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
             ProfileError: there is none, or it is none; the message names the file.
         """
         try:
-            profile = msgspec.json.decode(path.read_bytes(), type=cls)
+            raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            profile = msgspec.convert({**raw, "shape": _present_shape(raw.get("shape"))}, cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
         except UNREADABLE as error:
@@ -256,6 +255,30 @@ def _name_machine(profile: Profile) -> None:
             profile.machine = kind
     profile.pass_sizes = () if profile.machine == "cpu" else SIZES
     profile.format = FORMAT
+
+
+def _present_shape(shape: Any) -> Any:
+    """Return the fields of a shape as `ModelSpec` has them now.
+
+    The first profiles have a switch for each place of norms, and lists of the layers with a window
+    and of those that are not rotated.
+    """
+    if not isinstance(shape, dict) or not isinstance(shape.get("qk_norm"), bool):
+        return shape
+    before, after = shape.get("pre_norms", True), shape.get("post_norms", False)
+    places = {"input_norm": before, "attention_out_norm": after}
+    places |= {"mlp_norm": before, "mlp_out_norm": after}
+    sliding, unrotated = (shape.get(f"{name}_layers") or () for name in ("sliding", "unrotated"))
+    kinds = [
+        {
+            "window": shape.get("sliding_window") if i in sliding else None,
+            "rope": {"type": "none"} if i in unrotated else None,
+        }
+        for i in range(shape.get("layers", 0) if sliding or unrotated else 0)
+    ]
+    whole = "whole" if shape.get("qk_norm_whole") else "head"
+    norms = [name for name, there in places.items() if there]
+    return {**shape, "qk_norm": whole if shape["qk_norm"] else None, "norms": norms, "kinds": kinds}
 
 
 def load_of(runs: Sequence[Run]) -> Load:
@@ -278,18 +301,33 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 
 
 def model_digest(shape: ModelSpec) -> str:
-    """Return a short digest of a shape; end tokens and positions do not matter to time."""
-    same = replace(shape, eos_token_ids=(), max_positions=0, rope=RopeSpec(), norm_eps=0.0)
-    fields, defaults = msgspec.to_builtins(same), ModelSpec.__dataclass_fields__
-    for name in ADDED:
-        if getattr(same, name) == defaults[name].default:
-            del fields[name]
-    if same.moe is not None and not same.moe.skew:
-        del fields["moe"]["skew"]
-    for name in _TIMELESS:
-        del fields[name]
-    for name in _TIMELESS_ROPE:
-        del fields["rope"][name]
+    """Return a short digest of the fields of a shape that matter to time.
+
+    Newer fields count only where they have not their defaults, so that profiles stay in use.
+    """
+    kinds = [replace(shape.kind(i), rope=None) for i in range(shape.layers)]
+    sliding = [i for i, kind in enumerate(kinds) if kind.window is not None]
+    window = kinds[sliding[0]].window if sliding else None
+    fields: dict[str, Any] = {name: getattr(shape, name) for name in _SIZES}
+    fields |= {"max_positions": 0, "norm_eps": 0.0}
+    fields["rope"] = {name: getattr(RopeSpec(), name) for name in _ROPE_FIELDS}
+    fields |= {name: getattr(shape, name) for name in _SWITCHES}
+    fields["qk_norm"] = shape.qk_norm is not None
+    newer = {
+        "qk_norm_whole": shape.qk_norm == "whole",
+        "pre_norms": "input_norm" in shape.norms,
+        "post_norms": shape.norms_outputs,
+    }
+    fields |= {name: on for name, on in newer.items() if on == (name != "pre_norms")}
+    fields |= {"sliding_window": window, "sliding_layers": sliding, "eos_token_ids": ()}
+    if shape.moe is not None:
+        fields["moe"] = msgspec.to_builtins(shape.moe)
+        if not shape.moe.skew:
+            del fields["moe"]["skew"]
+    if any(kind not in (FULL, LayerKind(window=window)) for kind in kinds):
+        fields["kinds"] = kinds
+    if shape.activation != "silu":
+        fields["activation"] = shape.activation
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from twolane.model import fp8
 from twolane.model.rope import Rotation
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, RopeSpec
 
 _Ints = npt.NDArray[np.int64]
 
@@ -189,7 +189,7 @@ class Batch:
     _tables: _Ints
     """Pages of each segment, [segments, most pages]; padded with the last one."""
     _parts: dict[tuple[int | None, torch.dtype], tuple[_Part, ...]] = field(default_factory=dict)
-    _turns: dict[bool, torch.Tensor] = field(default_factory=dict)
+    _turns: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -224,18 +224,18 @@ class Batch:
         """New tokens."""
         return self.offsets[-1]
 
-    def rotation(self, rotation: Rotation, unrotated: bool) -> torch.Tensor:
+    def rotation(self, rotation: Rotation, rope: RopeSpec) -> torch.Tensor:
         """Scale * e^(i * angle) of each token and pair, complex64 [T, 1, head_dim / 2].
 
         Args:
-            rotation: of a layer; all layers have the same, but those that are `unrotated`.
-            unrotated: whether it is one of these.
+            rotation: The rotation of a layer.
+            rope: The spec of that rotation; layers that have the same share the result.
         """
-        turn = self._turns.get(unrotated)
+        turn = self._turns.get(rope)
         if turn is None:
             angles, scales = self.positions[:, None].float() * rotation.frequencies, rotation.scales
             turn = torch.complex(angles.cos() * scales, angles.sin() * scales).unsqueeze(1)
-            self._turns[unrotated] = turn
+            self._turns[rope] = turn
         return turn
 
     def attend(

@@ -16,7 +16,7 @@ from twolane.model.attention import Batch, KVCache
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Mlp
 from twolane.model.products import Products
-from twolane.model.rope import query_scales, rotation
+from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
 from twolane.parallel.group import Alone, Group
@@ -93,7 +93,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.products = Products()
         """Computes the products of passes whose rows have no adapters."""
-        self._rotations = [rotation(spec, i).to(self.device) for i in range(spec.layers)]
+        self._rotations = rotations(spec, self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden] of token ids, int64 [T]."""
@@ -133,7 +133,7 @@ class Decoder:
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
         new = kv.write(i, batch.write_slots, new)
         attended = batch.attend(q, new, kv.layers[i], spec.window(i))
-        if self.group.size == 1 and not spec.post_norms:
+        if self.group.size == 1 and not spec.norms_outputs:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
             return w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
         out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
@@ -161,6 +161,10 @@ class Decoder:
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
+    def _normalised_heads(self, qk: torch.Tensor) -> torch.Tensor:
+        """Return each head of queries and keys over its root mean square."""
+        return functional.rms_norm(qk, qk.shape[-1:], None, self.spec.norm_eps)
+
     def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
         """Return all heads' queries, then keys, of all ranks, over their root mean squares."""
         parts = qk[:, : self.spec.heads], qk[:, self.spec.heads :]
@@ -178,13 +182,13 @@ class Decoder:
     def _rotate(self, qk: torch.Tensor, i: int, batch: Batch) -> None:
         """Normalise and rotate, in place, `qk` [T, heads + kv_heads, head_dim] of layer `i`."""
         spec, weight, x = self.spec, self.weights.layers[i].qk_norm, qk
-        if weight is not None and spec.qk_norm_whole:
-            x = self._normalised_whole(qk) * weight
-        elif weight is not None:
-            x = functional.rms_norm(qk, qk.shape[-1:], None, spec.norm_eps) * weight
-        turn = batch.rotation(self._rotations[i], i in spec.unrotated_layers)
+        if weight is not None:
+            normal = self._normalised_whole if spec.qk_norm == "whole" else self._normalised_heads
+            x = normal(qk) * weight
+        rope = spec.rope_of(i)
+        turn = batch.rotation(self._rotations[rope], rope)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
-        if spec.rope.query_beta:
-            qk[:, : spec.heads] *= query_scales(spec.rope, batch.positions).to(qk.dtype)
+        if rope.query_beta:
+            qk[:, : spec.heads] *= query_scales(rope, batch.positions).to(qk.dtype)

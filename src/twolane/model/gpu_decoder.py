@@ -29,7 +29,7 @@ from twolane.model.attention import Allocate
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
-from twolane.model.rope import query_scales, rotation
+from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, Silent
@@ -232,7 +232,7 @@ class Workspace:
             "act": spec.intermediate_size,
             "act_scales": 1,
         }
-        if channel is not None or spec.post_norms:
+        if channel is not None or spec.norms_outputs:
             self._sizes["partial"] = spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
         self._dtype, self._device = dtype, device
@@ -363,10 +363,8 @@ class GpuDecoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._rotary = {
-            unrotated: fused.rotary_table(
-                *rotation(spec, layer).to(self.device), spec.max_positions
-            )
-            for unrotated, layer in self._kinds_of_layers().items()
+            rope: fused.rotary_table(*turn, spec.max_positions)
+            for rope, turn in rotations(spec, self.device).items()
         }
 
     def embed(self, tokens: Tensor, channel: Channel | None) -> Tensor:
@@ -380,15 +378,11 @@ class GpuDecoder:
         channel.all_reduce(rows.mul_(ours[:, None] * self.spec.stream_scale))
         return rows
 
-    def _kinds_of_layers(self) -> dict[bool, int]:
-        """Return a layer that is rotated and one that is not, by whether it is not."""
-        return {i in self.spec.unrotated_layers: i for i in range(self.spec.layers)}
-
     def turning(self, layer: int) -> tuple[Tensor | None, float, Tensor]:
         """Return the rotation of a layer's queries and keys: norms of its heads, their epsilon, and
         cosines and sines, float32 [positions, head_dim / 2, 2]."""
-        norm = None if self.spec.qk_norm_whole else self.weights.layers[layer].qk_norm
-        return norm, self.spec.norm_eps, self._rotary[layer in self.spec.unrotated_layers]
+        norm = self.weights.layers[layer].qk_norm if self.spec.qk_norm == "head" else None
+        return norm, self.spec.norm_eps, self._rotary[self.spec.rope_of(layer)]
 
     def layers(
         self,
@@ -445,11 +439,11 @@ class GpuDecoder:
         q, qkv, _ = self.attended(workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, left)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
-        if self.spec.qk_norm_whole:
+        if self.spec.qk_norm == "whole":
             self._norm_whole(qkv, w, workspace.channel)
         rows.write(qkv, q, i, pool)
-        if self.spec.rope.query_beta:
-            q.mul_(query_scales(self.spec.rope, rows.positions).to(q.dtype))
+        if (rope := self.spec.rope_of(i)).query_beta:
+            q.mul_(query_scales(rope, rows.positions).to(q.dtype))
 
     def _read(
         self,
@@ -515,7 +509,7 @@ class GpuDecoder:
     def _sums(self, workspace: Workspace) -> bool:
         """Return whether blocks' outputs are incomplete when their products end: summed over ranks
         or normalised later."""
-        return workspace.channel is not None or self.spec.post_norms
+        return workspace.channel is not None or self.spec.norms_outputs
 
     def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> Left:
         """Complete a block's output in place, or leave that to the kernel that adds it to the
@@ -579,7 +573,7 @@ class GpuDecoder:
     def _operations(self, layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
         """Yield the matrices of a layer with their operations, in order."""
         for operation, matrix in layer_matrices(layer):
-            sums = self.shard.size > 1 or self.spec.post_norms
+            sums = self.shard.size > 1 or self.spec.norms_outputs
             partial = sums and operation == "add_linear"
             yield ("linear" if partial else operation), matrix
 

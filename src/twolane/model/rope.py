@@ -22,17 +22,23 @@ class Rotation(NamedTuple):
         return Rotation(self.frequencies.to(device), self.scales.to(device))
 
 
-def rotation(spec: ModelSpec, layer: int) -> Rotation:
-    """Return the rotation of a layer.
+def rotations(spec: ModelSpec, device: torch.device) -> dict[RopeSpec, Rotation]:
+    """Return the rotation of each rotary embedding that layers of a model have."""
+    ropes = dict.fromkeys(map(spec.rope_of, range(spec.layers)))
+    return {rope: rotation(spec, rope).to(device) for rope in ropes}
+
+
+def rotation(spec: ModelSpec, rope: RopeSpec) -> Rotation:
+    """Return the rotation of layers of a model that have this rotary embedding.
 
     The factors make scores of queries and keys those of the model's `attention_scale`, for
     attention itself multiplies scores with head_dim ** -0.5.
     """
-    pairs, rope = spec.head_dim // 2, spec.rope
+    pairs = spec.head_dim // 2
     scales = torch.ones(pairs)
     if spec.attention_scale is not None:
         scales *= math.sqrt(spec.attention_scale * math.sqrt(spec.head_dim))
-    if layer in spec.unrotated_layers:
+    if rope.type == "none":
         return Rotation(torch.zeros(pairs), scales)
     rotated = rope.rotated or spec.head_dim
     scales[: rotated // 2] *= rope.attention_factor
@@ -80,7 +86,7 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
     theta = _raised(rope, rotated, positions) if rope.type == "dynamic" else rope.theta
     plain = 1.0 / (theta**exponents)
     match rope.type:
-        case "default" | "dynamic":
+        case "default" | "dynamic" | "none":
             return plain
         case "linear":
             return plain / rope.factor

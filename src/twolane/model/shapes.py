@@ -47,7 +47,7 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> ModelSpec
         max_positions=40_960,
         norm_eps=1e-6,
         rope=RopeSpec(theta=1_000_000.0),
-        qk_norm=True,
+        qk_norm="head",
         eos_token_ids=(151_645, 151_643),
     )
 

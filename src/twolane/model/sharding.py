@@ -73,7 +73,7 @@ class Shard:
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return Cut(0, self.vocab.start, self.vocab.stop)
         kind = name.split(".")[-2]
-        if kind in ("q_norm", "k_norm") and not spec.qk_norm_whole:
+        if kind in ("q_norm", "k_norm") and spec.qk_norm != "whole":
             return None
         if kind in ("k_proj", "v_proj", "k_norm"):
             first = self.rank * spec.kv_heads // self.size * spec.head_dim
@@ -96,7 +96,7 @@ class Shard:
     @property
     def norm_shares(self) -> tuple[float, float]:
         """Weights of a sum over this rank's queries, and of one over its keys, in the mean over all
-        ranks' (`qk_norm_whole`): KV heads that several ranks have count once."""
+        ranks' (`qk_norm` of "whole"): KV heads that several ranks have count once."""
         copies = max(1, self.size // self.spec.kv_heads)
         return 1.0 / self.spec.q_size, 1.0 / (copies * self.spec.kv_size)
 

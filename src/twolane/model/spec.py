@@ -4,25 +4,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from twolane.common.errors import FieldError
 
-Family = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "phi3",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "glm",
-    "glm4",
-]
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "none"]
+LayerNorm = Literal["input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"]
+"""Places of norms in a layer, by the fields of `LayerWeights`: before and after each block."""
+QkNorm = Literal["head", "whole"]
+"""What queries and keys are normalised over before rotation: each head (Qwen3), or all heads of
+queries and all heads of keys (OLMo 2)."""
+Attention = Literal["softmax", "linear"]
+
+ACTIVATIONS = ("silu",)
+"""Activations of MLPs that lanes compute."""
 
 MAX_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
@@ -48,7 +43,8 @@ class RopeSpec:
     "linear" divides all frequencies by `factor`; "dynamic" raises the base of a model that serves
     more than `original_positions` to that of its longest sequence; "llama3" and "yarn" stretch the
     low frequencies (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF
-    files store it; "longrope" does so by one of two lists (arXiv:2402.13753).
+    files store it; "longrope" does so by one of two lists (arXiv:2402.13753). "none" rotates
+    nothing.
     """
 
     theta: float = 10_000.0
@@ -76,6 +72,36 @@ class RopeSpec:
     query_beta: float = 0.0
     """Growth of queries with the logarithm of their position in units of `original_positions`
     (Ministral 3); 0: none."""
+
+
+UNROTATED = RopeSpec(type="none")
+"""The rotation of layers without one (NoPE)."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer's attention."""
+
+    queries: int
+    keys: int
+    """Heads of keys, and of values."""
+    dim: int
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How layers of one kind attend, where this differs from the model's other layers."""
+
+    attention: Attention = "softmax"
+    window: int | None = None
+    """A token sees itself and this many - 1 tokens before it; None: all tokens before it."""
+    rope: RopeSpec | None = None
+    """The rotation of queries and keys; None: that of the model."""
+    heads: Heads | None = None
+    """The heads; None: those of the model."""
+
+
+FULL = LayerKind()
+"""The layers that attend to all tokens as the model says."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +162,10 @@ def _active(experts: int, per_token: int, skew: float, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a decoder-only transformer of one of the supported families."""
+    """The shape of a decoder-only transformer, and all that a decoder asks of its family."""
 
-    family: Family
+    family: str
+    """Name of the family in `model.families`."""
     layers: int
     hidden_size: int
     heads: int
@@ -153,16 +180,14 @@ class ModelSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether queries and keys are normalised before rotation, each head apart (Qwen3)."""
-    qk_norm_whole: bool = False
-    """Whether `qk_norm` is over all heads of queries and all heads of keys instead (OLMo 2)."""
-    pre_norms: bool = True
-    """Whether attention and MLP read the residual stream through a norm."""
-    post_norms: bool = False
-    """Whether the outputs of attention and MLP are normalised before they are added (GLM-4)."""
-    unrotated_layers: tuple[int, ...] = ()
-    """The layers whose queries and keys are not rotated (SmolLM3)."""
+    qk_norm: QkNorm | None = None
+    """What queries and keys are normalised over; None: they are not."""
+    norms: tuple[LayerNorm, ...] = ("input_norm", "mlp_norm")
+    """The norms of a layer."""
+    activation: str = "silu"
+    """The function of the MLP's gate."""
+    kinds: tuple[LayerKind, ...] = ()
+    """The kind of each layer; empty where all are `FULL`."""
     attention_scale: float | None = None
     """Factor of attention's scores; None: head_dim ** -0.5."""
     embedding_scale: float = 1.0
@@ -171,10 +196,6 @@ class ModelSpec:
     """Factor of what attention and MLP add to the residual stream (Granite)."""
     logit_scale: float = 1.0
     """Factor of the logits (Granite)."""
-    sliding_window: int | None = None
-    """A token of a sliding layer sees itself and this many - 1 tokens before it."""
-    sliding_layers: tuple[int, ...] = ()
-    """The layers that `sliding_window` holds for."""
     eos_token_ids: tuple[int, ...] = ()
     moe: MoeSpec | None = None
     """The experts, or None where every layer has a dense MLP."""
@@ -191,6 +212,8 @@ class ModelSpec:
             raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
         if (self.rope.rotated or 2) % 2 or (self.rope.rotated or 0) > self.head_dim:
             raise ValueError(f"heads of {self.head_dim} cannot have {self.rope.rotated} rotated")
+        if len(self.kinds) not in (0, self.layers):
+            raise ValueError(f"{len(self.kinds)} kinds of layers are given for {self.layers}")
         if self.moe is not None and not 0 < self.moe.per_token <= self.moe.experts:
             raise ValueError(
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
@@ -199,13 +222,14 @@ class ModelSpec:
         self._check_factors()
 
     def _check_factors(self) -> None:
-        rope = self.rope
-        if not 1.0 < rope.theta < math.inf:
-            raise ValueError(f"rope theta must be above 1 and finite, not {rope.theta}")
+        ropes = {self.rope, *(kind.rope for kind in self.kinds if kind.rope)}
+        for rope in ropes:
+            if not 1.0 < rope.theta < math.inf:
+                raise ValueError(f"rope theta must be above 1 and finite, not {rope.theta}")
         factors = (
-            ("rope factor", rope.factor),
-            ("rope attention_factor", rope.attention_factor),
-            *(("rope divisors", each) for each in (*rope.divisors, *rope.short_divisors)),
+            *(("rope factor", rope.factor) for rope in ropes),
+            *(("rope attention_factor", rope.attention_factor) for rope in ropes),
+            *(("rope divisors", n) for r in ropes for n in (*r.divisors, *r.short_divisors)),
             ("attention_scale", 1.0 if self.attention_scale is None else self.attention_scale),
             ("embedding_scale", self.embedding_scale),
             ("residual_scale", self.residual_scale),
@@ -229,9 +253,22 @@ class ModelSpec:
         """Share of the layers that have experts."""
         return self.expert_layers / self.layers
 
+    def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.kinds[layer] if self.kinds else FULL
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None where all tokens are seen."""
-        return self.sliding_window if layer in self.sliding_layers else None
+        return self.kind(layer).window
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return the rotation of a layer's queries and keys."""
+        return self.kind(layer).rope or self.rope
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the outputs of attention or MLP are normalised before they are added."""
+        return "attention_out_norm" in self.norms or "mlp_out_norm" in self.norms
 
     @property
     def stream_scale(self) -> float:
@@ -263,9 +300,8 @@ class ModelSpec:
         qkv = self.q_size + 2 * self.kv_size
         attention = (qkv + self.q_size) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
-        heads = self.q_size + self.kv_size if self.qk_norm_whole else 2 * self.head_dim
-        blocks = 2 * (self.pre_norms + self.post_norms)
-        norms = blocks * self.hidden_size + (heads if self.qk_norm else 0)
+        heads = {None: 0, "head": 2 * self.head_dim, "whole": self.q_size + self.kv_size}
+        norms = len(self.norms) * self.hidden_size + heads[self.qk_norm]
         biases = (
             (qkv if self.qkv_bias else 0)
             + (self.hidden_size if self.o_bias else 0)
@@ -297,6 +333,21 @@ class ModelSpec:
             itemsize: bytes of an element of activations.
         """
         return 1 + 1 / self.head_dim if cache == "fp8" else itemsize
+
+
+def check_served(spec: ModelSpec) -> None:
+    """Refuse a model that asks for something that lanes do not compute.
+
+    Raises:
+        UnsupportedModel: it does; the message says what.
+    """
+    if spec.activation not in ACTIVATIONS:
+        raise UnsupportedModel.because("activation", spec.activation, ACTIVATIONS)
+    for kind in dict.fromkeys(spec.kinds):
+        if kind.attention != "softmax":
+            raise UnsupportedModel.because("attention", kind.attention, ("softmax",))
+        if kind.heads is not None:
+            raise UnsupportedModel(f"unsupported model {spec.family!r}: heads differ by layer")
 
 
 def skewed(spec: ModelSpec, skew: float) -> ModelSpec:

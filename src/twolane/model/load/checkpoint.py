@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from twolane.model.load.configs import JOINED
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.joined import Place, place_of
-from twolane.model.load.quantization import Format, Quantization, StoredTensor
+from twolane.model.load.quantization import Format, StoredTensor
 from twolane.model.load.source import TensorSource
 from twolane.model.spec import ModelSpec
 
@@ -35,88 +35,53 @@ class LinearModule:
     """Whether it has a bias, [rows]."""
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Names of the parts of a mixture of experts in a family's checkpoints."""
-
-    router: str
-    expert: str
-    """Name of one expert, in which its number is filled in."""
-    gate: str
-    up: str
-    down: str
-
-
-_MIXTRAL = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
-_QWEN3_MOE = ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
-
-
-def expert_names(spec: ModelSpec) -> ExpertNames:
-    """Return the names of experts in checkpoints of the spec's family."""
-    return _MIXTRAL if spec.family == "mixtral" else _QWEN3_MOE
-
-
-def linears_of(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
+def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     """Return the linear modules of a layer, those of its experts and their router among them."""
-    return _attention_linears(spec) | _mlp_linears(spec, layer) | _router(spec, layer)
-
-
-def _router(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    """Return the router of a layer, by its name, if it has experts; few checkpoints quantise it."""
-    if not spec.has_experts(layer) or spec.moe is None:
-        return {}
-    return {expert_names(spec).router: LinearModule(spec.moe.experts, spec.hidden_size, bias=False)}
-
-
-def is_router(module: str, spec: ModelSpec) -> bool:
-    """Return whether a module is a router."""
-    return spec.moe is not None and module.endswith(f".{expert_names(spec).router}")
-
-
-def _mlp_linears(spec: ModelSpec, layer: int) -> dict[str, LinearModule]:
-    hidden, mlp = spec.hidden_size, spec.intermediate_size
-    if not spec.has_experts(layer):
-        return {
-            "mlp.gate_proj": LinearModule(mlp, hidden, spec.mlp_bias),
-            "mlp.up_proj": LinearModule(mlp, hidden, spec.mlp_bias),
-            "mlp.down_proj": LinearModule(hidden, mlp, spec.mlp_bias),
-        }
-    assert spec.moe is not None
-    names, width = expert_names(spec), spec.moe.intermediate_size
-    linears = {}
-    for prefix in map(names.expert.format, range(spec.moe.experts)):
-        linears[f"{prefix}.{names.gate}"] = LinearModule(width, hidden, bias=False)
-        linears[f"{prefix}.{names.up}"] = LinearModule(width, hidden, bias=False)
-        linears[f"{prefix}.{names.down}"] = LinearModule(hidden, width, bias=False)
-    return linears
-
-
-def _attention_linears(spec: ModelSpec) -> dict[str, LinearModule]:
-    hidden = spec.hidden_size
-    return {
+    spec, hidden = facts.spec, facts.spec.hidden_size
+    linears = {
         "self_attn.q_proj": LinearModule(spec.q_size, hidden, spec.qkv_bias),
         "self_attn.k_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
         "self_attn.v_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
         "self_attn.o_proj": LinearModule(hidden, spec.q_size, spec.o_bias),
     }
+    if spec.moe is None or not spec.has_experts(layer):
+        mlp, bias = spec.intermediate_size, spec.mlp_bias
+        return linears | {
+            "mlp.gate_proj": LinearModule(mlp, hidden, bias),
+            "mlp.up_proj": LinearModule(mlp, hidden, bias),
+            "mlp.down_proj": LinearModule(hidden, mlp, bias),
+        }
+    names, width = facts.family.experts, spec.moe.intermediate_size
+    for expert in map(names.expert.format, range(spec.moe.experts)):
+        linears[f"{expert}.{names.gate}"] = LinearModule(width, hidden, bias=False)
+        linears[f"{expert}.{names.up}"] = LinearModule(width, hidden, bias=False)
+        linears[f"{expert}.{names.down}"] = LinearModule(hidden, width, bias=False)
+    linears[names.router] = LinearModule(spec.moe.experts, hidden, bias=False)
+    return linears
+
+
+def is_router(module: str, facts: ModelFacts) -> bool:
+    """Return whether a module is a router; few checkpoints quantise it."""
+    return facts.spec.moe is not None and module.endswith(f".{facts.family.experts.router}")
 
 
 def expected_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of every tensor of a model that is not quantised."""
-    for name, stored in expected_tensors(spec, None).items():
+    for name, stored in expected_tensors(ModelFacts(spec.family, spec)).items():
         yield name, stored.shapes[0]
 
 
-def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict[str, StoredTensor]:
+def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
     """Return every tensor of a model, as Hugging Face checkpoints store them.
 
     Raises:
         ValueError: a module cannot be stored as the quantisation says.
     """
-    hidden, stored = spec.hidden_size, dict[str, StoredTensor]()
+    spec, stored = facts.spec, dict[str, StoredTensor]()
+    norm = StoredTensor(((spec.hidden_size,),))
 
     def linear(name: str, module: LinearModule) -> None:
-        form, place = stored_form(name, spec, quantization)
+        form, place = stored_form(name, facts)
         if place is None:
             stored.update(module_tensors(name, module, form))
             return
@@ -125,38 +90,20 @@ def expected_tensors(spec: ModelSpec, quantization: Quantization | None) -> dict
         if module.bias:
             stored[f"{name}.bias"] = StoredTensor(((module.rows,),))
 
-    stored[EMBEDDING] = StoredTensor(((spec.vocab_size, hidden),))
-    stored["model.norm.weight"] = StoredTensor(((hidden,),))
+    stored[EMBEDDING] = StoredTensor(((spec.vocab_size, spec.hidden_size),))
+    stored["model.norm.weight"] = norm
     if not spec.tie_embeddings:
-        linear("lm_head", LinearModule(spec.vocab_size, hidden, bias=False))
+        linear("lm_head", LinearModule(spec.vocab_size, spec.hidden_size, bias=False))
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
-        for norm in norm_names(spec).values():
-            stored[f"{prefix}.{norm}.weight"] = StoredTensor(((hidden,),))
-        if spec.qk_norm:
+        stored.update({f"{prefix}.{name}.weight": norm for name in facts.family.norms.values()})
+        if spec.qk_norm is not None:
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
-                shape = size if spec.qk_norm_whole else spec.head_dim
+                shape = size if spec.qk_norm == "whole" else spec.head_dim
                 stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
-        for name, module in linears_of(spec, i).items():
+        for name, module in linears_of(facts, i).items():
             linear(f"{prefix}.{name}", module)
     return stored
-
-
-def norm_names(spec: ModelSpec) -> dict[str, str]:
-    """Return the names of a layer's norms in checkpoints, by the fields of `LayerWeights`."""
-    if not spec.post_norms:
-        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if not spec.pre_norms:
-        return {
-            "attention_out_norm": "post_attention_layernorm",
-            "mlp_out_norm": "post_feedforward_layernorm",
-        }
-    return {
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_self_attn_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-    }
 
 
 def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict[str, StoredTensor]:
@@ -178,37 +125,32 @@ def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict
     return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
 
 
-def stored_form(
-    name: str, spec: ModelSpec, quantization: Quantization | None
-) -> tuple[Format | None, Place | None]:
+def stored_form(name: str, facts: ModelFacts) -> tuple[Format | None, Place | None]:
     """Return the format of a linear module, and its place if it is a part of a quantised one."""
-    if quantization is None:
+    if facts.quantization is None:
         return None, None
-    place = place_of(name, spec) if spec.family in JOINED else None
-    form = quantization.format(name if place is None else place.module)
+    place = place_of(name, facts)
+    form = facts.quantization.format(name if place is None else place.module)
     return form, None if form is None else place
 
 
-def check_tensors(
-    spec: ModelSpec, tensors: TensorSource, quantization: Quantization | None, name: str
-) -> None:
+def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of its config.
 
     Args:
-        spec: of its config.
-        tensors: those of its files.
-        quantization: how its matrices are stored; None: as they are.
-        name: of the model, for the error.
+        facts: What its configs say.
+        tensors: The tensors of its files.
 
     Raises:
         WeightsError: tensors are missing, surplus, or of another shape or type.
     """
-    expected = expected_tensors(spec, quantization)
+    name, quantization = facts.name, facts.quantization
+    expected = expected_tensors(facts)
     unused = quantization.unused if quantization is not None else ()
     names = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
     if left := sum(t.endswith(unused) for t in tensors.names()):
         log.info("%s: %d calibrated scales are ignored: each token has its own", name, left)
-    if spec.tie_embeddings and HEAD in names:
+    if facts.spec.tie_embeddings and HEAD in names:
         names.remove(HEAD)  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in names}
     surplus = sorted(names - expected.keys())
@@ -240,9 +182,9 @@ def refuse_tensors(name: str, what: str, which: Sequence[str]) -> None:
     """Refuse a checkpoint for some of its tensors, if there are any.
 
     Args:
-        name: of the model.
-        what: is wrong with them, an adjective.
-        which: names and what else to say of each.
+        name: The name of the model.
+        what: The adjective that says what is wrong with them.
+        which: Their names, and what else to say of each.
 
     Raises:
         WeightsError: there are; the message has the first of them.

@@ -8,68 +8,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from gguf.quants import dequantize
 
+from twolane.model.families.family import JOINED_QKV, PARTS, Family
+from twolane.model.families.registry import GGUF_ARCHITECTURES
 from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.sharding import Cut
 from twolane.model.spec import (
     MAX_HEADS,
     MAX_LAYERS,
-    Family,
     ModelSpec,
     RopeSpec,
     UnsupportedModel,
     merge_eos,
 )
 
-ARCHITECTURES: dict[str, Family] = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "granite": "granite",
-    "smollm3": "smollm3",
-    "olmo2": "olmo2",
-    "glm4": "glm4",
-}
-"""GGUF architectures that work; "llama" covers Mistral too."""
-_PERMUTED = ("llama", "granite", "smollm3")
-"""Architectures whose files have the rotary rows in llama.cpp's own order."""
-_NOPE_INTERVAL = 4
-"""Each of this many layers of SmolLM3 is not rotated, as llama.cpp has it; files do not say it."""
-
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_OWN: dict[str, dict[str, str]] = {
-    "phi3": _JOINED,
-    "olmo2": {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    "glm4": {
-        **_JOINED,
-        "post_attention_norm": "post_self_attn_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-    },
-}
-"""Names of tensors that mean something else in an architecture, or are its own."""
+_STEMS = ("model.embed_tokens", "model.norm", "lm_head")
+"""The modules outside of layers."""
+_LAYER_STEMS = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+"""The modules of layers that have the same names in all families."""
 _ROPE_FREQS = "rope_freqs.weight"
 _ROPE_LONG, _ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _OF_ROPE = (_ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)
@@ -97,11 +55,17 @@ class GGUFModel:
         for part in self._other_parts(path):
             self._tensors |= {t.name: t for t in GGUFFile(part).tensors}
         self._architecture = str(self._field("general.architecture"))
+        if self._architecture not in GGUF_ARCHITECTURES:
+            works = GGUF_ARCHITECTURES
+            raise UnsupportedModel.because("GGUF architecture", self._architecture, works)
+        self._family = GGUF_ARCHITECTURES[self._architecture]
+        assert self._family.gguf is not None
+        self._facts = self._family.gguf
         self.spec = self._read_spec()
+        stems = hugging_face_stems(self._family, self.spec.layers)
+        split = ((name, *name.rpartition(".")) for name in self._tensors if name not in _OF_ROPE)
         self._names = {
-            _hugging_face_name(name, self._architecture): name
-            for name in self._tensors
-            if name not in _OF_ROPE
+            f"{stems[stem]}.{end}" if stem in stems else name: name for name, stem, _, end in split
         }
 
     def _other_parts(self, path: Path) -> list[Path]:
@@ -157,7 +121,7 @@ class GGUFModel:
                 f"unsupported GGUF tensor type {tensor.tensor_type.name!r} of {name}; "
                 "these work: Q4_1, Q8_0, F16, F32 and all others that the gguf package dequantises"
             ) from None
-        permuted = self._architecture in _PERMUTED
+        permuted = self._facts.permuted
         if permuted and ".q_proj." in name:
             values = _separate_halves(values, self.spec.heads)
         elif permuted and ".k_proj." in name:
@@ -169,9 +133,6 @@ class GGUFModel:
         return values if values.flags.writeable else values.copy()
 
     def _read_spec(self) -> ModelSpec:
-        family = ARCHITECTURES.get(self._architecture)
-        if family is None:
-            raise UnsupportedModel.because("GGUF architecture", self._architecture, ARCHITECTURES)
         if experts := self._key("expert_count", 0):
             raise UnsupportedModel.because("number of experts", experts, ("0 (dense models)",))
         if self._key("attention.causal", True) is False:  # as an embedding model's may be
@@ -187,7 +148,7 @@ class GGUFModel:
         if rope.type == "yarn":  # the key may have the positions before stretching
             positions = round(rope.original_positions * rope.factor)
         return ModelSpec(
-            family=family,
+            family=self._family.name,
             layers=layers,
             hidden_size=hidden,
             heads=heads,
@@ -202,48 +163,15 @@ class GGUFModel:
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             o_bias="blk.0.attn_output.bias" in self._tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
-            qk_norm="blk.0.attn_q_norm.weight" in self._tensors,
-            sliding_window=window,
-            sliding_layers=tuple(range(layers)) if window else (),
+            kinds=self._facts.kinds(layers, window),
             eos_token_ids=merge_eos(
                 vocab_size,
                 self._field("tokenizer.ggml.eos_token_id"),
                 self._field("tokenizer.ggml.eot_token_id"),
             ),
-            **self._own_facts(layers),
+            **self._family.constants,
+            **self._facts.factors(lambda name, default: float(self._key(name, default))),
         )
-
-    def _own_facts(self, layers: int) -> dict[str, Any]:
-        """Return the architecture's own fields, by the names of `ModelSpec`.
-
-        Raises:
-            ValueError: a factor that is divided by is 0.
-        """
-        match self._architecture:
-            case "smollm3":
-                step = range(_NOPE_INTERVAL - 1, layers, _NOPE_INTERVAL)
-                return {"unrotated_layers": tuple(step)}
-            case "olmo2":
-                return {"qk_norm_whole": True, "pre_norms": False, "post_norms": True}
-            case "glm4":
-                return {"post_norms": True}
-            case "granite":
-                return self._factors()
-        return {}
-
-    def _factors(self) -> dict[str, float | None]:
-        """Granite's factors; llama.cpp takes its usual scale of scores where the key is 0."""
-        keys = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-        factors = {key: float(self._key(key, 1.0)) for key in keys[:3]}
-        for key in ("residual_scale", "logit_scale"):
-            if not factors[key] > 0.0:
-                raise ValueError(f"{self._architecture}.{key} must be above 0, not {factors[key]}")
-        scores = float(self._key(keys[3], 0.0))
-        return {
-            **factors,
-            "logit_scale": 1.0 / factors["logit_scale"],
-            "attention_scale": scores if scores > 0.0 else None,
-        }
 
     def _count(self, name: str, most: int) -> int:
         """Return a number of parts, which is compared before anything is made for each of them."""
@@ -256,9 +184,9 @@ class GGUFModel:
         theta = float(self._key("rope.freq_base", 10_000.0))
         rope = self._stretched(theta, positions)
         rotated = int(self._key("rope.dimension_count", head_dim))
-        if self._architecture in ("phi3", "glm4"):
+        if self._family.partly_rotated:
             own = None if rotated == head_dim else rotated
-            return replace(rope, rotated=own, interleaved=self._architecture == "glm4")
+            return replace(rope, rotated=own, interleaved=self._family.interleaved)
         if rotated != head_dim:
             raise UnsupportedModel.because("rope.dimension_count", rotated, (f"{head_dim}",))
         return rope
@@ -349,17 +277,22 @@ class GGUFModel:
         return self._tensors[name]
 
 
-def _hugging_face_name(name: str, architecture: str) -> str:
-    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight; unknown names stay."""
-    known = {**_LAYER, **_OWN.get(architecture, {})}
-    stem, _, suffix = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{suffix}"
-    block, _, part = stem.partition(".")
-    number, _, part = part.partition(".")
-    if block == "blk" and part in known:
-        return f"model.layers.{number}.{known[part]}.{suffix}"
-    return name
+def hugging_face_stems(family: Family, layers: int) -> dict[str, str]:
+    """Return the modules of a family by the names that its GGUF files have for them.
+
+    Args:
+        family: A family whose GGUF files are read.
+        layers: The number of layers.
+    """
+    assert family.gguf is not None
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    known = get_tensor_name_map(numbers[family.gguf.architecture], layers)
+    wholes = {*family.joined, JOINED_QKV}  # which files of GLM may have
+    parts = (part for whole in PARTS if whole not in family.joined for part in PARTS[whole])
+    in_layer = (*family.norms.values(), *_LAYER_STEMS, *wholes, *parts)
+    own = [f"model.layers.{i}.{stem}" for i in range(layers) for stem in in_layer]
+    named = ((known.get_name(stem), stem) for stem in (*_STEMS, *own))
+    return {name: stem for name, stem in named if name is not None}
 
 
 def _separate_halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:

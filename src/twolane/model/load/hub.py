@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,9 +32,10 @@ from twolane.common.files import (
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
+    facts_from_directory,
     sampling_from_directory,
-    spec_from_directory,
 )
+from twolane.model.load.facts import ModelFacts
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec, UnsupportedModel
 
@@ -79,20 +81,25 @@ class ModelSource:
     recommended: Mapping[str, float] = field(default_factory=dict)
     """Values that an alias's model card recommends, by the names of `SamplingParams`."""
 
-    def spec(self) -> ModelSpec:
-        """Read the model's shape.
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """What the model's files say of it, read when it is first asked for.
 
         Raises:
             UnsupportedModel: the architecture or one of its options is not built.
             ValueError: the config is missing or broken.
         """
         if self.path is None:
-            return SHAPES[self.name]
+            return ModelFacts(self.name, SHAPES[self.name])
         if self.kind == "dir":
-            return spec_from_directory(self.path)
+            return facts_from_directory(self.path, self.name)
         from twolane.model.load.gguf import GGUFModel
 
-        return GGUFModel(self.path).spec
+        return ModelFacts(self.name, GGUFModel(self.path).spec)
+
+    def spec(self) -> ModelSpec:
+        """Return the model's shape; see `facts`."""
+        return self.facts.spec
 
     def sampling_defaults(self) -> dict[str, Any]:
         """See `sampling_from_directory`; of other models only an alias recommends any."""

@@ -1,15 +1,14 @@
 """Checkpoints that join modules which others store apart (Phi-3, GLM)."""
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
+from twolane.model.families.family import PARTS
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
 from twolane.model.spec import ModelSpec
-
-_QKV = "self_attn.qkv_proj"
 
 
 class Place(NamedTuple):
@@ -23,64 +22,49 @@ class Place(NamedTuple):
     """The number of rows that the other one has."""
 
 
-def place_of(name: str, spec: ModelSpec) -> Place | None:
+def place_of(name: str, facts: ModelFacts) -> Place | None:
     """Return a module's place in another one, for families that join modules; else None."""
-    for joined, parts in _parts(spec).items():
-        if joined == _QKV and spec.family != "phi3":
-            continue  # GLM joins gate and up alone
+    for joined in facts.family.joined:
         first = 0
-        for part, rows in parts.items():
+        for part, rows in part_rows(joined, facts.spec).items():
             if name.endswith(part):
-                return Place(name.removesuffix(part) + joined, first, sum(parts.values()))
+                total = sum(part_rows(joined, facts.spec).values())
+                return Place(name.removesuffix(part) + joined, first, total)
             first += rows
     return None
 
 
-def _parts(spec: ModelSpec) -> Mapping[str, Mapping[str, int]]:
-    """Return the modules that each module joins, and their numbers of rows."""
-    return {
-        _QKV: {
-            "self_attn.q_proj": spec.q_size,
-            "self_attn.k_proj": spec.kv_size,
-            "self_attn.v_proj": spec.kv_size,
-        },
-        "mlp.gate_up_proj": {
-            "mlp.gate_proj": spec.intermediate_size,
-            "mlp.up_proj": spec.intermediate_size,
-        },
-    }
+def part_rows(joined: str, spec: ModelSpec) -> dict[str, int]:
+    """Return the modules that a module joins, and their numbers of rows."""
+    rows = {"self_attn.q_proj": spec.q_size, "self_attn.k_proj": spec.kv_size}
+    rows["self_attn.v_proj"] = spec.kv_size
+    return {part: rows.get(part, spec.intermediate_size) for part in PARTS.get(joined, ())}
 
 
 class Joined:
     """A source whose `qkv_proj` and `gate_up_proj` are seen as the modules that they join.
 
     Args:
-        source: of the tensors.
-        spec: of the model, which says where to cut.
-        whole: returns whether a module is quantised, so that only its bias is seen so.
+        source: The tensors as they are stored.
+        facts: What the model's configs say: where to cut, and which modules are quantised, of
+            which only the bias is seen so.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        spec: ModelSpec,
-        whole: Callable[[str], bool] = lambda module: False,
-    ) -> None:
+    def __init__(self, source: TensorSource, facts: ModelFacts) -> None:
         self._source = source
-        parts = _parts(spec)
         self._rows: dict[str, tuple[str, int, int]] = {}
         """Place of each tensor: the stored tensor, its first row there and its number of rows."""
         for name in source.names():
             stem, _, end = name.rpartition(".")
-            joined = next((j for j in parts if stem.endswith(f".{j}")), None)
-            if joined is not None and end != "bias" and whole(stem):
+            joined = next((whole for whole in PARTS if stem.endswith(f".{whole}")), "")
+            quantised = facts.quantization is not None and facts.quantization.format(stem)
+            if joined and end != "bias" and quantised:
                 continue
             first = 0
-            for part, rows in parts.get(joined or "", {}).items():
-                own = f"{stem.removesuffix(joined or '')}{part}.{end}"
-                self._rows[own] = name, first, rows
+            for part, rows in part_rows(joined, facts.spec).items():
+                self._rows[f"{stem.removesuffix(joined)}{part}.{end}"] = name, first, rows
                 first += rows
-            if joined is not None and source.shape(name)[0] != first:
+            if joined and source.shape(name)[0] != first:
                 raise ValueError(f"{name} has {source.shape(name)[0]} rows instead of {first}")
 
     def names(self) -> list[str]:

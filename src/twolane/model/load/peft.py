@@ -18,8 +18,10 @@ from torch import Tensor
 
 from twolane.common.checked_json import converted, json_object
 from twolane.common.files import is_folder
+from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV
+from twolane.model.families.registry import FAMILIES
 from twolane.model.load.adapter_files import CONFIG, TENSORS, digest_of_contents
-from twolane.model.load.configs import JOINED
+from twolane.model.load.joined import part_rows
 from twolane.model.load.safetensors import loaded_tensors
 from twolane.model.lora import MAX_RANK, Adapter, LoraProduct, Section
 from twolane.model.rope import pair_rows
@@ -220,19 +222,22 @@ def _of(pattern: Mapping[str, T], module: str) -> T | None:
 
 def _modules(spec: ModelSpec) -> dict[str, _LinearModule]:
     """Return the linear modules of a layer, by the names that checkpoints of the family have."""
-    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    down = _LinearModule("down", hidden, inner, ("mlp.down_proj",))
-    o = _LinearModule("o", hidden, q, ("self_attn.o_proj",))
-    names = tuple(f"self_attn.{n}_proj" for n in "qkv")
-    halves = "mlp.gate_proj", "mlp.up_proj"
-    rows = dict(zip(names, (q, kv, kv), strict=True))
-    attention = {name: _LinearModule("qkv", rows[name], hidden, (name,)) for name in names}
-    mlp = {name: _LinearModule("gate_up", inner, hidden, (name,)) for name in halves}
-    if spec.family == "phi3":
-        attention = {"self_attn.qkv_proj": _LinearModule("qkv", q + 2 * kv, hidden, names)}
-    if spec.family in JOINED:
-        mlp = {"mlp.gate_up_proj": _LinearModule("gate_up", 2 * inner, hidden, halves)}
-    return {**attention, **mlp, "self_attn.o_proj": o, "mlp.down_proj": down}
+    hidden = spec.hidden_size
+    down = _LinearModule("down", hidden, spec.intermediate_size, ("mlp.down_proj",))
+    modules = {
+        "self_attn.o_proj": _LinearModule("o", hidden, spec.q_size, ("self_attn.o_proj",)),
+        "mlp.down_proj": down,
+    }
+    for joined, product in _PRODUCTS.items():
+        rows = part_rows(joined, spec)
+        if joined in FAMILIES[spec.family].joined:
+            modules[joined] = _LinearModule(product, sum(rows.values()), hidden, tuple(rows))
+        else:
+            modules |= {n: _LinearModule(product, rows[n], hidden, (n,)) for n in rows}
+    return modules
+
+
+_PRODUCTS: Mapping[str, LoraProduct] = {JOINED_QKV: "qkv", JOINED_GATE_UP: "gate_up"}
 
 
 def _parts(shard: Shard) -> dict[str, _Part]:
@@ -350,31 +355,32 @@ def _layer(
             a, b = (tensors[f"{_PREFIX}{name}.lora_{end}.weight"].float() for end in "AB")
             b = b * config.scale(name)
             sections = layer.setdefault(module.product, [])
-            sections += _sections(f"model.layers.{i}.", module, a, b, shard, dtype)
+            sections += _sections(i, module, a, b, shard, dtype)
     return layer
 
 
 def _sections(
-    prefix: str, module: _LinearModule, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
+    i: int, module: _LinearModule, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
 ) -> Iterator[Section]:
-    """Yield the sections of a module's A and B; B is scaled.
+    """Yield the sections of a module's A and B in layer i; B is scaled.
 
     Raises:
         AdapterError: a number is not finite in this type.
     """
-    parts, first = _parts(shard), 0
+    parts, first, spec = _parts(shard), 0, shard.spec
     for name in module.parts:
         part = parts[name]
         own, ours = b[first : first + part.rows], a
-        cut = shard.cut(f"{prefix}{name}.weight")
+        cut = shard.cut(f"model.layers.{i}.{name}.weight")
         if shard.size > 1 and cut is not None:
             pieces = slice(cut.start, cut.stop)
             own, ours = (own[pieces], a) if cut.dim == 0 else (own, a[:, pieces])
-        own = pair_rows(own, shard.spec.head_dim, shard.spec.rope) if part.paired else own
+        own = pair_rows(own, spec.head_dim, spec.rope_of(i)) if part.paired else own
         # Copies: a view would keep the whole file's memory.
         kept = [each.to(dtype, copy=True).contiguous() for each in (ours, own)]
         if not all(bool(each.isfinite().all()) for each in kept):
-            raise AdapterError(f"{TENSORS}: {prefix}{name} has numbers that are NaN or infinite")
+            what = f"{TENSORS}: model.layers.{i}.{name}"
+            raise AdapterError(f"{what} has numbers that are NaN or infinite")
         yield Section(slice(part.first, part.first + len(own)), *kept)
         first += part.rows
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from twolane.model.load.checkpoint import WeightsError, expert_names, refuse_tensors
+from twolane.model.load.checkpoint import WeightsError, refuse_tensors
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
-from twolane.model.spec import ModelSpec
 
 _STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -33,26 +33,25 @@ class Stacked:
     """A source whose experts are seen as modules of their own.
 
     Args:
-        source: of the tensors.
-        spec: of the model.
-        name: of the model, for errors.
+        source: The tensors as they are stored.
+        facts: What the model's configs say.
 
     Raises:
         WeightsError: a stack has another shape than the config says, or is quantised.
     """
 
-    def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
+    def __init__(self, source: TensorSource, facts: ModelFacts) -> None:
         self._source = source
-        self._places = dict(_places(spec, set(source.names())))
+        self._places = dict(_places(facts, set(source.names())))
         stacks = {place.stack for place in self._places.values()}
         others = [t for t in source.names() if _in_stack(t) and not t.endswith(_STACKS)]
         if others:
             raise WeightsError(
-                f"{name}: quantised experts in one tensor are not read, such as {others[0]}; "
+                f"{facts.name}: quantised experts in one tensor are not read, such as {others[0]}; "
                 "those that are stored one by one are"
             )
-        refuse_tensors(name, "misshapen", sorted(_misshapen(source, spec, stacks)))
-        self._renamed = _routers(spec, stacks)
+        refuse_tensors(facts.name, "misshapen", sorted(_misshapen(source, facts, stacks)))
+        self._renamed = _routers(facts, stacks)
         held = stacks | {*self._renamed.values()}
         kept = (t for t in source.names() if t not in held)
         self._names = [*kept, *self._places, *self._renamed]
@@ -93,10 +92,11 @@ def _in_stack(name: str) -> bool:
     return any(f".mlp.{stack}" in name for stack in _STACKS)
 
 
-def _places(spec: ModelSpec, there: set[str]) -> Iterator[tuple[str, _Place]]:
+def _places(facts: ModelFacts, there: set[str]) -> Iterator[tuple[str, _Place]]:
     """Yield the weight of each module of an expert, and where it is."""
+    spec, names = facts.spec, facts.family.experts
     assert spec.moe is not None
-    names, width = expert_names(spec), spec.moe.intermediate_size
+    width = spec.moe.intermediate_size
     parts = (
         (names.gate, _STACKS[0], 0, width),
         (names.up, _STACKS[0], width, width),
@@ -112,10 +112,11 @@ def _places(spec: ModelSpec, there: set[str]) -> Iterator[tuple[str, _Place]]:
                 yield weight, _Place(whole, number, first, rows)
 
 
-def _misshapen(source: TensorSource, spec: ModelSpec, stacks: set[str]) -> Iterator[str]:
+def _misshapen(source: TensorSource, facts: ModelFacts, stacks: set[str]) -> Iterator[str]:
     """Yield the stacks that have another shape than the config says, and which."""
-    assert spec.moe is not None
-    experts, width, hidden = spec.moe.experts, spec.moe.intermediate_size, spec.hidden_size
+    moe, hidden = facts.spec.moe, facts.spec.hidden_size
+    assert moe is not None
+    experts, width = moe.experts, moe.intermediate_size
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
     for stack in stacks:
         wanted = shapes[stack.endswith(_STACKS[1])]
@@ -123,8 +124,8 @@ def _misshapen(source: TensorSource, spec: ModelSpec, stacks: set[str]) -> Itera
             yield f"{stack} {list(source.shape(stack))} instead of {list(wanted)}"
 
 
-def _routers(spec: ModelSpec, stacks: set[str]) -> dict[str, str]:
+def _routers(facts: ModelFacts, stacks: set[str]) -> dict[str, str]:
     """Return the routers beside stacks by name, with the names under which they are stored."""
     prefixes = {stack.split(".mlp.")[0] for stack in stacks}
-    own, stored = expert_names(spec).router, "mlp.gate"
+    own, stored = facts.family.experts.router, "mlp.gate"
     return {f"{p}.{own}.weight": f"{p}.{stored}.weight" for p in prefixes if own != stored}

@@ -18,36 +18,34 @@ from twolane.model.load.checkpoint import (
     linears_of,
     module_tensors,
 )
-from twolane.model.load.configs import JOINED
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.joined import place_of
-from twolane.model.load.quantization import Format, Quantization
+from twolane.model.load.quantization import Format
 from twolane.model.load.source import TensorSource
-from twolane.model.spec import ModelSpec
 
 log = logging.getLogger("twolane.model")
 
 
-def with_stored_formats(
-    quantization: Quantization, spec: ModelSpec, tensors: TensorSource, name: str
-) -> Quantization:
-    """Return the quantisation with the formats of modules that are stored in another one.
+def with_stored_formats(facts: ModelFacts, tensors: TensorSource) -> ModelFacts:
+    """Return the facts with the formats of modules that are stored in another one.
 
-    Where no module is stored in any of its formats, it is left as it is: the tensors are not those
-    of the config.
+    Where no module is stored in any of its formats, nothing changes: the tensors are not those of
+    the config.
 
     Args:
-        quantization: what the config says.
-        spec: of the config.
-        tensors: those of the files, not `Joined`.
-        name: of the model, for the log.
+        facts: What the configs say.
+        tensors: The tensors of the files, not `Joined`.
     """
+    quantization = facts.quantization
+    if quantization is None:
+        return facts
     ends = defaultdict[str, set[str]](set)
     for tensor in tensors.names():
         if not tensor.endswith((*quantization.unused, ".bias")):
             module, _, end = tensor.rpartition(".")
             ends[module].add(end)
     formats: dict[str, Format | None] = {}
-    for module, linear in _linear_modules(spec):
+    for module, linear in _linear_modules(facts):
         fitting = (
             form
             for form in quantization.formats(module)
@@ -55,26 +53,27 @@ def with_stored_formats(
         )
         formats[module] = next(fitting, quantization.format(module))
     if not any(formats.values()):
-        return quantization
+        return facts
     stored = {m: form for m, form in formats.items() if form != quantization.format(m)}
     # Of several formats that are named, any will do; and no list need name a router in floats.
-    routers = {m for m, form in formats.items() if form is None and is_router(m, spec)}
+    routers = {m for m, form in formats.items() if form is None and is_router(m, facts)}
     others = [m for m in stored if formats[m] not in (quantization.named(m) or (None,))]
     if differing := [module for module in others if module not in routers]:
         text = "%s: %d modules have another format than quantization_config says, such as %s"
-        log.warning(text, name, len(differing), differing[0])
-    return replace(quantization, stored=stored)
+        log.warning(text, facts.name, len(differing), differing[0])
+    return replace(facts, quantization=replace(quantization, stored=stored))
 
 
-def _linear_modules(spec: ModelSpec) -> Iterator[tuple[str, LinearModule]]:
+def _linear_modules(facts: ModelFacts) -> Iterator[tuple[str, LinearModule]]:
     """Yield the linear modules as the checkpoint has them: some families join several in one."""
+    spec = facts.spec
     if not spec.tie_embeddings:
         yield HEAD.removesuffix(".weight"), LinearModule(spec.vocab_size, spec.hidden_size, False)
     for i in range(spec.layers):
         joined = set()
-        for name, linear in linears_of(spec, i).items():
+        for name, linear in linears_of(facts, i).items():
             whole = f"model.layers.{i}.{name}"
-            place = place_of(whole, spec) if spec.family in JOINED else None
+            place = place_of(whole, facts)
             if place is None:
                 yield whole, linear
             elif place.module not in joined:

@@ -1,13 +1,10 @@
 """Loads the weights of a decoder: safetensors, GGUF or random numbers."""
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,34 +13,26 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.common.vocabulary import OnProgress
 from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
 from twolane.model.load.checkpoint import (
     EMBEDDING,
-    HEAD,
     WeightsError,
     check_tensors,
-    expected_shapes,
-    expert_names,
     linears_of,
-    norm_names,
-    refuse_tensors,
     stored_form,
 )
-from twolane.model.load.configs import JOINED, quantization_from_directory
-from twolane.model.load.dummy import STD, Dummy
-from twolane.model.load.gguf import GGUFModel
+from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import ModelSource
-from twolane.model.load.joined import Joined, Place
-from twolane.model.load.quantization import BLOCK, FLOATS, Quantization
+from twolane.model.load.joined import Place
+from twolane.model.load.opened import dummy_tensors, open_tensors
+from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
-from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
-from twolane.model.load.stacked import Stacked, has_stacks
-from twolane.model.load.stored_formats import with_stored_formats
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
-from twolane.model.spec import ModelSpec, skewed
+from twolane.model.spec import ModelSpec, RopeSpec
 
 log = logging.getLogger("twolane.model")
 
@@ -76,20 +65,20 @@ def load_weights(
     """Load a model's weights onto a device.
 
     Args:
-        source: what `hub.resolve` found.
-        dtype: of the weights: "float32", "bfloat16", "float16", or "auto", which is float32 on a
-            CPU and bfloat16 on a GPU.
+        source: What `hub.resolve` found.
+        dtype: The type of the weights: "float32", "bfloat16", "float16", or "auto", which is
+            float32 on a CPU and bfloat16 on a GPU.
         load_format: "dummy" takes random normal weights, the same for the same seed and device.
-        quantization: one of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
+        quantization: One of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
             they are loaded. "int4" is for dummy weights alone; of quantised checkpoints only those
             of four bits are rounded again, to "fp8".
-        max_positions: overrides the positions of the config.
-        seed: of dummy weights.
-        router_skew: `MoeSpec.skew` of dummy weights.
-        device: where the weights go, layer by layer.
-        progress: called with ("weights", fraction) as layers are loaded.
-        rank: whose part is read.
-        ranks: number of ranks that share the model.
+        max_positions: Overrides the positions of the config.
+        seed: The seed of dummy weights.
+        router_skew: The `MoeSpec.skew` of dummy weights.
+        device: The device that the weights go to, layer by layer.
+        progress: Called with ("weights", fraction) as layers are loaded.
+        rank: The rank whose part is read.
+        ranks: The number of ranks that share the model.
 
     Returns:
         The shape of the whole model, and the rank's part of its weights.
@@ -100,25 +89,28 @@ def load_weights(
         ValueError: files are missing or broken, or the arguments make no sense.
     """
     device = torch.device(device)
-    floats = _floats(dtype, device)
-    dummy = load_format == "dummy"
-    stored = quantization_of(source)
-    scheme = asked_scheme(quantization, stored, dummy)
+    floats, dummy, facts = _floats(dtype, device), load_format == "dummy", source.facts
+    scheme = asked_scheme(quantization, facts.quantization, dummy)
+    if ranks > 1:
+        _check_shared(scheme)
+    if max_positions is not None:
+        facts = replace(facts, spec=replace(facts.spec, max_positions=max_positions))
+    if router_skew and not dummy:
+        raise FieldError("router_skew", "is for dummy weights")
+    tensors: TensorSource
     with ExitStack() as stack:
-        spec, tensors, modules = _open(source, dummy, seed, router_skew, device, stack, stored)
-        if max_positions is not None:
-            spec = replace(spec, max_positions=max_positions)
-        check_tensors(spec, tensors, modules, source.name)
+        if dummy:
+            facts, tensors = dummy_tensors(facts, seed, router_skew, device)
+        else:
+            facts, tensors = open_tensors(source, facts, stack)
+        check_tensors(facts, tensors)
         if device.type == "cpu":
-            small = scheme is not None or (modules is not None and bool(modules.groups))
-            _check_room(spec, floats, small, ranks, source.name)
-        if ranks > 1:
-            _check_shared(scheme)
-        loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
+            _check_room(facts, floats, scheme, ranks)
+        loader = _Loader(facts, Shard(facts.spec, rank, ranks), tensors, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
         log.info("%d matrices stored as %s are served as %s", count, before, after)
-    return spec, weights
+    return facts.spec, weights
 
 
 def _floats(dtype: str, device: torch.device) -> torch.dtype:
@@ -132,13 +124,6 @@ def _floats(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     return DTYPES[dtype]
-
-
-def quantization_of(source: ModelSource) -> Quantization | None:
-    """Return the quantisation of a model's files, or None where they are not quantised so."""
-    if source.kind != "dir" or source.path is None:
-        return None
-    return quantization_from_directory(source.path)
 
 
 def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> Scheme | None:
@@ -165,108 +150,6 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
     return QUANTIZATIONS[name]
 
 
-def _open(
-    source: ModelSource,
-    dummy: bool,
-    seed: int,
-    router_skew: float,
-    device: torch.device,
-    stack: ExitStack,
-    stored: Quantization | None,
-) -> tuple[ModelSpec, TensorSource, Quantization | None]:
-    """Open a model: its spec, its tensors, and the formats of linear modules (None: floats)."""
-    if dummy:
-        spec = skewed(source.spec(), router_skew)
-        return spec, _dummy(spec, seed, device), None
-    if router_skew:
-        raise FieldError("router_skew", "is for dummy weights")
-    if source.kind == "gguf" and source.path is not None:
-        model = GGUFModel(source.path)
-        joined = Joined(model, model.spec) if model.spec.family in JOINED else model
-        return model.spec, joined, None
-    if source.kind == "dir" and source.path is not None:
-        spec, tensors = _open_directory(source, source.path, stack)
-        if spec.moe is not None and has_stacks(tensors):
-            tensors = Stacked(tensors, spec, source.name)
-        if stored is not None:
-            stored = with_stored_formats(stored, spec, tensors, source.name)
-        if spec.family not in JOINED:
-            return spec, tensors, stored
-        whole = Joined(tensors, spec, lambda m: stored is not None and bool(stored.format(m)))
-        return spec, whole, stored
-    raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
-
-
-def _open_directory(
-    source: ModelSource, path: Path, stack: ExitStack
-) -> tuple[ModelSpec, TensorSource]:
-    """Open a directory; return its spec, with `tie_embeddings` as the tensors have it, and the
-    tensors.
-
-    Raises:
-        WeightsError: the files lack a classifier that their index names.
-    """
-    index, spec = indexed(path), source.spec()
-    tensors = Safetensors(model_files(path), stack, index)
-    if not spec.tie_embeddings:  # without an index, the embeddings might be meant
-        refuse_tensors(source.name, "missing", sorted({HEAD} & {*index} - {*tensors.names()}))
-    spec = with_stored_head(spec, tensors, source.name)
-    if spec.tie_embeddings and HEAD in tensors.names() and EMBEDDING not in tensors.names():
-        tensors.rename(HEAD, EMBEDDING)  # of two names of one tensor, either may be stored
-    return spec, tensors
-
-
-def _dummy(spec: ModelSpec, seed: int, device: torch.device) -> Dummy:
-    shapes, router = dict(expected_shapes(spec)), f".{expert_names(spec).router}.weight"
-    routers = [name for name in shapes if name.endswith(router)] if spec.moe is not None else []
-    shares = spec.moe.shares if spec.moe is not None and spec.moe.skew else ()
-    return Dummy(shapes, seed, device, routers, shares, _deviations(spec, shapes))
-
-
-def _deviations(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
-    """Return the standard deviations with which random tokens go to experts of their own.
-
-    With equal ones, every token of a prompt soon has nearly the same hidden state, for attention
-    adds the mean over all tokens to each of them, and few experts are chosen by all. So here what
-    layers add is small beside the embeddings, as in models that are trained.
-    """
-    if spec.moe is None:
-        return {}
-    added = STD / math.sqrt(2 * spec.layers)
-    ends = ("self_attn.o_proj.weight", f".{expert_names(spec).down}.weight")
-    small = {name: added for name in shapes if name.endswith(ends)}
-    return {EMBEDDING: 1.0, **small}
-
-
-def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
-    """Return the spec with `tie_embeddings` as the tensors have it, which hold against the config.
-
-    A head that differs from the embeddings is used, as `transformers` uses it; where there is none
-    the embeddings serve as one, for nothing else can be meant.
-    """
-    stored = set(tensors.names())
-    has_head = any(tensor.startswith("lm_head.") for tensor in stored)
-    if not has_head and not spec.tie_embeddings:
-        log.warning("%s: lm_head.weight is missing: the embeddings are used instead", name)
-        return replace(spec, tie_embeddings=True)
-    if not has_head or not spec.tie_embeddings or EMBEDDING not in stored:
-        return spec
-    if HEAD in stored and same(tensors, HEAD, EMBEDDING):
-        return spec
-    log.warning(
-        "%s: lm_head.weight is used: it differs from the embeddings, despite tie_word_embeddings",
-        name,
-    )
-    return replace(spec, tie_embeddings=False)
-
-
-def same(tensors: TensorSource, one: str, other: str) -> bool:
-    """Return whether two tensors of floats are equal."""
-    if tensors.shape(one) != tensors.shape(other) or tensors.type(one) not in FLOATS:
-        return False
-    return bool((tensors.get(one) == tensors.get(other)).all())
-
-
 def _check_shared(scheme: Scheme | None) -> None:
     """Refuse weights whose numbers would differ with the number of ranks."""
     if scheme not in (None, "fp8_channel"):
@@ -275,9 +158,7 @@ def _check_shared(scheme: Scheme | None) -> None:
         )
 
 
-def _check_room(
-    spec: ModelSpec, floats: torch.dtype, quantised: bool, ranks: int, name: str
-) -> None:
+def _check_room(facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, ranks: int) -> None:
     """Refuse weights that this machine's free memory does not hold, before any is read.
 
     A rank asks for its own part alone: others may have read theirs.
@@ -285,12 +166,14 @@ def _check_room(
     Raises:
         MemoryError: they take more.
     """
-    itemsize = MIN_ITEMSIZE if quantised else floats.itemsize
-    needed, free = spec.parameters * itemsize / ranks, free_memory()
+    stored = facts.quantization
+    small = scheme is not None or (stored is not None and bool(stored.groups))
+    itemsize = MIN_ITEMSIZE if small else floats.itemsize
+    needed, free = facts.spec.parameters * itemsize / ranks, free_memory()
     if needed > free:
         raise MemoryError(
-            f"there is not enough memory: the weights of {name} take {needed / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free"
+            f"there is not enough memory: the weights of {facts.name} take "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         )
 
 
@@ -298,10 +181,10 @@ def _check_room(
 class _Loader:
     """Puts the tensors of a source together as weights."""
 
+    facts: ModelFacts
+    """The whole model, and the names and formats of the source's tensors."""
     shard: Shard
     tensors: TensorSource
-    quantization: Quantization | None
-    """Formats of the source's linear modules; None: floats."""
     scheme: Scheme | None
     """Scheme to which matrices of layers that are stored in floats are rounded; None: `dtype`."""
     dtype: torch.dtype
@@ -358,7 +241,7 @@ class _Loader:
         Raises:
             WeightsError: its numbers cannot be.
         """
-        form, place = stored_form(name, self.shard.spec, self.quantization)
+        form, place = stored_form(name, self.facts)
         if form is None:
             weight = f"{name}.weight"
             return (
@@ -422,26 +305,33 @@ class _Loader:
         return replace(matrix, values=matrix.values[:, cut.start : cut.stop].contiguous())
 
     def _shape(self, name: str) -> tuple[int, int]:
-        spec = self.shard.spec
         if name == "lm_head":
-            return spec.vocab_size, spec.hidden_size
+            return self.spec.vocab_size, self.spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = linears_of(spec, int(layer))[rest]
+        linear = linears_of(self.facts, int(layer))[rest]
         return linear.rows, linear.columns
 
-    def _fused(self, prefix: str, *names: str) -> Matrix:
+    def _fused(self, prefix: str, *names: str, rope: RopeSpec | None = None) -> Matrix:
         """Load modules that are one matrix.
+
+        Args:
+            prefix: The name of their layer.
+            names: Their names in it.
+            rope: The rotation of the rows of the first two, which are ordered by `pair_rows`.
 
         Raises:
             WeightsError: they are not stored alike.
         """
         matrices = [self._module(f"{prefix}.{name}", self.scheme) for name in names]
-        if names[0] == "self_attn.q_proj":
-            matrices[:2] = [each.reordered(self._pairs(each.shape[0])) for each in matrices[:2]]
+        if rope is not None:
+            for i, each in enumerate(matrices[:2]):
+                rows = torch.arange(each.shape[0], device=self.device)
+                matrices[i] = each.reordered(pair_rows(rows, self.spec.head_dim, rope))
         try:
             joined = concatenated(matrices)
         except ValueError as error:
-            rounded = self.quantization is not None and self.quantization.int4
+            stored = self.facts.quantization
+            rounded = stored is not None and stored.int4
             other = "; --quantization fp8 makes them alike" if rounded else ""
             raise WeightsError(f"{prefix}: {', '.join(names)}: {error}{other}") from error
         if self.device.type == "cpu":
@@ -451,23 +341,16 @@ class _Loader:
             self.converted[joined.scheme, served.scheme] += 1
         return served
 
-    def _pairs(self, rows: int) -> Tensor:
-        """Return the order of `pair_rows`."""
-        return self._paired(torch.arange(rows, device=self.device))
-
-    def _paired(self, rows: Tensor) -> Tensor:
-        """Return the rows in the order of `pair_rows` of this model's heads."""
-        return pair_rows(rows, self.spec.head_dim, self.spec.rope)
-
     def _layer(self, i: int) -> LayerWeights:
-        spec, prefix = self.spec, f"model.layers.{i}"
-        attention, names = f"{prefix}.self_attn", norm_names(spec)
+        spec, prefix, rope = self.spec, f"model.layers.{i}", self.spec.rope_of(i)
+        names = self.facts.family.norms
         norms = {field: self._get(f"{prefix}.{name}.weight") for field, name in names.items()}
+        attention = f"{prefix}.self_attn"
         return LayerWeights(
             input_norm=norms.get("input_norm"),
-            qkv=self._fused(prefix, *(f"self_attn.{n}_proj" for n in "qkv")),
-            qkv_bias=self._qkv_bias(attention) if spec.qkv_bias else None,
-            qk_norm=self._qk_norm(attention) if spec.qk_norm else None,
+            qkv=self._fused(prefix, *PARTS[JOINED_QKV], rope=rope),
+            qkv_bias=self._qkv_bias(attention, rope) if spec.qkv_bias else None,
+            qk_norm=self._qk_norm(attention, rope) if spec.qk_norm else None,
             o=self._fused(prefix, "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias, f"{attention}.o_proj"),
             attention_out_norm=norms.get("attention_out_norm"),
@@ -479,14 +362,14 @@ class _Loader:
     def _dense(self, prefix: str) -> DenseMlp:
         biased, mlp = self.spec.mlp_bias, f"{prefix}.mlp"
         return DenseMlp(
-            gate_up=self._fused(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            gate_up=self._fused(prefix, *PARTS[JOINED_GATE_UP]),
             gate_up_bias=self._bias(biased, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=self._fused(prefix, "mlp.down_proj"),
             down_bias=self._bias(biased, f"{mlp}.down_proj"),
         )
 
     def _experts(self, prefix: str) -> Experts:
-        moe, names = self.spec.moe, expert_names(self.spec)
+        moe, names = self.spec.moe, self.facts.family.experts
         assert moe is not None
         each = [names.expert.format(number) for number in range(moe.experts)]
         gate_up = [f"{name}.{part}" for name in each for part in (names.gate, names.up)]
@@ -498,13 +381,15 @@ class _Loader:
             normalised=moe.normalised,
         )
 
-    def _qkv_bias(self, attention: str) -> Tensor:
+    def _qkv_bias(self, attention: str, rope: RopeSpec) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")
-        return torch.cat([self._paired(q), self._paired(k), v])
+        dim = self.spec.head_dim
+        return torch.cat([pair_rows(q, dim, rope), pair_rows(k, dim, rope), v])
 
-    def _qk_norm(self, attention: str) -> Tensor:
+    def _qk_norm(self, attention: str, rope: RopeSpec) -> Tensor:
         spec = self.spec
-        q, k = (self._paired(self._get(f"{attention}.{n}_norm.weight")) for n in "qk")
-        if spec.qk_norm_whole:
+        norms = (self._get(f"{attention}.{n}_norm.weight") for n in "qk")
+        q, k = (pair_rows(norm, spec.head_dim, rope) for norm in norms)
+        if spec.qk_norm == "whole":
             return torch.cat([q, k]).view(-1, spec.head_dim)
         return torch.cat([q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)])

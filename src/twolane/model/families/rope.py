@@ -1,4 +1,4 @@
-"""The rotary embedding of a `config.json`: which dimensions it rotates, and how it is stretched."""
+"""The rotary embedding that a `config.json` states, under the names of `rope_parameters`."""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +8,7 @@ from typing import Any
 import msgspec
 
 from twolane.common.checked_json import converted
-from twolane.model.load.hf_config import HFConfig
-from twolane.model.spec import Family, RopeSpec, UnsupportedModel
-
-_PARTLY_ROTATED: tuple[Family, ...] = ("phi3", "glm", "glm4")
-"""The families for which `partial_rotary_factor` counts."""
+from twolane.model.spec import RopeSpec, RopeType, UnsupportedModel
 
 
 class _RopeNumbers(msgspec.Struct):
@@ -40,90 +36,74 @@ _ABOVE_0 = (
 """The numbers of `rope_parameters` that are divided by or multiply everything."""
 
 
-def rope_from_config(config: HFConfig, family: Family) -> RopeSpec:
+def read_rope(
+    stated: Mapping[str, Any], positions: int, head_dim: int, types: Mapping[str, RopeType]
+) -> RopeSpec:
     """Return the rotary embedding: how it is stretched, and which dimensions are rotated.
+
+    Args:
+        stated: The fields of `rope_parameters`, with those of the config beside it.
+        positions: The config's `max_position_embeddings`.
+        head_dim: The dimensions of a head.
+        types: The types that work, by the names that configs have for them.
 
     Raises:
         UnsupportedModel: that is not built.
         ValueError: `rope_parameters` lacks a number, or has something else in its place.
     """
-    share = _given_rope(config).get("partial_rotary_factor", config.partial_rotary_factor)
-    rope = _stretched(config, family)
-    if family not in _PARTLY_ROTATED and share not in (None, 1.0):
-        raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
-    if share is not None and not 0.0 < share <= 1.0:
+    rope = _stretched(stated, positions, types)
+    given = stated.get("partial_rotary_factor")
+    share = 1.0 if given is None else float(given)
+    if not 0.0 < share <= 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
-    rotated = int(config.head_size() * (1.0 if share is None else share))
+    rotated = int(head_dim * share)
     if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
-    stated = _given_rope(config)
     beta = float(stated.get("llama_4_scaling_beta") or 0.0)
     return replace(
         rope,
-        rotated=None if rotated == config.head_size() else rotated,
-        interleaved=family in ("glm", "glm4"),
+        rotated=None if rotated == head_dim else rotated,
         query_beta=beta,
-        original_positions=_original_positions(stated, config) if beta else rope.original_positions,
+        original_positions=_original(stated, positions) if beta else rope.original_positions,
     )
 
 
-def _given_rope(config: HFConfig) -> dict[str, Any]:
-    """Return a config's value for the rotary embedding, under its older name first, as in
-    `transformers`. A scaling that was added to a newer config says nothing of the base and of what
-    is rotated: these stay."""
-    newer = config.rope_parameters or {}
-    if not config.rope_scaling:
-        return newer
-    kept = {name: newer[name] for name in ("rope_theta", "partial_rotary_factor") if name in newer}
-    return kept | config.rope_scaling
+def _original(rope: Mapping[str, Any], positions: int) -> int:
+    """Return the positions before stretching."""
+    return int(rope.get("original_max_position_embeddings") or positions)
 
 
-def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
-    """Return the positions before stretching: those of the config itself come first, as in
-    `transformers`."""
-    name = "original_max_position_embeddings"
-    return int(
-        config.original_max_position_embeddings or rope.get(name) or config.max_position_embeddings
-    )
-
-
-def _stretched(config: HFConfig, family: Family) -> RopeSpec:
-    """Return the rotary embedding: `rope_parameters`, or the older theta and scaling.
-
-    Raises:
-        UnsupportedModel: the type of scaling is not built.
-        ValueError: it lacks a number, or has something else in its place.
-    """
-    rope = {name: value for name, value in _given_rope(config).items() if value is not None}
+def _stretched(
+    stated: Mapping[str, Any], positions: int, types: Mapping[str, RopeType]
+) -> RopeSpec:
+    """Return the rotary embedding of whole heads; see `read_rope`."""
+    rope = {name: value for name, value in stated.items() if value is not None}
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
     _check_rope(converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True))
-    theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
+    theta = float(rope.get("rope_theta") or 10_000.0)
     if not theta > 1.0:
         raise ValueError(f"config.json: rope_theta must be above 1, not {theta:g}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if family == "phi3" and kind in ("su", "yarn"):  # older names of the same
-        kind = "longrope"
     try:
-        match kind:
+        match types.get(kind):
             case "default":
                 return RopeSpec(theta)
             case "linear":
                 return RopeSpec(theta, "linear", float(rope["factor"]))
             case "dynamic":
-                factor, positions = float(rope["factor"]), config.max_position_embeddings
+                factor = float(rope["factor"])
                 return RopeSpec(theta, "dynamic", factor, original_positions=positions)
             case "llama3":
-                return _llama3(theta, rope, _original_positions(rope, config))
+                return _llama3(theta, rope, _original(rope, positions))
             case "yarn":
-                return _yarn(theta, rope, config)
+                return _yarn(theta, rope, positions)
             case "longrope":
-                return _longrope(theta, rope, config)
+                return _longrope(theta, rope, positions)
     except KeyError as error:
         raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
-    works = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-    raise UnsupportedModel.because("rope type", kind, works)
+    raise UnsupportedModel.because("rope type", kind, dict.fromkeys(types.values()))
 
 
 def _check_rope(numbers: _RopeNumbers) -> None:
@@ -156,9 +136,9 @@ def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:
     )
 
 
-def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
+def _longrope(theta: float, rope: Mapping[str, Any], positions: int) -> RopeSpec:
     """LongRoPE; the scale of the attention follows from the factor where the config gives none."""
-    positions, original = config.max_position_embeddings, _original_positions(rope, config)
+    original = _original(rope, positions)
     long, short = (tuple(map(float, rope[name])) for name in ("long_factor", "short_factor"))
     if len(long) != len(short) or min(*long, *short) <= 0.0:
         raise ValueError(
@@ -179,13 +159,13 @@ def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSp
     )
 
 
-def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
+def _yarn(theta: float, rope: Mapping[str, Any], positions: int) -> RopeSpec:
     """YaRN; the scale of the attention follows from the factor where the config gives none.
 
     `attn_factor` multiplies it, as in vLLM and llama.cpp; `transformers` does not know it.
     """
-    original = _original_positions(rope, config)
-    factor = float(rope.get("factor") or config.max_position_embeddings / original)
+    original = _original(rope, positions)
+    factor = float(rope.get("factor") or positions / original)
     scale = rope.get("attention_factor")
     if scale is None:
         growths = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]

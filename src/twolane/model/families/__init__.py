@@ -1,0 +1,1 @@
+"""The families of models that are served, each in a file of its own. No torch."""

@@ -1,0 +1,47 @@
+"""Mistral, Ministral and the text model of Ministral 3; GGUF files call it Llama."""
+
+from collections.abc import Iterable
+
+from twolane.model.families.config import HFConfig
+from twolane.model.families.family import Family
+
+
+class MistralConfig(HFConfig, kw_only=True):
+    """Mistral's defaults. All layers have a window, unless `layer_types` says which."""
+
+    intermediate_size: int = 14_336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131_072
+
+    def sliding_layers(self) -> Iterable[int]:
+        """See `HFConfig.sliding_layers`."""
+        return self.typed_layers(otherwise=range(self.num_hidden_layers))
+
+
+_MINISTRAL_3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+    config=MistralConfig,
+    variants={
+        "ministral": {},
+        "ministral3": {"sliding_window": None, "head_dim": 128, "vocab_size": 131_072},
+    },
+    fixtures={
+        "mistral": {"sliding_window": 24},
+        "ministral3": {
+            "model_type": "ministral3",
+            "head_dim": 16,
+            "rope_parameters": _MINISTRAL_3_ROPE,
+        },
+    },
+)

@@ -1,0 +1,63 @@
+"""Qwen3 with experts."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from twolane.model.families.config import HFConfig
+from twolane.model.families.family import Family
+from twolane.model.spec import MoeSpec
+
+
+class Qwen3MoeConfig(HFConfig, kw_only=True):
+    """Qwen3-MoE's fields and defaults. All layers have a window, if it is switched on."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32_768
+    eos_token_id: int | list[int] | None = None
+    num_experts: int | None = None
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    def sliding_layers(self) -> Iterable[int]:
+        """See `HFConfig.sliding_layers`."""
+        return range(self.num_hidden_layers) if self.use_sliding_window else ()
+
+    def own_fields(self) -> dict[str, Any]:
+        """See `HFConfig.own_fields`."""
+        layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
+        if step < 1:
+            raise ValueError(f"config.json: decoder_sparse_step must be 1 or more, not {step}")
+        dense = tuple(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
+        moe = MoeSpec(
+            self.num_experts or self.num_local_experts,
+            self.num_experts_per_tok,
+            self.moe_intermediate_size,
+            self.norm_topk_prob,
+            dense,
+        )
+        return {"moe": moe}
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    config=Qwen3MoeConfig,
+    qk_norm="head",
+    fixtures={
+        "qwen3-moe": {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        }
+    },
+)

@@ -1,0 +1,29 @@
+"""Why much used architectures are not served."""
+
+_IMAGES = "models of images are not built"
+_LATENT = "latent attention is not built"
+_LINEAR = "linear attention is not built"
+_SHARED = "experts that all tokens share are not built"
+_WIDE = "heads of 256 are not built"
+
+REFUSED = {
+    "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
+    "GemmaForCausalLM": _WIDE,
+    "Gemma2ForCausalLM": _WIDE,
+    "Gemma3ForCausalLM": _WIDE,
+    "Gemma3ForConditionalGeneration": _WIDE,
+    "DeepseekV2ForCausalLM": _LATENT,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _LATENT,
+    "Qwen2MoeForCausalLM": _SHARED,
+    "Glm4MoeForCausalLM": _SHARED,
+    "Qwen3NextForCausalLM": _LINEAR,
+    "GraniteMoeHybridForCausalLM": _LINEAR,
+    "Qwen2VLForConditionalGeneration": _IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _IMAGES,
+    "Qwen3VLForConditionalGeneration": _IMAGES,
+    "Qwen3VLMoeForConditionalGeneration": _IMAGES,
+    "Mistral3ForConditionalGeneration": _IMAGES,
+    "Llama4ForConditionalGeneration": _IMAGES,
+}
+"""The reason for each architecture."""

@@ -1,0 +1,59 @@
+"""Every family by its names. A new family is a file of this package and a name in `_FILES`."""
+
+from collections.abc import Mapping
+
+from twolane.model.families import (
+    glm,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+from twolane.model.families.family import Family
+from twolane.model.families.refused import REFUSED
+from twolane.model.spec import UnsupportedModel
+
+_FILES = (
+    *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
+    *(phi3, granite, smollm3, olmo2, glm, glm4),
+)
+FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+"""Every family by its name."""
+ARCHITECTURES = {name: each for each in FAMILIES.values() for name in each.architectures}
+"""Families by the architectures that `config.json` may name."""
+GGUF_ARCHITECTURES = {each.gguf.architecture: each for each in FAMILIES.values() if each.gguf}
+"""Families by the architectures that GGUF files may name."""
+
+
+def family_of(architectures: list[str] | None, model_type: str | None) -> Family:
+    """Return the family of a config that names these.
+
+    A config without architectures is known by its type, and one that was saved without a classifier
+    by its base.
+
+    Raises:
+        UnsupportedModel: the architecture is not built.
+    """
+    by_type = {name: each for each in FAMILIES.values() for name in (each.name, *each.variants)}
+    if architectures:
+        name = architectures[0]
+        base = f"{name.removesuffix('Model')}ForCausalLM"
+        name = base if name.endswith("Model") and base in ARCHITECTURES else name
+    else:
+        typed = by_type.get(model_type or "")
+        name = typed.architectures[0] if typed else f"model_type {model_type}"
+    if name in REFUSED:
+        raise UnsupportedModel(f"unsupported architecture {name!r}: {REFUSED[name]}")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
+    family = ARCHITECTURES[name]
+    if model_type is not None and by_type.get(model_type) is not family:
+        raise UnsupportedModel.because(f"model_type of {name}", model_type, (family.name,))
+    return family
