@@ -87,7 +87,7 @@ def layers(
             products.linear(norm, first, None, qkv)
             products.add_linear(attended, second, None, residual)
             fused.rms_norm(residual, scale, 1e-6, norm)
-            products.gate_up_silu(norm, third, None, gate_up, act)
+            products.gate_up(norm, third, None, gate_up, act)
             products.add_linear(act, fourth, None, residual)
 
     return run

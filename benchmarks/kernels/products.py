@@ -25,7 +25,7 @@ HIDDEN, INNER, QKV, LAYERS = 4096, 12288, 6144, 8
 CASES = (
     Case("linear", QKV, HIDDEN, "bf16"),
     Case("add_linear", HIDDEN, HIDDEN, "bf16"),
-    Case("gate_up_silu", 2 * INNER, HIDDEN, "bf16"),
+    Case("gate_up", 2 * INNER, HIDDEN, "bf16"),
     Case("add_linear", HIDDEN, INNER, "bf16"),
 )
 ON_GPU = {"device": "cuda", "dtype": torch.bfloat16}

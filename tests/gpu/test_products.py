@@ -15,7 +15,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
 
 BF16, FP16 = torch.bfloat16, torch.float16
-OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up_silu", "logits")
+OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up", "logits")
 
 if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -44,7 +44,7 @@ class Problem:
     def __init__(self, operation: Operation, m: int, n: int, k: int, dtype: torch.dtype) -> None:
         torch.manual_seed(m * n + k)
         self.operation, self.x = operation, random(m, k, dtype=dtype)
-        gated = operation == "gate_up_silu"
+        gated = operation == "gate_up"
         self.w = random(n * (1 + gated), k, dtype=dtype, scale=k**-0.5)
         self.matrix = Matrix.plain(self.w)
         self.bias = random(n, dtype=dtype) if operation in ("linear", "add_linear") else None
@@ -69,7 +69,7 @@ class Problem:
             products.logits(self.x, self.matrix, out)
         else:
             gate_up = self.x.new_empty(len(self.x), len(self.w))
-            products.gate_up_silu(self.x, self.matrix, None, gate_up, out)
+            products.gate_up(self.x, self.matrix, None, gate_up, out)
         return out
 
 

@@ -82,13 +82,13 @@ def test_gates(rows: int) -> None:
     seen = (rounded.values.float() * rounded.scales) @ matrix.dequantised().T
     gate, up = seen.chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    products, case = GpuProducts(32), Case.of("gate_up_silu", matrix)
+    products, case = GpuProducts(32), Case.of("gate_up", matrix)
     buffer = torch.empty(rows - 3, 2 * inner, device="cuda", dtype=torch.bfloat16)
     room = torch.empty(rows - 3, inner, device="cuda", dtype=torch.bfloat16)
     out = input_of(room, torch.empty(rows - 3, 1, device="cuda"), "fp8_channel")
     for way in products._candidates(case, rows - 3):
         products.ways = {case: {rows: way}}
-        products.gate_up_silu(rounded, matrix, None, buffer, out)
+        products.gate_up(rounded, matrix, None, buffer, out)
         got = out.values.float() * out.scales
         error = (got - expected).norm() / expected.norm()
         assert error < 4e-2, (way.name, float(error))
@@ -117,7 +117,7 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
         expected = {
             "linear": seen + bias.float(),
             "add_linear": seen + bias.float() + old.float(),
-            "gate_up_silu": torch.nn.functional.silu(gate) * up,
+            "gate_up": torch.nn.functional.silu(gate) * up,
         }
         for operation, right in expected.items():
             products, case = GpuProducts(32), Case.of(operation, matrix)
@@ -129,8 +129,8 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
                 with torch.cuda.stream(stream):
                     outs = [old[:, : right.shape[1]].clone() for _ in range(3)]
                     for out in outs:
-                        if operation == "gate_up_silu":
-                            products.gate_up_silu(x, matrix, None, torch.empty_like(old), out)
+                        if operation == "gate_up":
+                            products.gate_up(x, matrix, None, torch.empty_like(old), out)
                         else:
                             getattr(products, operation)(x, matrix, bias, out)
                 torch.cuda.synchronize()

@@ -94,7 +94,7 @@ def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
     router = Matrix.plain(random(EXPERTS, hidden))
     gate_up = stored(random(EXPERTS * 2 * inner, hidden, seed=1) / 6, scheme)
     down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
-    mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True)
+    mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True, activation="silu")
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
     expected, there = mlp.add(residual, x, Products()), active.marks > 0
     room = buffers(rows, hidden, inner, gate_up.scheme)

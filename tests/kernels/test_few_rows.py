@@ -195,7 +195,7 @@ def test_experts_of_a_rank_are_those_of_four_launches(
         Matrix.plain(each.to(BF16)) if scheme == "bf16" else quantised(each, scheme)
         for each in wide
     )
-    mlp = Experts(Matrix.plain(case.router), gate_up, down, case.per_token, normalised=True)
+    mlp = Experts(Matrix.plain(case.router), gate_up, down, case.per_token, True, "silu")
 
     def routed(rows, norm, router, active, logits, x, routing, *, normalised: bool) -> None:
         told = few_rows.options(router, case.per_token, x, norm=False, normalised=normalised)

@@ -58,7 +58,7 @@ def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
 
 
 @pytest.mark.parametrize("rows", linear.ROWS)
-@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up_silu", "logits"])
+@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up", "logits"])
 @pytest.mark.parametrize("units", [16, 56, 132])
 def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
     """They have names of their own, hold the rows, and have no more blocks than SMs."""
@@ -69,12 +69,12 @@ def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
     assert (len(ways) > 2) == (rows <= skinny_gemm.MAX_ROWS)
     for way in ways[2:]:
         assert way.variant is not None and way.variant.rows >= rows and way.blocks <= units
-        assert way.variant.gated == (operation == "gate_up_silu")
+        assert way.variant.gated == (operation == "gate_up")
         assert way.variant.wide == (operation == "logits")
         assert way.variant.shared <= 227 * 1024
 
 
-CASES = [Case("linear", 64, 32, "bf16"), Case("gate_up_silu", 64, 32, "bf16")]
+CASES = [Case("linear", 64, 32, "bf16"), Case("gate_up", 64, 32, "bf16")]
 
 
 def test_what_was_chosen_is_kept(tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_four_bits_are_widened_for_a_library(
     torch.testing.assert_close(out.float(), expected + bias + old, **close)
     gate, up = expected.bfloat16().float().chunk(2, dim=1)
     act = old.new_empty(5, 136)
-    products.gate_up_silu(x, weight, None, out, act)
+    products.gate_up(x, weight, None, out, act)
     silu = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(act.float(), silu, atol=0.3, rtol=0.02)
 
 
-@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up_silu"])
+@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up"])
 def test_a_kernel_of_four_bits_that_is_wrong_is_not_chosen(
     operation: linear.Operation, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +252,6 @@ def test_untuned_gate(biased: bool, device: str) -> None:
     )
     bias = bias if biased else None
     gate_up, out = torch.empty(5, 48, device=device), torch.empty(5, 24, device=device)
-    GpuProducts(8).gate_up_silu(x, Matrix.plain(w), bias, gate_up, out)
+    GpuProducts(8).gate_up(x, Matrix.plain(w), bias, gate_up, out)
     gate, up = torch.nn.functional.linear(x, w, bias).tensor_split(2, dim=1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)

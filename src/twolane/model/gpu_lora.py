@@ -151,7 +151,7 @@ class GpuAdaptedProducts(GpuProducts):
         if matrices is not None:
             expand(matrices, self._tiles, into)
 
-    def gate_up_silu(
+    def gate_up(
         self,
         x: Activations,
         weight: Stored,
@@ -159,7 +159,7 @@ class GpuAdaptedProducts(GpuProducts):
         gate_up: Tensor,
         out: Activations,
     ) -> None:
-        """See `GpuProducts.gate_up_silu`."""
+        """See `GpuProducts.gate_up`."""
         matrices = self._shrunk(x, weight)
         assert matrices is not None, "every MLP of the model can have adapters"
         super().linear(x, weight, bias, gate_up)

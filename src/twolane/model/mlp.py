@@ -1,6 +1,6 @@
 """MLPs, the part of a layer behind its attention. A layer does not know which kind it has."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import GpuProducts, Operation
 
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu}
+"""Activations on a CPU, by the names of `ModelSpec.activation`; GPU kernels compute SiLU."""
 MLP_ROWS = 8192
 """Rows that go through the MLP at a time on a GPU, which bounds the size of its workspace."""
 
@@ -89,7 +91,7 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DenseMlp:
-    """down(silu(gate(x)) * up(x)), where gate and up are one matrix."""
+    """down(activation(gate(x)) * up(x)), where gate and up are one matrix."""
 
     gate_up: Matrix
     """[2 * intermediate, hidden], the rows of the gate first."""
@@ -99,6 +101,8 @@ class DenseMlp:
     """[hidden, intermediate]"""
     down_bias: Tensor | None
     """[hidden] or None."""
+    activation: str
+    """See `ModelSpec.activation`."""
 
     @property
     def scheme(self) -> str:
@@ -108,7 +112,7 @@ class DenseMlp:
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """See `Mlp.add`."""
         gate, up = products.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=1)
-        act = functional.silu(gate).mul_(up)
+        act = ACTIVATIONS[self.activation](gate).mul_(up)
         return products.add_linear(residual, act, self.down, self.down_bias)
 
     def add_into(
@@ -142,19 +146,19 @@ class DenseMlp:
     def _activated(
         self, x: "Activations", buffers: MlpBuffers, products: "GpuProducts"
     ) -> "Iterator[tuple[slice, Activations]]":
-        """silu(gate(x)) * up(x) of some rows after others, in a buffer that all of them share."""
+        """Yield activation(gate(x)) * up(x) of rows after rows, in one buffer that all share."""
         for first in range(0, len(x), MLP_ROWS):
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             count = rows.stop - rows.start
             gate_up = buffers.get("gate_up", count)
             act = buffers.input("act", count, self.down.scheme)
             part = products.part(rows)
-            part.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
+            part.gate_up(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
             yield rows, act
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""
-        return ("gate_up_silu", self.gate_up), ("add_linear", self.down)
+        return ("gate_up", self.gate_up), ("add_linear", self.down)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +175,8 @@ class Experts:
     """Experts of each token."""
     normalised: bool
     """Whether the chosen experts' probabilities are divided by their sum."""
+    activation: str
+    """See `ModelSpec.activation`."""
 
     @property
     def scheme(self) -> str:
@@ -186,7 +192,8 @@ class Experts:
             gate_up, down = (self._of_expert(m, number) for m in (self.gate_up, self.down))
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
             gate, up = products.linear(x[rows], gate_up).chunk(2, dim=1)
-            outs[rows, ranks] = products.linear(functional.silu(gate).mul_(up), down)
+            act = ACTIVATIONS[self.activation](gate).mul_(up)
+            outs[rows, ranks] = products.linear(act, down)
         return residual + (outs * weights[..., None]).sum(dim=1).to(residual.dtype)
 
     def add_into(

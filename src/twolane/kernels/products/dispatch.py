@@ -32,7 +32,7 @@ from twolane.kernels.sizes import SIZES
 
 log = logging.getLogger("twolane.kernels")
 
-Operation = Literal["linear", "add_linear", "gate_up_silu", "logits", "experts"]
+Operation = Literal["linear", "add_linear", "gate_up", "logits", "experts"]
 """Kind of a product; `kernels.experts` computes those with the matrices of "experts"."""
 
 FP8_SCHEMES = ("fp8_channel",)
@@ -150,7 +150,7 @@ class GpuProducts:
         """`into` [T, out] += x [T, in] @ weight.T + bias."""
         self._run(self.way("add_linear", len(x), weight), "add_linear", x, weight, bias, into)
 
-    def gate_up_silu(
+    def gate_up(
         self,
         x: Activations,
         weight: Stored,
@@ -158,7 +158,9 @@ class GpuProducts:
         gate_up: Tensor,
         out: Activations,
     ) -> None:
-        """`out` [T, inner] = silu(gate) * up of x [T, in] @ weight.T + bias, the gate first.
+        """`out` [T, inner] = activation(gate) * up of x [T, in] @ weight.T + bias, the gate first.
+
+        The activation is SiLU, the only one of `twolane.model.spec.ACTIVATIONS`.
 
         Args:
             x: the rows.
@@ -168,10 +170,10 @@ class GpuProducts:
             out: the result, as the next product wants it.
         """
         # The kernel that does both adds no bias.
-        way = CUBLAS if bias is not None else self.way("gate_up_silu", len(x), weight)
-        self._gate_up_silu(way, x, weight, bias, gate_up, out)
+        way = CUBLAS if bias is not None else self.way("gate_up", len(x), weight)
+        self._gate_up(way, x, weight, bias, gate_up, out)
 
-    def _gate_up_silu(
+    def _gate_up(
         self,
         way: Way,
         x: Activations,
@@ -182,13 +184,13 @@ class GpuProducts:
     ) -> None:
         if way.variant is not None and way.variant.gated:
             if isinstance(out, Tensor):
-                self._run(way, "gate_up_silu", x, weight, None, out)
+                self._run(way, "gate_up", x, weight, None, out)
                 return
             act = gate_up.flatten()[: gate_up.numel() // 2].view(len(x), -1)
-            self._run(way, "gate_up_silu", x, weight, None, act)
+            self._run(way, "gate_up", x, weight, None, act)
             fused.quantise(act, out)
             return
-        self._run(way, "gate_up_silu", x, weight, bias, gate_up)
+        self._run(way, "gate_up", x, weight, bias, gate_up)
         fused.silu_mul(gate_up, out)
 
     def logits(self, x: Tensor, weight: Stored, out: Tensor) -> None:
@@ -271,7 +273,7 @@ class GpuProducts:
             return ways
         draw = torch.Generator(weight.values.device).manual_seed(rows)
         x = torch.randn(rows, case.k, generator=draw, device=weight.values.device).bfloat16()
-        gated = case.operation == "gate_up_silu"
+        gated = case.operation == "gate_up"
 
         def product(way: Way) -> Tensor:
             wide = x.new_zeros(rows, case.n)
@@ -279,7 +281,7 @@ class GpuProducts:
                 self._run(way, case.operation, x, weight, None, wide)
                 return wide.float()
             out = x.new_zeros(rows, case.n // 2)
-            self._gate_up_silu(way, x, weight, None, wide, out)
+            self._gate_up(way, x, weight, None, wide, out)
             return out.float()
 
         right = product(CUBLAS)
@@ -303,7 +305,7 @@ class GpuProducts:
         dtype = skinny_gemm.SCHEMES.get(case.scheme)
         if rows > skinny_gemm.MAX_ROWS or dtype is None:
             return
-        gated = case.operation == "gate_up_silu"
+        gated = case.operation == "gate_up"
         wide = case.operation == "logits"
         # Tiles that are narrow, or of many rows, exist without gates alone; e4m3 has a kernel
         # behind SiLU either way.
@@ -392,8 +394,8 @@ class GpuProducts:
         def run() -> None:
             for weight in several:
                 fused.rms_norm(x, scale, 1e-6, seen)
-                if operation == "gate_up_silu":
-                    self._gate_up_silu(way, seen, weight, None, out, act)
+                if operation == "gate_up":
+                    self._gate_up(way, seen, weight, None, out, act)
                 else:
                     self._run(way, operation, seen, weight, None, out)
 
@@ -490,9 +492,7 @@ def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Sto
         case: weights
         for case, weights in uses.items()
         if case.operation != "experts"
-        and skinny_gemm.serves(
-            weights[0].values, case.scheme, gated=case.operation == "gate_up_silu"
-        )
+        and skinny_gemm.serves(weights[0].values, case.scheme, gated=case.operation == "gate_up")
     }
 
 

@@ -366,6 +366,7 @@ class _Loader:
             gate_up_bias=self._bias(biased, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
             down=self._fused(prefix, "mlp.down_proj"),
             down_bias=self._bias(biased, f"{mlp}.down_proj"),
+            activation=self.spec.activation,
         )
 
     def _experts(self, prefix: str) -> Experts:
@@ -379,6 +380,7 @@ class _Loader:
             down=self._fused(prefix, *(f"{name}.{names.down}" for name in each)),
             per_token=moe.per_token,
             normalised=moe.normalised,
+            activation=self.spec.activation,
         )
 
     def _qkv_bias(self, attention: str, rope: RopeSpec) -> Tensor:
