@@ -91,12 +91,9 @@ def load_weights(
     device = torch.device(device)
     floats, dummy, facts = _floats(dtype, device), load_format == "dummy", source.facts
     scheme = asked_scheme(quantization, facts.quantization, dummy)
-    if ranks > 1:
-        _check_shared(scheme)
+    _check_options(scheme, ranks, dummy, router_skew)
     if max_positions is not None:
         facts = replace(facts, spec=replace(facts.spec, max_positions=max_positions))
-    if router_skew and not dummy:
-        raise FieldError("router_skew", "is for dummy weights")
     tensors: TensorSource
     with ExitStack() as stack:
         if dummy:
@@ -150,12 +147,19 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
     return QUANTIZATIONS[name]
 
 
-def _check_shared(scheme: Scheme | None) -> None:
-    """Refuse weights whose numbers would differ with the number of ranks."""
-    if scheme not in (None, "fp8_channel"):
+def _check_options(scheme: Scheme | None, ranks: int, dummy: bool, router_skew: float) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        FieldError: the numbers of weights would differ with the number of ranks, or a skew is not
+            for dummy weights.
+    """
+    if ranks > 1 and scheme not in (None, "fp8_channel"):
         raise FieldError(
             "tensor_parallel_size", "above 1 goes with weights as they are stored, or with fp8"
         )
+    if router_skew and not dummy:
+        raise FieldError("router_skew", "is for dummy weights")
 
 
 def _check_room(facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, ranks: int) -> None:
