@@ -2,17 +2,21 @@
 
 import csv
 import json
+from itertools import pairwise
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from twolane.cli.main import app
+from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
-from twolane.engine.messages import Output, Outputs, Refused, Stats
+from twolane.engine.messages import Launched, Output, Outputs, Refused, Stats
 from twolane.results.result import BenchConfig
 from twolane.results.summary import result_dict
+from twolane.sim.report import LaunchCounts
 from twolane.sim.run import REQUEST_COLUMNS, Ledger, SimulateConfig, simulate
+from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
@@ -147,10 +151,85 @@ def test_a_full_disk_costs_the_file_and_not_the_figures():
     assert "TTFT" in done.stdout
 
 
+def test_the_report_names_what_was_simulated(tmp_path):
+    """Lanes, changes of SMs and prediction errors are those of the trace."""
+    result, trace = tmp_path / "result.json", tmp_path / "trace.json"
+    command = f"simulate {MODEL} --system muxwise --slo-tbt-ms 15 --slo-ttft-ms 1000 --seed 4"
+    command += " --dataset azure-conv --num-prompts 30 --request-rate 15 --goodput ttft:900"
+    command += f" --result-file {result} --trace {trace} --option slice_seconds=0.02"
+    done = CliRunner().invoke(app, command.split(), env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    for words in (
+        "muxwise (slice_seconds=0.02)",
+        "ttft 1000 ms, tbt 15 ms",
+        "15 ms in the server",
+        "1 x h200, fitted to measurements of such a card",
+        "guard, fitted on a profile of the simulated GPU",
+    ):
+        assert words in done.stdout
+    found = json.loads(result.read_text())["simulated"]
+    assert (found["seed"], found["system"], found["tbt_buffer_at"]) == (4, "muxwise", "server")
+    assert found["settings"]["slice_seconds"] == "0.02"
+    assert found["settings"]["max_batch_tokens"] == 4096
+    events = json.loads(trace.read_text())
+    launches = sorted(
+        (one for one in events if one["ph"] == "X" and "units" in one.get("args", {})),
+        key=lambda one: one["ts"] + one["dur"],
+    )
+    lanes = {(one["lane"], one["units"]): one["launches"] for one in found["lanes"]}
+    assert sum(lanes.values()) == len(launches)
+    assert {units for _, units in lanes} == {one["args"]["units"] for one in launches}
+    decode = [one["args"]["units"] for one in launches if one["name"].startswith("decode")]
+    assert found["switches"]["decode"] == sum(a != b for a, b in pairwise(decode)) > 0
+    assert found["predictions"]["decode steps"]["launches"] <= len(decode)
+    assert 0 < found["predictions"]["decode steps"]["mean_error"] < 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [("h20", "by its data sheet; no such card was measured"), ("h100", "fitted to measurements")],
+)
+def test_the_report_says_whether_a_card_was_measured(gpu, words):
+    assert words in str(simulate(config(gpu=gpu), []).result.simulated["gpu_model"])
+
+
+def test_predictions_are_compared_with_what_launches_took():
+    def launch(lane, units, seconds, predicted, prompts=(), decoding=0):
+        fields = {"layers": (0, 0), "new": 1, "reused": 0, "steps": 1, "reason": ""}
+        times = {"start": 1.0, "end": 1.0 + seconds, "predicted": predicted}
+        return Launched(
+            lane=lane, units=units, prompts=list(prompts), decoding=decoding, **times, **fields
+        )
+
+    counts = LaunchCounts()
+    counts.add([launch("decode", 32, 0.011, 0.010, decoding=2), launch("prefill", 100, 1.0, None)])
+    counts.add([launch("decode", 48, 0.008, 0.010, decoding=2)])
+    counts.add([launch("device", 132, 0.03, 0.02, ["a"], 2), launch("decode", 48, 0.01, 0.01)])
+    assert counts.switches == {"decode": 1, "prefill": 0, "device": 0}
+    found = counts.predictions()
+    assert set(found) == {"decode steps", "hybrid passes"}
+    assert found["decode steps"]["launches"] == 3
+    assert found["decode steps"]["mean_error"] == pytest.approx(0.1)
+    assert found["decode steps"]["mean_ratio"] == pytest.approx(2.9 / 3)
+    assert found["hybrid passes"]["mean_ratio"] == pytest.approx(1.5)
+    lanes = counts.lanes([("decode", 48, 0.018), ("decode", 32, 0.011)])
+    assert [(one["units"], one["launches"]) for one in lanes] == [(32, 1), (48, 2)]
+
+
+def test_two_buffers_never_act():
+    both = msgspec.structs.replace(config(slo=Slo(tbt=0.05)), bench=config().bench)
+    asked = msgspec.structs.replace(both, bench=msgspec.structs.replace(both.bench, playout=0.02))
+    with pytest.raises(FieldError, match="tbt-buffer-at client"):
+        asked.check()
+    for one in ({"tbt_buffer": 0.0}, {"tbt_buffer_at": "client"}):
+        engine = msgspec.structs.replace(asked.engine, **one)
+        msgspec.structs.replace(asked, engine=engine).check()
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--gpu", "b200"], "there are: a100-80gb, h20, h100, h200"),
+        (["--gpu", "b200"], "there are: a100-80gb, a100-80gb-split, h20, h100, h200"),
         (["--tp", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--disaggregated", "--system", "auto"], "--system must be two-stream"),
@@ -173,7 +252,9 @@ def test_a_model_that_leaves_no_memory_for_its_kv_is_one_line(tmp_path):
     """In a simulation, and in a search that simulates."""
     goodput = f"bench goodput --simulate a100-80gb --model llama-3.1-70b --out {tmp_path}/found"
     for command in (f"simulate {MODEL} --gpu-memory-utilization 0.00001", goodput):
-        done = CliRunner().invoke(app, [*command.split(), "--num-prompts=3", "--goodput=ttft:900"])
+        few = "--num-prompts=3", "--goodput=ttft:900"
+        brief = ["--brief"] if command == goodput else []
+        done = CliRunner().invoke(app, [*command.split(), *few, *brief])
         assert done.exit_code == 1
         [line] = done.stderr.strip().splitlines()
         assert line.endswith("there is not enough memory for the model and a KV pool")

@@ -100,6 +100,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     0 means that tiles are not told apart."""
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
+    fitted: bool = False
+    """Whether the parameters are fitted to measurements of such a card; else they follow its data
+    sheet."""
 
 
 H200 = Gpu(
@@ -133,6 +136,7 @@ H200 = Gpu(
     sampling_seconds=5.73e-5,
     link_bandwidth=310e9,
     half_tile_share=0.74,
+    fitted=True,
 )
 """Fitted by `benchmarks/fit_device.py`, and what concerns passes of several ranks by
 `benchmarks/fit_ranks.py`; docs/design/simulation.md compares it with measurements."""
@@ -199,6 +203,7 @@ H20 = msgspec.structs.replace(
     bandwidth=H200.bandwidth * 4.0 / 4.8,
     power_units=200.0,
     one_grid=H200.one_grid * 78 / 132,
+    fitted=False,
 )
 """The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
 fractions. So little arithmetic does not reach the power cap."""

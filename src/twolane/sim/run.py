@@ -6,6 +6,7 @@ when it is due.
 """
 
 import csv
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,9 +19,8 @@ from rich.progress import Progress
 from twolane.common.errors import FieldError
 from twolane.common.files import naming_file
 from twolane.common.garbage import gc_disabled
-from twolane.engine.build import Built, assemble
+from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
-from twolane.engine.engine import Engine
 from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
 from twolane.model.load.hub import resolve
@@ -28,7 +28,7 @@ from twolane.model.spec import ModelSpec, skewed
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
 from twolane.results.result import BenchConfig, Result
-from twolane.results.summary import result_json, summary
+from twolane.results.summary import result_json
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
 from twolane.sim.emulated import EmulatedMachine
@@ -36,7 +36,7 @@ from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
 from twolane.sim.port import SimPort
 from twolane.sim.profile import simulated_profile
-from twolane.systems.registry import system_class
+from twolane.sim.report import LaunchCounts, engine_figures, report
 from twolane.workload.prompts import PromptMaker
 from twolane.workload.traces import TraceRequest
 
@@ -103,6 +103,7 @@ def simulate(
     engine = msgspec.structs.replace(config.engine, profile=profile)
     built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
     ledger = Ledger(requests, on_record, on_tokens)
+    built.engine.state.watched_until = math.inf  # so that it tells of all launches
     assert isinstance(built.lanes, SimLanes)
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
     ledger.stop = lambda: setattr(port, "stopped", True)
@@ -113,7 +114,7 @@ def simulate(
         built.close()
     if ledger.stopped:
         ledger.interrupt(built.lanes.clock())
-    result = ledger.result(config, _engine_figures(config, built))
+    result = ledger.result(config, engine_figures(config, built, ledger.launches))
     return Simulation(result, ledger.in_order())
 
 
@@ -137,7 +138,7 @@ def show(config: SimulateConfig, result_file: Path | None, requests_file: Path |
         if requests_file is not None:
             save_requests(requests_file, simulation.served)
     finally:  # a full disk costs the files, not what was simulated
-        Console().print(summary(simulation.result))
+        Console().print(report(config, simulation.result))
 
 
 def save_requests(path: Path, served: Sequence[Served]) -> None:
@@ -220,12 +221,14 @@ class Ledger:
         self._on_tokens = on_tokens
         self._open: dict[str, _OpenRequest] = {}
         self.served: list[Served] = []
+        self.launches = LaunchCounts()
         self.stop: Callable[[], None]
         """Function that ends the run."""
         self.stopped = False
 
     def hear(self, at: float, news: Outputs) -> None:
         """Record the outputs of a turn."""
+        self.launches.add(news.launches)
         for output in news.outputs:
             self._output(at, output)
         for refused in news.refused:
@@ -304,24 +307,3 @@ class Ledger:
         )
         self.served.append(Served(record, request.cached, times))
         return record
-
-
-def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
-    """Return a description of the engine, and its counts."""
-    engine: Engine = built.engine
-    stats = engine.stats()
-    queries = stats.prefix_queries
-    return {
-        "device": built.ready.device,
-        "tp": config.tp,
-        "disaggregated": config.engine.disaggregated,
-        "system": built.ready.system,
-        "options": config.engine.options,
-        "estimator": config.engine.estimator or system_class(built.ready.system).estimator,
-        "levels": built.ready.levels,
-        "kv_tokens": built.ready.kv_tokens,
-        "max_model_len": built.ready.max_model_len,
-        "prefix_hit_rate": stats.prefix_hits / queries if queries else None,
-        "preemptions": stats.preemptions,
-        "lane_seconds": {f"{lane} {units}": spent for lane, units, spent in stats.seconds},
-    }
