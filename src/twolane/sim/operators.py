@@ -374,8 +374,8 @@ class OperatorCosts:
         bytes (DuetServe §4.1).
 
         Few bytes go with a flag beside each word, so that the link carries twice as many bytes, but
-        nothing has to wait; many go without flags, after a longer start (NCCL's LL and Simple). NCCL
-        changes from one to the other by the number of bytes, before the second is faster.
+        nothing has to wait; many go without flags, after a longer start (NCCL's LL and Simple).
+        NCCL changes from one to the other by the number of bytes, before the second is faster.
         """
         if self._tp == 1:
             return 0.0
