@@ -2,16 +2,16 @@
 
 Each experiment is a figure or table of a paper, as data in `muxwise.py`, `duetserve.py`,
 `bullet.py` and `drift.py`: `--list` names them, and what cannot be expressed, with the reason. It
-prints the paper's rows beside ours and writes `--out/NAME.json`; runs that the file has are not
+prints the paper's claims beside ours and writes `--out/NAME.json`; runs that the file has are not
 repeated, so a stopped experiment goes on with the same command. Simulated by default; `--serve
-FLAGS` starts a server on this machine's GPU for each system instead. The short form takes minutes
-an experiment, `--whole` hours. `--traces` (or TWOLANE_TRACES) names a folder with the public
-traces; without it workloads are drawn from published statistics.
+FLAGS` starts a server on this machine's GPU for each system instead. `--traces` (or TWOLANE_TRACES)
+names a folder with the public traces; without it workloads are drawn from published statistics.
 """
 
 import argparse
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,7 +25,7 @@ import msgspec
 import muxwise
 from rich.console import Console
 from rich.table import Table
-from study import MIN_RATE, Ask, Bench, Experiment, Figures, Row, Run, traces_from
+from study import MIN_RATE, TRACES, Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
@@ -38,6 +38,8 @@ MISSING: dict[str, str] = {
 }
 RESULTS = Path(__file__).parents[1] / "results"
 OUT = RESULTS / "papers"
+NEAR = 1.25
+"""Within how many times the paper's figure ours counts as reproduced."""
 
 
 class Done(msgspec.Struct):
@@ -51,6 +53,8 @@ class Done(msgspec.Struct):
     commit: str | None
     date: str
     figures: Figures
+    gpu: str = ""
+    """The model of the GPU; empty where there is one alone."""
 
 
 class Saved(msgspec.Struct):
@@ -68,89 +72,133 @@ class Value(NamedTuple):
     """What a row comes to."""
 
     row: Row
-    ours: float
-    """In the row's unit; the median of the seeds."""
-    low: float
-    high: float
-    seeds: int
+    ours: Mapping[str, list[float]]
+    """In the row's unit by model of the GPU, one for each seed."""
     more: bool
-    """Whether the other system held no rate, and `ours` is over the lowest that was tried."""
+    """Whether a rival held no rate, and `ours` is over the lowest that was tried."""
 
     @property
-    def ratio(self) -> float | None:
-        """Ours over the paper's."""
-        if self.row.paper is None or self.more:
-            return None
-        return self.ours / self.row.paper
+    def medians(self) -> list[float]:
+        """The median over the seeds for each model of the GPU."""
+        return [median(values) for values in self.ours.values()]
 
     @property
     def shown(self) -> str:
-        """Ours, with the spread over the seeds."""
-        if self.more:
-            return f"more than {self.ours:.3g}"
-        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.seeds > 1 else ""
+        """Ours, with the spread over the seeds; of two models of a GPU both."""
         unit = "" if self.row.unit == "times" else f" {self.row.unit}"
-        return f"{self.ours:.3g}{spread}{unit}"
+        least = "more than " if self.more else ""
+        return " or ".join(least + _spread(values) for values in self.ours.values()) + unit
+
+    @property
+    def status(self) -> str:
+        """Whether the claim is reproduced, and if not, why."""
+        paper = self.row.paper
+        if self.row.contradicts:
+            return f"cannot be: {self.row.contradicts}"
+        if paper is None:
+            return f"no claim: {self.row.why}"
+        if not self.more and all(paper / NEAR <= ours <= paper * NEAR for ours in self.medians):
+            return "**reproduced**"
+        low, high = min(self.medians), math.inf if self.more else max(self.medians)
+        if len(self.ours) > 1 and low / NEAR <= paper <= high * NEAR and not self.row.why:
+            return "open: the two models of the A100 differ by more; only a measured one tells"
+        return f"not: {self.row.why}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    middle = f"{median(values):.3g}"
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({min(values):.3g} to {max(values):.3g})"
 
 
 def values(experiment: Experiment, runs: Sequence[Done]) -> list[Value]:
-    """The rows whose runs are there."""
-    by_run: dict[str, dict[int, Figures]] = {}
+    """Return the rows whose runs are there."""
+    found: dict[tuple[str, int], dict[str, Figures]] = {}
     for done in runs:
-        by_run.setdefault(done.run, {})[done.seed] = done.figures
-    made = [_value(row, by_run, experiment.runs) for row in experiment.rows]
+        found.setdefault((done.gpu, done.seed), {})[done.run] = done.figures
+    made = [_value(row, found, experiment.runs) for row in experiment.rows]
     return [value for value in made if value is not None]
 
 
 def _value(
-    row: Row, by_run: Mapping[str, Mapping[int, Figures]], runs: Mapping[str, Run | Ask]
+    row: Row,
+    found: Mapping[tuple[str, int], Mapping[str, Figures]],
+    runs: Mapping[str, Run | Ask],
 ) -> Value | None:
-    above, below = by_run.get(row.of, {}), by_run.get(row.over, {})
-    over = runs.get(row.over)
-    least = MIN_RATE * over.load.rate if isinstance(over, Run) else math.inf
-    found, more = [], False
-    for seed, figures in above.items():
-        if row.figure not in figures or (row.over and row.figure not in below.get(seed, {})):
+    ours: dict[str, list[float]] = {}
+    more = False
+    for (gpu, _), figures in found.items():
+        above = [_figure(name, row.figure, figures) for name in row.of]
+        below = [_figure(name, row.figure, figures) for name in row.over]
+        if None in above or None in below:
             continue
-        divisor = below[seed][row.figure] if row.over else 1.0
-        more = more or not divisor
-        found.append(row.scale * figures[row.figure] / (divisor or least))
-    if not found:
-        return None
-    return Value(row, median(found), min(found), max(found), len(found), more)
+        more |= 0.0 in below
+        least = [d or _least(name, runs) for name, d in zip(row.over, below, strict=True)]
+        ours.setdefault(gpu, []).append(row.scale * _combined(row, above, least))
+    return Value(row, ours, more) if ours else None
+
+
+def _combined(row: Row, above: Sequence[float], below: Sequence[float]) -> float:
+    """Return the figure of a row, the difference, or the geometric mean of the ratios."""
+    if not below:
+        return above[0]
+    if row.minus:
+        return above[0] - below[0]
+    logs = [math.log(a / b) if a else -math.inf for a, b in zip(above, below, strict=True)]
+    return math.exp(sum(logs) / len(logs))
+
+
+def _figure(name: str, figure: str, figures: Mapping[str, Figures]) -> float | None:
+    """Return a run's figure, or the largest of the runs that a name stands for."""
+    same = [run for run in figures if run == name] or [
+        run for run in figures if re.sub(r" \d+$", "", run) == name
+    ]
+    values = [figures[run][figure] for run in same if figure in figures[run]]
+    return max(values, default=None)
+
+
+def _least(name: str, runs: Mapping[str, Run | Ask]) -> float:
+    """Return the lowest rate of a search in which no rate held."""
+    run = next(run for known, run in runs.items() if known.startswith(name))
+    return MIN_RATE * run.load.rate if isinstance(run, Run) else math.inf
 
 
 def read(path: Path) -> Saved:
-    """A file of results."""
+    """Return a file of results."""
     return msgspec.json.decode(path.read_bytes(), type=Saved)
 
 
 def table(name: str, experiment: Experiment, runs: Sequence[Done]) -> Table:
-    """The rows, and below them the figures of the runs."""
+    """Return the claims beside ours."""
     made = Table(title=f"{name}: {experiment.where}", title_justify="left", show_lines=False)
-    for head in ("", "paper", "ours", "ours / paper", "why they differ"):
+    for head in ("", "paper", "ours", "status"):
         made.add_column(head)
     for value in values(experiment, runs):
-        row = value.row
-        paper = "" if row.paper is None else f"{row.paper:g} {row.unit}"
-        ratio = "" if value.ratio is None else f"{value.ratio:.2f}"
-        made.add_row(row.what, paper, value.shown, ratio, row.why)
+        paper = "" if value.row.paper is None else f"{value.row.paper:g} {value.row.unit}"
+        made.add_row(value.row.what, paper, value.shown, value.status)
     return made
 
 
 def figures_table(experiment: Experiment, runs: Sequence[Done]) -> Table:
-    """The figures that an experiment shows, run by run."""
-    made = Table("run", "seed", *experiment.shown)
+    """Return the figures that an experiment shows, run by run."""
+    made = Table("run", "GPU", "seed", *experiment.shown)
     for done in runs:
         shown = [done.figures.get(figure) for figure in experiment.shown]
-        made.add_row(done.run, str(done.seed), *("" if v is None else f"{v:.4g}" for v in shown))
+        cells = ["" if v is None else f"{v:.4g}" for v in shown]
+        made.add_row(done.run, done.gpu, str(done.seed), *cells)
     return made
+
+
+def _matches(run: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(run, pattern) for pattern in patterns)
 
 
 def chosen(
     experiment: Experiment, patterns: Sequence[str], served: bool
 ) -> list[tuple[str, Run | Ask]]:
-    """The runs whose names match; on servers system by system, so that each is started once."""
+    """Return the runs whose names match; on servers system by system, so that each is started
+    once."""
     runs = [(name, run) for name, run in experiment.runs.items() if _matches(name, patterns)]
     systems = list(dict.fromkeys(run.system for _, run in runs if isinstance(run, Run)))
     if served:
@@ -158,38 +206,34 @@ def chosen(
     return runs
 
 
-def _matches(run: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(run, pattern) for pattern in patterns)
-
-
 def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
     """Run what is missing of an experiment; the file is written after each run."""
     out = given.out if given.serve is None else given.out / given.card
-    seeds, card = given.seeds or (3 if given.whole else 1), given.card or "simulated"
     experiment, path = EXPERIMENTS[name], out / f"{name}.json"
     about = provenance({"experiment": name, "traces": "public" if bench.traces else "drawn"})
-    saved = Saved(about, experiment.where, card, [])
+    saved = Saved(about, experiment.where, given.card or "simulated", [])
     if path.exists():
         saved = read(path)
         saved.provenance = about
     if given.fresh:
         saved.runs = [done for done in saved.runs if not _matches(done.run, given.runs)]
-    known = {(done.run, done.seed, done.requests) for done in saved.runs}
+    known = {(done.run, done.gpu, done.seed, done.requests) for done in saved.runs}
     for run_name, run in chosen(experiment, given.runs, bench.serve is not None):
-        served = isinstance(run, Run)
-        count = bench.count(run) if isinstance(run, Run) else 0
-        for seed in range(seeds if served else 1):
-            if (run_name, seed, count) in known:
-                continue
-            found = bench.figures(run, seed)
-            if bench.serve is not None:
+        count = bench.count(run)
+        seeds = (given.seeds or experiment.seeds) if count else 1
+        for gpu in bench.gpus(run):
+            for seed in range(seeds):
+                if (run_name, gpu, seed, count) in known:
+                    continue
+                found = bench.figures(run, gpu, seed)
                 shown = (f"{n} {found[n]:.4g}" for n in experiment.shown if n in found)
-                print(f"{run_name}: {', '.join(shown)}", flush=True)
-            day = provenance().date or ""
-            saved.runs.append(Done(run_name, seed, count, about.commit, day, found))
-            content = msgspec.to_builtins(saved)
-            del content["provenance"]
-            save(path, about, content)
+                print(f"{run_name} {gpu} {seed}: {', '.join(shown)}", flush=True)
+                day = provenance().date or ""
+                done = Done(run_name, seed, count, about.commit, day, found, gpu)
+                saved.runs.append(done)
+                content = msgspec.to_builtins(saved)
+                del content["provenance"]
+                save(path, about, content)
     return saved
 
 
@@ -209,11 +253,10 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="experiments; by default all")
     add("--list", action="store_true", help="name the experiments, and what is not expressed")
-    add("--whole", action="store_true", help="long runs and three seeds")
-    add("--seeds", type=int, help="number of patterns of arrivals; by default 1, whole 3")
+    add("--seeds", type=int, help="number of patterns of arrivals; by default the experiment's")
     add("--requests", type=int, help="number of requests in each run")
     add("--runs", nargs="+", default=["*"], metavar="PATTERN", help="only runs of these names")
-    add("--traces", type=Path, help="folder of the public traces")
+    add("--traces", type=Path, help=f"folder of the public traces; by default {TRACES}")
     add("--serve", metavar="FLAGS", help="flags of `twolane serve`: measure on this machine")
     add("--model", help="model in place of the experiments' own, for a trial of --serve")
     add("--card", help="name of this machine's GPU in the files, with --serve")
@@ -241,7 +284,6 @@ def main() -> None:
         show_list(console)
         return
     bench = Bench(
-        whole=given.whole,
         traces=traces_from(given.traces),
         requests=given.requests,
         serve=given.serve,
@@ -252,8 +294,7 @@ def main() -> None:
         for name in given.names or EXPERIMENTS:
             saved = work(name, bench, given)
             console.print(table(name, EXPERIMENTS[name], saved.runs))
-            if EXPERIMENTS[name].shown:
-                console.print(figures_table(EXPERIMENTS[name], saved.runs))
+            console.print(figures_table(EXPERIMENTS[name], saved.runs))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 An experiment has runs and rows. A run is a system under a load, served by the simulator or, with
 `--serve`, by a server on the machine's own GPU; or a question to a model of the device. A row puts
-a figure of the paper beside ours, with one sentence on why they differ.
+a claim of the paper beside what the runs gave. Nothing holds tokens back: the papers' servers have
+no playout buffer.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import contextlib
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 
 from twolane.bench import serve
 from twolane.bench.contenders import parse_system, system_flags
-from twolane.bench.goodput import EarlyStop, highest, shares
+from twolane.bench.goodput import EarlyStop, highest, lasting, shares
 from twolane.bench.server import Server, serving
 from twolane.engine.config import EngineConfig
 from twolane.results.result import BenchConfig, Result
@@ -29,7 +30,7 @@ from twolane.sim.gpus import GPUS
 from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
-from twolane.workload.traces import TraceRequest, has_arrivals, read_trace
+from twolane.workload.traces import TraceRequest, has_arrivals, read_trace, scale_rate, window
 
 TRACES = "TWOLANE_TRACES"
 """Environment variable that names the folder of the public traces."""
@@ -39,22 +40,23 @@ FILES = {
     "conversation": "mooncake_conversation_trace.jsonl.gz",
     "sharegpt": "sharegpt_lengths.csv.gz",
 }
-"""Name of a workload's trace in that folder."""
+"""Name of a workload's trace in that folder; the other workloads are drawn."""
 OFFSET = 300.0
 """Seconds of a trace between the beginnings of two seeds' windows."""
-UNSTABLE = {"ttft": 5.0, "ttft_per_1k": 0.5}
-"""Bounds in seconds beyond which a queue counts as growing: the papers search until "the serving
-system becomes unstable" and name no bound."""
+MAX_RUNNING = 1024
+"""Most requests at a time (DuetServe §5.1); SGLang's default is what memory holds."""
 ATTAINMENT = 0.99
-"""Fraction of gaps and of first tokens that must keep the bounds in a search."""
-OCTAVE = 9
-"""Rates that a search tries from one to its double; neighbours are 8 % apart."""
+"""Fraction of the gaps between tokens that must keep the bound in a search."""
+OCTAVE = 6
+"""Rates that a search tries from one to its double; neighbours are 12 % apart."""
 SPAN = 6
 """How many times the rate where a search begins its highest one may be, and it its lowest one."""
 MIN_RATE = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
 """The lowest rate that a search tries, over the one where it begins."""
 APART = "1P1D"
 """System of a run in which prefill has one half of the GPUs and decode the other (simulated)."""
+TWINS = {"a100-80gb": ("a100-80gb", "a100-80gb-split")}
+"""Models of one GPU whose results are a range until one was measured."""
 WARMUPS = 24
 """Requests that a server gets at once before its runs: its first memory is slow."""
 Figures = dict[str, float]
@@ -71,27 +73,25 @@ class Load:
     dataset: str = ""
     rate: float = math.inf
     """Requests/s (a search begins here); infinite sends all requests at once."""
-    requests: int = 150
-    """Number of requests in a run of the short form."""
-    whole: int = 1000
-    """Number of requests in a run of the long form."""
+    requests: int = 600
+    """Number of requests in a run."""
+    bursts: bool = False
+    """Whether the trace's own arrival times are replayed, scaled to the rate."""
     lengths: tuple[int, int] | None = None
     """Prompt and output tokens of every request, in place of a dataset."""
-    draw: Callable[[int, int], list[TraceRequest]] | None = None
-    """Requests from their number and a seed, in place of a dataset."""
+    draw: Callable[[int, int, float], list[TraceRequest]] | None = None
+    """Requests from their number, a seed and a rate, in place of a dataset."""
     tbt: float | None = None
     """TBT SLO in seconds that the systems are told."""
     kept: tuple[float, float] = (math.inf, math.inf)
     """TTFT for each prompt token and TPOT, in seconds, that count as attained (Bullet, Table 4)."""
-    levels: tuple[int, ...] | None = None
     link: float | None = None
     """Bytes/s between GPUs in each direction; None is NVLink's."""
     quantization: str | None = None
-    kv_cache_dtype: str = "auto"
     prefix_cache: bool = True
 
     def spec(self, requests: int, seed: int, rate: float, traces: Path | None) -> WorkloadSpec:
-        """The workload: of the trace if there is one, else drawn."""
+        """Return the workload: of the trace if there is one, else drawn."""
         own: dict[str, object] = {"dataset": self.dataset}
         if self.lengths is not None:
             own = dict(
@@ -104,6 +104,17 @@ class Load:
                 own["trace_offset"] = OFFSET * seed
         return WorkloadSpec(num_prompts=requests, request_rate=rate, seed=seed, **own)  # type: ignore[arg-type]
 
+    def sent(self, requests: int, seed: int, rate: float, traces: Path | None) -> list[TraceRequest]:
+        """Return the requests of a run."""
+        if self.draw is not None:
+            return self.draw(requests, seed, rate)
+        spec = self.spec(requests, seed, rate, traces)
+        if not self.bursts or spec.trace_offset is None:
+            return spec.build()
+        rows = window(read_trace(spec.dataset), spec.trace_offset, None)[:requests]
+        seconds = (rows[-1].arrival or 0.0) - (rows[0].arrival or 0.0)
+        return scale_rate(rows, rate * seconds / len(rows))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -113,59 +124,41 @@ class Run:
     system: str
     """Name and settings, as `twolane bench goodput --system` takes them; or `APART`."""
     search: bool = False
-    """Whether the highest rate is searched at which P99 TBT keeps the SLO."""
-    told: bool = False
-    """Whether the system is told the bound on TTFT by which the search judges; MuxWise and Drift
-    assume one of their own where there is none."""
+    """Whether the highest rate is searched at which P99 TBT keeps the SLO and no queue grows."""
 
 
 @dataclass(frozen=True)
 class Ask:
     """A question to a model of the device, which serves nothing."""
 
-    answer: Callable[[], Figures]
+    answer: Callable[[str], Figures]
+    """Figures from the GPU's name."""
+    gpu: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A figure of the paper beside ours."""
+    """A claim of the paper beside ours: a figure, or the geometric mean of ratios of two."""
 
     what: str
     figure: str
     """Name of the figure in `Figures`."""
-    of: str
-    """Name of the run."""
-    over: str = ""
-    """Name of the run whose figure it is divided by; without one the figure itself counts."""
+    of: Sequence[str]
+    """Names of the runs."""
+    over: Sequence[str] = ()
+    """Names of the runs whose figures they are divided by; without them the figure itself counts.
+    A name without its last number stands for the best of the runs with one (`chunked`)."""
+    minus: bool = False
+    """Whether the figures are subtracted instead."""
     paper: float | None = None
     """The paper's figure; None where its text has no number."""
     unit: str = "times"
     scale: float = 1.0
     """Factor from the figure to its unit."""
-    why: str
-    """Why they differ, in one sentence."""
-
-
-def over(
-    load: str,
-    figure: str,
-    what: str,
-    paper: float | None,
-    why: str,
-    *,
-    own: str,
-    rival: str,
-    more: bool,
-) -> Row:
-    """A system's figure under a load over another's, or the other way round where less is better.
-
-    Args:
-        own, rival: names of the systems in the runs of that load.
-        more: whether more is better.
-    """
-    runs = f"{load}: {own}", f"{load}: {rival}"
-    of, other = runs if more else reversed(runs)
-    return Row(what=f"{what}, {load}", figure=figure, of=of, over=other, paper=paper, why=why)
+    why: str = ""
+    """Why it is not reproduced, as the runs show."""
+    contradicts: str = ""
+    """Why nothing could reproduce it: what the paper's own numbers rule out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,46 +169,64 @@ class Experiment:
     """Paper and place."""
     runs: Mapping[str, Run | Ask]
     rows: Sequence[Row] = ()
-    shown: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ("mean_ttft", "p99_tbt", "throughput")
     """Figures that the table of runs has."""
-    headline: str = ""
-    """What the paper's abstract claims, if this experiment is its source."""
-    single: bool = field(default=False)
-    """Whether one GPU serves it, so that `--serve` can measure it."""
+    seeds: int = 3
+    """Number of patterns of arrivals."""
 
-
-def figures_of(
-    run: str, named: str, figures: Iterable[tuple[str, str, float, str, float, str]]
-) -> list[Row]:
-    """Figures of one run, which are divided by no other's.
-
-    Args:
-        run: its name.
-        named: what each row calls it.
-        figures: of each `what`, `figure`, `paper`, `unit`, `scale` and `why` of its row.
-    """
-    return [
-        Row(
-            what=f"{what}, {named}",
-            figure=figure,
-            of=run,
-            paper=paper,
-            unit=unit,
-            scale=scale,
-            why=why,
-        )
-        for what, figure, paper, unit, scale, why in figures
-    ]
+    @property
+    def single(self) -> bool:
+        """Whether one GPU serves it, so that `--serve` can measure it."""
+        runs = self.runs.values()
+        return all(isinstance(run, Run) and run.load.tp == 1 for run in runs)
 
 
 def beside(
     loads: Mapping[str, Load], systems: Mapping[str, str], search: bool = False
 ) -> dict[str, Run]:
-    """Every system under every load, named `load: system`."""
+    """Return every system under every load, named `load: system`."""
     return {
         f"{load}: {system}": Run(loads[load], systems[system], search)
         for load, system in product(loads, systems)
     }
+
+
+def names(loads: Sequence[str], system: str) -> list[str]:
+    """Return the names of a system's runs under these loads."""
+    return [f"{load}: {system}" for load in loads]
+
+
+def over(
+    loads: Sequence[str],
+    own: str,
+    rival: str,
+    figure: str,
+    what: str,
+    paper: float | None,
+    why: str = "",
+    *,
+    less: bool = False,
+    contradicts: str = "",
+) -> Row:
+    """Return the row of a system's figure over a rival's, or the rival's over its own.
+
+    Args:
+        loads: The loads over which the mean is taken.
+        own: The system.
+        rival: The other system.
+        figure: The name of the figure.
+        what: What is compared.
+        paper: The paper's ratio.
+        why: Why it is not reproduced.
+        less: Whether less is better, so that the rival's figure is divided by the system's own.
+        contradicts: What the paper's own numbers rule out.
+    """
+    of, other = names(loads, own), names(loads, rival)
+    if less:
+        of, other = other, of
+    return Row(
+        what=what, figure=figure, of=of, over=other, paper=paper, why=why, contradicts=contradicts
+    )
 
 
 class Servers:
@@ -227,8 +238,8 @@ class Servers:
         self._server: Server | None = None
 
     def get(self, words: list[str], log: Path) -> tuple[Server, bool]:
-        """The server with these arguments, and whether it was started now; one with others is
-        stopped first."""
+        """Return the server with these arguments, and whether it was started now; one with others
+        is stopped first."""
         if self._server is not None and words == self._words:
             return self._server, False
         self.close()
@@ -243,9 +254,8 @@ class Servers:
 
 @dataclass(frozen=True)
 class Bench:
-    """How runs are served: in what form, from which traces, simulated or on a server."""
+    """How runs are served: from which traces, simulated or on a server."""
 
-    whole: bool = False
     traces: Path | None = None
     requests: int | None = None
     """Number of requests in each run, in place of the load's own."""
@@ -254,76 +264,68 @@ class Bench:
     model: str | None = None
     """Model in place of the experiment's own, for a trial."""
     logs: Path = Path("papers-work")
-    known: dict[tuple[Run, int], Figures] = field(default_factory=dict)
-    """What runs came to: several experiments show the same ones."""
+    known: dict[tuple[Run, str, int], Figures] = field(default_factory=dict)
+    """Figures of runs that several experiments show."""
     servers: Servers = field(default_factory=Servers)
 
-    def count(self, run: Run) -> int:
-        """Number of requests in one run."""
-        return self.requests or (run.load.whole if self.whole else run.load.requests)
+    def gpus(self, run: Run | Ask) -> tuple[str, ...]:
+        """Return the models of the run's GPU; one server stands for itself."""
+        gpu = run.gpu if isinstance(run, Ask) else run.load.gpu
+        return (gpu,) if self.serve is not None else TWINS.get(gpu, (gpu,))
 
-    def figures(self, run: Run | Ask, seed: int) -> Figures:
-        """What comes of a run."""
+    def count(self, run: Run | Ask) -> int:
+        """Return the number of requests in one run; 0 where nothing is served."""
+        return 0 if isinstance(run, Ask) else self.requests or run.load.requests
+
+    def figures(self, run: Run | Ask, gpu: str, seed: int) -> Figures:
+        """Return the figures of a run on one model of its GPU."""
         if isinstance(run, Ask):
-            return run.answer()
-        if (run, seed) not in self.known:
-            self.known[run, seed] = self._figures(run, seed)
-        return self.known[run, seed]
+            return run.answer(gpu)
+        if (run, gpu, seed) not in self.known:
+            serve = self._served if self.serve is not None else self._simulated
+            self.known[run, gpu, seed] = serve(run, gpu, seed)
+        return self.known[run, gpu, seed]
 
-    def _figures(self, run: Run, seed: int) -> Figures:
-        if self.serve is not None:
-            return self._served(run, seed)
-        if run.search:
-            return self._searched(run, seed)
-        return figures(run.load, self._simulated(run, seed, run.load.rate)[0])
-
-    def _requests(
-        self, run: Run, seed: int, rate: float
-    ) -> tuple[WorkloadSpec, list[TraceRequest]]:
-        if run.load.draw is not None:
-            return WorkloadSpec(seed=seed), run.load.draw(self.count(run), seed)
-        spec = run.load.spec(self.count(run), seed, rate, self.traces)
-        return spec, spec.build()
-
-    def _simulated(
-        self, run: Run, seed: int, rate: float, slos: dict[str, float] | None = None
-    ) -> tuple[Result, bool]:
-        """A run, and whether it was ended since the bounds could not be kept any more."""
-        load = run.load
-        workload, requests = self._requests(run, seed, rate)
-        asked = SimulateConfig(
-            engine=engine(run, load.model),
-            gpu=load.gpu,
-            tp=load.tp // 2 if run.system == APART else load.tp,
-            link_bandwidth=load.link,
-            bench=BenchConfig(workload=workload, goodput=slos or {}),
-        )
-        if slos is None:
-            result = simulate(asked, requests).result
-        else:
-            watch = EarlyStop(requests, [slos], ATTAINMENT)
-            result = simulate(asked, requests, watch, watch.tokens).result
-        return result, result.interrupted
-
-    def _searched(self, run: Run, seed: int) -> Figures:
-        """Goodput, and the figures at that rate; only `goodput` where no rate holds."""
+    def _simulated(self, run: Run, gpu: str, seed: int) -> Figures:
+        """Return the figures at the run's rate, or at the highest that a search finds; of a search
+        in which no rate holds only `goodput`, which is 0."""
+        if not run.search:
+            return figures(run.load, self._result(run, gpu, seed, run.load.rate))
         assert run.load.tbt is not None
-        slos = {"tbt": run.load.tbt, **UNSTABLE}
+        slos = {"tbt": run.load.tbt}
         best: dict[float, Figures] = {}
 
         def holds(rate: float) -> bool:
-            result, hopeless = self._simulated(run, seed, rate, slos)
-            kept = shares(result.metrics, slos).values()
-            if good := not hopeless and all((share or 0.0) >= ATTAINMENT for share in kept):
+            result = self._result(run, gpu, seed, rate, slos)
+            kept = shares(result.metrics, slos)["tbt"] or 0.0
+            if good := not result.interrupted and kept >= ATTAINMENT and lasting(result):
                 best[rate] = figures(run.load, result)
             return good
 
         start = run.load.rate
-        rate = highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=3)
+        rate = highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=2)
         return {**best.get(rate, {}), "goodput": rate}
 
-    def _served(self, run: Run, seed: int) -> Figures:
-        """A run over HTTP on a server that has no other system's requests.
+    def _result(
+        self, run: Run, gpu: str, seed: int, rate: float, slos: dict[str, float] | None = None
+    ) -> Result:
+        """Return one run; with bounds it is ended when they cannot be kept any more."""
+        load = run.load
+        requests = load.sent(self.count(run), seed, rate, self.traces)
+        asked = SimulateConfig(
+            engine=engine(run),
+            gpu=gpu,
+            tp=load.tp // 2 if run.system == APART else load.tp,
+            link_bandwidth=load.link,
+            bench=BenchConfig(workload=WorkloadSpec(seed=seed), goodput=slos or {}),
+        )
+        if slos is None:
+            return simulate(asked, requests).result
+        stop = EarlyStop(requests, [slos], ATTAINMENT)
+        return simulate(asked, requests, stop, stop.tokens).result
+
+    def _served(self, run: Run, gpu: str, seed: int) -> Figures:
+        """Return the figures of a run over HTTP on a server without another system's requests.
 
         Loads draw other tokens, or one would find its prompts in the prefix cache of the last.
         """
@@ -344,27 +346,26 @@ class Bench:
         return figures(run.load, asyncio.run(serve.run(config)))
 
 
-def engine(run: Run, model: str) -> EngineConfig:
-    """Settings of the engine that a run simulates."""
+def engine(run: Run) -> EngineConfig:
+    """Return the settings of the engine that a run simulates."""
     system, options = parse_system("two-stream" if run.system == APART else run.system)
     load = run.load
-    bound = {"ttft": UNSTABLE["ttft"], "ttft_per_token": UNSTABLE["ttft_per_1k"] / 1024}
     return EngineConfig(
-        model=model,
+        model=load.model,
         system=system,
         options=options,
-        slo=Slo(tbt=load.tbt, **bound) if run.told else Slo(tbt=load.tbt),
-        tbt_buffer=0.0,  # the papers' servers hold no tokens back
-        levels=load.levels,
+        slo=Slo(tbt=load.tbt),
+        tbt_buffer=0.0,
+        max_running=MAX_RUNNING,
         prefix_cache=load.prefix_cache,
         quantization=load.quantization,  # type: ignore[arg-type]
-        kv_cache_dtype=load.kv_cache_dtype,  # type: ignore[arg-type]
         disaggregated=run.system == APART,
     )
 
 
 def figures(load: Load, result: Result) -> Figures:
-    """Of those that were answered; a prompt beyond the model's positions is refused."""
+    """Return the figures of the requests that were answered; a prompt beyond the model's positions
+    is refused."""
     answered = [record for record in result.records if record.ok]
     ttft = np.array([record.ttft for record in answered])
     tpot = np.array([record.tpot or 0.0 for record in answered])
@@ -381,24 +382,25 @@ def figures(load: Load, result: Result) -> Figures:
         "e2e_per_token": e2e / outputs,
     }
     each, pace = load.kept
-    own = {
+    return {
         **{f"mean_{name}": float(values.mean()) for name, values in named.items()},
-        **{f"p50_{name}": float(np.percentile(values, 50)) for name, values in named.items()},
-        **{f"p90_{name}": float(np.percentile(values, 90)) for name, values in named.items()},
-        **{f"p99_{name}": float(np.percentile(values, 99)) for name, values in named.items()},
+        **{
+            f"p{q}_{name}": float(np.percentile(values, q))
+            for q, (name, values) in product((50, 90, 99), named.items())
+        },
         "throughput": len(answered) / result.duration,
+        "sustained": float(result.metrics.sustained_throughput or 0.0),
         "tokens": float(prompts.sum() + outputs.sum()) / result.duration,
         "attainment": float(((ttft <= each * prompts) & (tpot <= pace)).mean()),
-        "answered": float(len(answered)),
+        "answered": len(answered) / len(result.records),
+        **(_lanes(load, result) if result.simulated else {}),
     }
-    return {**own, **(_lanes(load, result) if result.simulated else {})}
 
 
 def _lanes(load: Load, result: Result) -> Figures:
-    """How the lanes shared the simulated device: SMs in use, and each lane's mean share."""
+    """Return how the lanes shared the simulated device: SMs in use, and each lane's mean share."""
     assert result.simulated is not None
     spent: dict[str, float] = result.simulated["lane_seconds"]  # type: ignore[assignment]
-    units = GPUS[load.gpu].units
     busy: dict[str, float] = {}
     area: dict[str, float] = {}
     for name, seconds in spent.items():
@@ -409,13 +411,13 @@ def _lanes(load: Load, result: Result) -> Figures:
     hits = result.simulated["prefix_hit_rate"]
     return {
         **lanes,
-        "utilisation": sum(area.values()) / (units * result.duration),
+        "utilisation": sum(area.values()) / (GPUS[load.gpu].units * result.duration),
         "hit_rate": float(hits or 0.0),  # type: ignore[arg-type]
     }
 
 
 def traces_from(given: Path | None) -> Path | None:
-    """The folder of the traces: as given, or as the environment names it."""
+    """Return the folder of the traces: as given, or as the environment names it."""
     if given is not None:
         return given
     named = os.environ.get(TRACES)
