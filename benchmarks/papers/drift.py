@@ -49,7 +49,9 @@ ALONE = {
 AT_ONCE = {name: replace(load, rate=math.inf, tbt=None) for name, load in SYNTHETIC.items()}
 
 
-def ratio(loads: list[str], rival: str, figure: str, what: str, paper: float | None, why: str) -> Row:
+def ratio(
+    loads: list[str], rival: str, figure: str, what: str, paper: float | None, why: str
+) -> Row:
     """Return the row of a rival's latency over Drift's."""
     return over(loads, "drift", rival, figure, what, paper, why, less=True)
 
@@ -59,7 +61,7 @@ EXPERIMENTS = {
         where="Drift Fig. 9",
         runs={**beside(REAL, PAIR), **beside(LARGE, {"Dynamo 1P1D": APART})},
         rows=[
-            ratio(list(loads), rival, figure, f"{what} of {rival} over its own", paper, "")
+            ratio(list(loads), rival, figure, f"{what} of {rival}", paper, "")
             for loads, rival, what, figure, paper in (
                 (REAL, "chunked 512", "P99 TTFT", "p99_ttft", 2.62),
                 (REAL, "chunked 512", "P99 TBT", "p99_tbt", 2.59),
@@ -75,7 +77,8 @@ EXPERIMENTS = {
         runs=beside(SEARCHED, PAIR, search=True),
         rows=[
             over(
-                [load], "drift", "chunked 512", "goodput", f"goodput over chunked 512, {load}", paper, "",
+                [load], "drift", "chunked 512", "goodput",
+                f"goodput over chunked 512, {load}", paper, "",
             )
             for load, paper in (("8B toolagent", 6.2), ("70B toolagent", 17.5))
         ],
@@ -85,7 +88,7 @@ EXPERIMENTS = {
         where="Drift Fig. 11",
         runs=beside({**SYNTHETIC, **ALONE}, PAIR),
         rows=[
-            ratio([load], "chunked 512", figure, f"{what} of chunked 512 over its own, {load}", None, why)
+            ratio([load], "chunked 512", figure, f"{what} of chunked 512, {load}", None, why)
             for load, why in (
                 ("ShareGPT", "the figure has no numbers in the text: both alike"),
                 ("LooGLE", "the figure has no numbers in the text"),

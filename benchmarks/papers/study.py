@@ -19,9 +19,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from twolane.bench import serve
+from twolane.bench import goodput, serve
 from twolane.bench.contenders import parse_system, system_flags
-from twolane.bench.goodput import EarlyStop, highest, lasting, shares
 from twolane.bench.server import Server, serving
 from twolane.engine.config import EngineConfig
 from twolane.results.result import BenchConfig, Result
@@ -104,7 +103,9 @@ class Load:
                 own["trace_offset"] = OFFSET * seed
         return WorkloadSpec(num_prompts=requests, request_rate=rate, seed=seed, **own)  # type: ignore[arg-type]
 
-    def sent(self, requests: int, seed: int, rate: float, traces: Path | None) -> list[TraceRequest]:
+    def sent(
+        self, requests: int, seed: int, rate: float, traces: Path | None
+    ) -> list[TraceRequest]:
         """Return the requests of a run."""
         if self.draw is not None:
             return self.draw(requests, seed, rate)
@@ -297,13 +298,17 @@ class Bench:
 
         def holds(rate: float) -> bool:
             result = self._result(run, gpu, seed, rate, slos)
-            kept = shares(result.metrics, slos)["tbt"] or 0.0
-            if good := not result.interrupted and kept >= ATTAINMENT and lasting(result):
+            kept = goodput.shares(result.metrics, slos)["tbt"] or 0.0
+            if (
+                good := not result.interrupted
+                and kept >= ATTAINMENT
+                and goodput.lasting(result, rate)
+            ):
                 best[rate] = figures(run.load, result)
             return good
 
         start = run.load.rate
-        rate = highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=2)
+        rate = goodput.highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=2)
         return {**best.get(rate, {}), "goodput": rate}
 
     def _result(
@@ -321,7 +326,7 @@ class Bench:
         )
         if slos is None:
             return simulate(asked, requests).result
-        stop = EarlyStop(requests, [slos], ATTAINMENT)
+        stop = goodput.EarlyStop(requests, [slos], ATTAINMENT)
         return simulate(asked, requests, stop, stop.tokens).result
 
     def _served(self, run: Run, gpu: str, seed: int) -> Figures:
@@ -389,12 +394,22 @@ def figures(load: Load, result: Result) -> Figures:
             for q, (name, values) in product((50, 90, 99), named.items())
         },
         "throughput": len(answered) / result.duration,
-        "sustained": float(result.metrics.sustained_throughput or 0.0),
+        "sustained": _sustained(result),
         "tokens": float(prompts.sum() + outputs.sum()) / result.duration,
         "attainment": float(((ttft <= each * prompts) & (tpot <= pace)).mean()),
         "answered": len(answered) / len(result.records),
         **(_lanes(load, result) if result.simulated else {}),
     }
+
+
+def _sustained(result: Result) -> float:
+    """Return the requests finished per second between the longest end-to-end time and the last
+    arrival; 0 of a run that is shorter."""
+    answered = [record for record in result.records if record.ok]
+    last = max(record.sent for record in answered)
+    warm = max(record.e2e for record in answered)
+    finished = sum(warm < record.ended <= last for record in answered)
+    return finished / (last - warm) if last > warm else 0.0
 
 
 def _lanes(load: Load, result: Result) -> Figures:

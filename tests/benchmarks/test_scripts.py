@@ -158,8 +158,11 @@ def test_launches_of_70b_are_predicted(tmp_path):
 
 def test_the_papers_comparisons_run(tmp_path):
     names = ("drift-fig13", "muxwise-fig6")
-    said = run("papers/run.py", *names, "--requests", 6, "--out", tmp_path, cwd=tmp_path)
-    assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 3
+    few = ("--requests", 6, "--seeds", 1)
+    said = run("papers/run.py", *names, *few, "--out", tmp_path, cwd=tmp_path)
+    runs = saved(tmp_path / "drift-fig13.json")["runs"]
+    assert len(runs) == 6  # on both models of the A100
+    assert {done["gpu"] for done in runs} == {"a100-80gb", "a100-80gb-split"}
     assert "Drift Fig. 13" in said
     assert "505 ms" in said
 
@@ -180,6 +183,34 @@ def test_runs_on_servers_go_system_by_system(monkeypatch):
     assert len(named) == 5
 
 
+@pytest.mark.parametrize(
+    ("row", "ours", "status"),
+    [
+        ({"paper": 2.0}, {"": [1.7, 2.4, 2.6]}, "**reproduced**"),
+        ({"paper": 2.0, "why": "it idles"}, {"": [1.2]}, "not: it idles"),
+        ({"paper": 2.0}, {"whole": [6.0], "split": [1.4]}, "open: the two models of the A100"),
+        ({"paper": 2.0, "why": "it idles"}, {"whole": [6.0], "split": [1.4]}, "not: it idles"),
+        ({"paper": 2.0, "contradicts": "Little's law"}, {"": [2.0]}, "cannot be: Little's law"),
+        ({"why": "no number"}, {"": [2.0]}, "no claim: no number"),
+    ],
+)
+def test_a_claim_is_reproduced_or_has_a_reason(monkeypatch, row, ours, status):
+    monkeypatch.syspath_prepend(str(SCRIPTS / "papers"))
+    from run import Row, Value
+
+    value = Value(Row(what="", figure="x", of=["a"], **row), ours, more=False)
+    assert value.status.startswith(status)
+
+
+def test_no_goodput_of_the_papers_studies_is_above_what_was_finished():
+    for path in SCRIPTS.glob("results/papers/*.json"):
+        for done in msgspec.json.decode(path.read_bytes())["runs"]:
+            figures = done["figures"]
+            if figures.get("goodput"):
+                assert 0.95 * figures["goodput"] <= figures["sustained"], (path, done["run"])
+                assert done["requests"] >= 600
+
+
 def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypatch):
     """The others stay in its file, with the commit that they had."""
     monkeypatch.syspath_prepend(str(SCRIPTS / "papers"))
@@ -187,18 +218,18 @@ def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypa
     from study import Bench
 
     made = []
-    monkeypatch.setattr(Bench, "figures", lambda _, one, seed: made.append(one.system) or {})
-    command = ["run.py", "drift-fig13", "--out", str(tmp_path)]
+    monkeypatch.setattr(Bench, "figures", lambda _, one, gpu, seed: made.append(one.system) or {})
+    command = ["run.py", "drift-fig13", "--seeds", "1", "--out", str(tmp_path)]
     for more, again in (
-        ([], 3),
+        ([], 6),
         ([], 0),
-        (["--fresh", "--runs", "*4 groups"], 1),
-        (["--fresh"], 3),
+        (["--fresh", "--runs", "*4 groups"], 2),
+        (["--fresh"], 6),
     ):
         monkeypatch.setattr(sys, "argv", [*command, *more])
         run.main()
         assert len(made) == again
-        assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 3
+        assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 6
         made.clear()
 
 

@@ -12,7 +12,7 @@ from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.model.spec import ModelSpec
 from twolane.systems.baselines.chunked import Chunked
-from twolane.systems.registry import DISAGGREGATED, ChoosesLevels, make_system
+from twolane.systems.registry import DISAGGREGATED, make_system
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -76,17 +76,17 @@ def level_shares(config: EngineConfig, units: int, step: int) -> tuple[int, ...]
     """Return the units for decode of each level: the listed ones, else those that the system wants.
 
     Args:
-        config: the engine's settings.
-        units: number of units of the device.
-        step: number of units of which every share that the device grants is a multiple.
+        config: The engine's settings.
+        units: The number of units of the device.
+        step: The number of units of which every share that the device grants is a multiple.
 
     Returns:
         The units, or None for the device's own default.
     """
     if config.levels is not None or config.system is None:
         return config.levels
-    system = make_system(config.system, config.options)
-    return tuple(system.decode_shares(units, step)) if isinstance(system, ChoosesLevels) else None
+    wanted = make_system(config.system, config.options).decode_shares(units, step)
+    return None if wanted is None else tuple(wanted)
 
 
 def simulated_option(config: EngineConfig) -> str | None:

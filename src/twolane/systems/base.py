@@ -1,5 +1,6 @@
 """The base class of a system: what the engine needs of a policy."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from twolane.common.vocabulary import EstimatorName
@@ -32,3 +33,12 @@ class System:
     def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
         """Return the next plan and the new memory, which depend on nothing but the arguments."""
         raise NotImplementedError
+
+    def decode_shares(self, units: int, step: int) -> Sequence[int] | None:
+        """Return the units for decode of each level that the system wants; None: the default ones.
+
+        Args:
+            units: The number of units of the device.
+            step: The number of units of which every share that the device grants is a multiple.
+        """
+        return None

@@ -5,10 +5,9 @@ directory or from the installed packages.
 """
 
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import msgspec
 
@@ -27,19 +26,6 @@ from twolane.systems.papers.duetserve import DuetServe
 from twolane.systems.papers.muxwise import MuxWise
 
 __all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system", "system_class"]
-
-
-@runtime_checkable
-class ChoosesLevels(Protocol):
-    """A system whose paper names the partitions that it chooses from."""
-
-    def decode_shares(self, units: int, step: int) -> Sequence[int]:
-        """Return the units for decode of each level that the system wants.
-
-        Args:
-            units: number of units of the device.
-            step: number of units of which every share is a multiple.
-        """
 
 
 SYSTEMS: dict[str, type[System]] = {

@@ -63,7 +63,7 @@ class Drift(System, msgspec.Struct, frozen=True):
         return policy.plan(view, memory)
 
     def decode_shares(self, units: int, step: int) -> Sequence[int]:
-        """See `ChoosesLevels`: the groups' shares, (84, 24) and (72, 36) by default on 108 SMs."""
+        """See `System.decode_shares`: those of the groups, by default 24 and 36 of 108 SMs."""
         wanted = (round(share * units / PAPER_SMS / step) * step for share in GROUPS[self.groups])
         return sorted({max(step, share) for share in wanted})
 

@@ -88,7 +88,7 @@ class DuetServe(System, msgspec.Struct, frozen=True):
         """No memory is kept between plans."""
 
     def decode_shares(self, units: int, step: int) -> Sequence[int]:
-        """See `ChoosesLevels`: every share that the device grants (Algorithm 1, line 8)."""
+        """See `System.decode_shares`: every share that the device grants (Algorithm 1, line 8)."""
         return range(step, units, step)
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
