@@ -69,7 +69,7 @@ EXPERIMENTS = {
                 (LARGE, "Dynamo 1P1D", "P99 TBT", "p99_tbt", 2.67),
             )
         ],
-        shown=("p99_ttft", "p99_tbt", "sustained"),
+        shown=("p99_ttft", "p99_tbt", "finished"),
         seeds=2,
     ),
     "drift-fig10": Experiment(
@@ -82,7 +82,7 @@ EXPERIMENTS = {
             )
             for load, paper in (("8B toolagent", 6.2), ("70B toolagent", 17.5))
         ],
-        shown=("goodput", "sustained", "p99_ttft", "p99_tbt"),
+        shown=("goodput", "finished", "p99_ttft", "p99_tbt"),
     ),
     "drift-fig11": Experiment(
         where="Drift Fig. 11",
@@ -96,7 +96,7 @@ EXPERIMENTS = {
             )
             for what, figure in (("P99 TTFT", "p99_ttft"), ("P99 TBT", "p99_tbt"))
         ],
-        shown=("p99_ttft", "p99_tbt", "hit_rate", "sustained"),
+        shown=("p99_ttft", "p99_tbt", "hit_rate", "finished"),
         seeds=1,
     ),
     "drift-tab3": Experiment(

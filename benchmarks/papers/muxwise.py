@@ -152,7 +152,7 @@ EXPERIMENTS = {
                 strict=True,
             )
         ],
-        shown=("mean_ttft", "p99_ttft", "mean_tbt", "p99_tbt", "sustained"),
+        shown=("mean_ttft", "p99_ttft", "mean_tbt", "p99_tbt", "finished"),
         seeds=2,
     ),
     "muxwise-fig15": Experiment(
@@ -179,7 +179,7 @@ EXPERIMENTS = {
                 )
             ),
         ],
-        shown=("goodput", "sustained", "p99_ttft", "p99_tbt", "tokens"),
+        shown=("goodput", "finished", "p99_ttft", "p99_tbt", "tokens"),
     ),
     "muxwise-fig16": Experiment(
         where="MuxWise Fig. 16",
@@ -188,7 +188,7 @@ EXPERIMENTS = {
             ratio(list(FAST), "chunked 512", "p99_ttft", "P99 TTFT of chunked 512", 2.28, ""),
             ratio(list(FAST), "chunked 512", "p99_tbt", "P99 TBT of chunked 512", 1.81, ""),
         ],
-        shown=("p99_ttft", "p99_tbt", "sustained"),
+        shown=("p99_ttft", "p99_tbt", "finished"),
         seeds=1,
     ),
     "muxwise-fig17": Experiment(
@@ -203,7 +203,7 @@ EXPERIMENTS = {
             )
             for rival, paper in zip(("chunked", "NanoFlow", "SGLang-PD"), papers, strict=True)
         ],
-        shown=("goodput", "sustained", "p99_ttft", "p99_tbt"),
+        shown=("goodput", "finished", "p99_ttft", "p99_tbt"),
         seeds=1,
     ),
     "muxwise-4.3.1": Experiment(
@@ -223,7 +223,7 @@ EXPERIMENTS = {
             goodput("ShareGPT", "two-stream", 1.61, ""),
             goodput("ShareGPT", "temporal", 1.2, ""),
         ],
-        shown=("goodput", "sustained", "p99_ttft", "p99_tbt"),
+        shown=("goodput", "finished", "p99_ttft", "p99_tbt"),
     ),
     "muxwise-fig19": Experiment(
         where="MuxWise Fig. 19, Drift Fig. 12",
@@ -275,7 +275,7 @@ EXPERIMENTS = {
                 paper=1.96,
             )
         ],
-        shown=("p99_ttft_per_token", "sustained"),
+        shown=("p99_ttft_per_token", "finished"),
     ),
     "muxwise-artifact": Experiment(
         where="MuxWise, artifact A",
@@ -293,7 +293,7 @@ EXPERIMENTS = {
             )
             for what, figure in (("P99 TTFT", "p99_ttft"), ("P99 TBT", "p99_tbt"))
         ],
-        shown=("answered", "p99_ttft", "p99_tbt", "sustained"),
+        shown=("answered", "p99_ttft", "p99_tbt", "finished"),
         seeds=1,
     ),
 }  # fmt: skip

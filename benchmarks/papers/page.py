@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from muxwise import SEARCHED, SYNTHETIC
 from run import EXPERIMENTS, MISSING, NEAR, OUT, Saved, Value, read, values
 
 PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "drift": "Drift"}
@@ -11,8 +12,8 @@ PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "d
 CLAIMS = "where|what is compared|paper|simulated|status|file, commit, date"
 CLAIMED = "paper|claims with a number|reproduced|not|open|cannot be"
 MISSED = "what|why it is not here"
-FIVE = (("muxwise-fig15", "8B toolagent"), ("muxwise-fig15", "70B toolagent"))
-SYNTHETIC = ("ShareGPT", "LooGLE", "OpenThoughts")
+ONE_GPU = 1.2
+"""Ratio of MuxWise §4.3.1, which is not one of the five of the average."""
 AVERAGE = 2.20
 """MuxWise's average goodput over chunked prefill: the geometric mean of 2.6, 3.06, 1.9, 1.71, 2."""
 
@@ -51,10 +52,10 @@ def average() -> list[float]:
     """Return the mean of MuxWise's five goodput ratios for each model of the A100."""
     logs: list[list[float]] = []
     for _, _, _, value in _values("muxwise"):
-        if re.fullmatch(r"goodput over chunked, (8B|70B|ShareGPT|LooGLE|Open).*", value.row.what):
-            if value.row.paper != 1.2:  # §4.3.1 is not of the five
-                logs.append([math.log(each) for each in value.medians])
-    if len(logs) != len(FIVE) + len(SYNTHETIC):
+        of = value.row.what.removeprefix("goodput over chunked, ")
+        if of in (*SEARCHED, *SYNTHETIC) and value.row.paper != ONE_GPU:
+            logs.append([math.log(each) for each in value.medians])
+    if len(logs) != len(SEARCHED) + len(SYNTHETIC):
         return []
     return [math.exp(sum(each) / len(each)) for each in zip(*logs, strict=True)]
 

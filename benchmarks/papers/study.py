@@ -394,22 +394,12 @@ def figures(load: Load, result: Result) -> Figures:
             for q, (name, values) in product((50, 90, 99), named.items())
         },
         "throughput": len(answered) / result.duration,
-        "sustained": _sustained(result),
+        "finished": result.metrics.steady.finished if result.metrics.steady else 0.0,
         "tokens": float(prompts.sum() + outputs.sum()) / result.duration,
         "attainment": float(((ttft <= each * prompts) & (tpot <= pace)).mean()),
         "answered": len(answered) / len(result.records),
         **(_lanes(load, result) if result.simulated else {}),
     }
-
-
-def _sustained(result: Result) -> float:
-    """Return the requests finished per second between the longest end-to-end time and the last
-    arrival; 0 of a run that is shorter."""
-    answered = [record for record in result.records if record.ok]
-    last = max(record.sent for record in answered)
-    warm = max(record.e2e for record in answered)
-    finished = sum(warm < record.ended <= last for record in answered)
-    return finished / (last - warm) if last > warm else 0.0
 
 
 def _lanes(load: Load, result: Result) -> Figures:

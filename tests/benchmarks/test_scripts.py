@@ -180,7 +180,7 @@ def test_runs_on_servers_go_system_by_system(monkeypatch):
         "Mooncake 5/s: DuetServe",
         "code 16/s: chunked 8192",
     ]
-    assert len(named) == 5
+    assert len(named) == 4
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_no_goodput_of_the_papers_studies_is_above_what_was_finished():
         for done in msgspec.json.decode(path.read_bytes())["runs"]:
             figures = done["figures"]
             if figures.get("goodput"):
-                assert 0.95 * figures["goodput"] <= figures["sustained"], (path, done["run"])
+                assert 0.95 * figures["goodput"] <= figures["finished"], (path, done["run"])
                 assert done["requests"] >= 600
 
 
