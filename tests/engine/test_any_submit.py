@@ -179,7 +179,7 @@ def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
     kv = engine.state.kv
     assert kv.free_pages + kv.reclaimable_pages == PAGES
     assert kv.free_slots == SLOTS
-    assert not engine.state.held
+    assert not engine.state.queue.held
 
 
 def decode(news: Outputs) -> Outputs:

@@ -75,7 +75,7 @@ def test_prompts_that_the_system_may_give_up_are_told_one_by_one() -> None:
     lanes = HeldLanes(now=2.0)
     engine = make_engine(lanes)
     state, bound = engine.state, Slo(ttft=1.0)
-    state.gives_up = True
+    state.queue.gives_up = True
     engine.take([submit("begun", 16, 8, slo=bound)])
     turn(engine)
     lanes.step(lanes.tickets[0])

@@ -220,7 +220,7 @@ def test_a_request_sent_back_waits_for_its_slow_mask_unseen(masks: list[Any]) ->
     engine.state.send_back(request)
     assert [each.id for each in engine.view().waiting] == ["a"], "the mask is known"
     engine._end("a", "abort")
-    assert not engine.state.held
+    assert not engine.state.queue.held
 
 
 def test_one_that_sits_out_gives_up_its_pages_for_others(masks: list[Any]) -> None:

@@ -16,7 +16,8 @@ from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
-from twolane.engine.state import OLDEST_EVERY, State
+from twolane.engine.state import State
+from twolane.engine.waiting_queue import OLDEST_EVERY
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, SimLanes
@@ -286,7 +287,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
     engine = small_engine()
     engine.take([asks([0, 999], stop_token_ids=every), asks([1], "y", min_tokens=1)])
     assert not engine.state.refused
-    assert len(engine.state.queue) == 2
+    assert len(engine.state.queue.new) == 2
 
 
 def asks(prompt: list[int], name: str = "x", **params: Any) -> Submit:
@@ -392,7 +393,7 @@ def held_back(*messages: ToEngine, prefix_cache: bool = True) -> tuple[Engine, s
     engine = small_engine(prefix_cache=prefix_cache)
     engine.take(messages)
     assert engine.stats().waiting == len(engine.state.requests)
-    return engine, {r.id for line in engine.state.held.values() for r in line}
+    return engine, {r.id for line in engine.state.queue.held.values() for r in line}
 
 
 def test_children_are_held_back_only_for_what_they_can_gain() -> None:
@@ -416,7 +417,7 @@ def test_a_child_that_comes_late_does_not_wait_for_the_end_of_its_leader() -> No
 def test_children_go_on_when_their_leader_ends(ending: ToEngine) -> None:
     engine, held = held_back(*siblings(40), ending, Abort("child2"))
     assert not held
-    assert [request.id for request in engine.state.queue] == ["child1"]
+    assert [request.id for request in engine.state.queue.new] == ["child1"]
     engine, held = held_back(*siblings(40), Abort("child2"), Abort("child2"))
     assert held == {"child1"}
 

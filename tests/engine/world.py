@@ -386,8 +386,8 @@ class World:
             assert told is None or not told.tokens
         for request in state.requests.values():
             held = request.allocation
-            held_back = request in state.held.get(request.leader or "", ())
-            lines = (request in state.queue) + (request in state.started) + held_back
+            held_back = request in state.queue.held.get(request.leader or "", ())
+            lines = (request in state.queue.new) + (request in state.queue.started) + held_back
             assert lines == (request.phase is Phase.WAITING)
             assert (request in state.decoding) == (request.phase is Phase.DECODE)
             assert held is None or not held.given_up

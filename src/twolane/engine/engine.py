@@ -67,7 +67,7 @@ class Engine:
         adapters: AdapterRegistry | None = None,
     ) -> None:
         self.state = state
-        state.gives_up = system.gives_up
+        state.queue.gives_up = system.gives_up
         kv = state.kv
         self.max_model_len = min(model.max_model_len, kv.total_pages * kv.page_size)
         """Largest number of tokens, prompt and output together, of one request."""
@@ -133,7 +133,7 @@ class Engine:
         learn(self.state)
         if isinstance(self.state.estimator, AdapterEstimator):
             self.state.estimator.running = len(self.state.adapters_named() - {-1})
-        self.state.promote_oldest()
+        self.state.queue.promote_oldest()
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 
@@ -179,11 +179,10 @@ class Engine:
         """Return the current gauges and counters."""
         state, kv = self.state, self.state.kv
         queued = state.count_queued()
-        waiting = len(state.queue) + len(state.started) + sum(map(len, state.held.values()))
         return Stats(
             running=len(state.decoding),
-            prefilling=len(state.requests) - len(state.decoding) - waiting,
-            waiting=waiting,
+            prefilling=len(state.requests) - len(state.decoding) - len(state.queue),
+            waiting=len(state.queue),
             kv_pages=kv.total_pages,
             kv_pages_free=kv.free_pages,
             kv_pages_cached=kv.reclaimable_pages,
@@ -208,7 +207,7 @@ class Engine:
             units=state.lanes.units,
             levels=state.lanes.levels,
             pass_sizes=self._pass_sizes,
-            waiting=[*state.started, *state.queue] if state.started else state.queue,
+            waiting=state.queue.visible,
             batch=state.open,
             launched_batches=tuple(state.launched),
             parked=state.parked,

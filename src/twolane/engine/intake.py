@@ -91,9 +91,9 @@ class Intake:
         if message.params.grammar is not None:
             self._compile(request, message.params.grammar)
         elif message.leader is not None and self._worth_holding(request, message.leader):
-            state.hold(request, message.leader)
+            state.queue.hold(request, message.leader)
         else:
-            state.enqueue(request)
+            state.queue.enqueue(request)
         state.requests[request.id] = request
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
 
@@ -102,13 +102,13 @@ class Intake:
         compiled = [id for id, found in self._compiling.items() if found.done()]
         for id in compiled:
             found, state = self._compiling.pop(id), self._state
-            for request in list(state.held.get(_compiler_of(id), ())):
+            for request in list(state.queue.held.get(_compiler_of(id), ())):
                 try:
                     request.constraint, request.mask = found.result()
                 except GrammarError as error:
                     state.fail_grammar(request, error)
                 else:
-                    state.release_held(_compiler_of(id))
+                    state.queue.release(_compiler_of(id))
         return bool(compiled)
 
     def _set_mask(self, request: Request, message: Submit) -> None:
@@ -126,7 +126,7 @@ class Intake:
         """Hold a request back until its grammar is compiled."""
         assert self._grammars is not None
         self._compiling[request.id] = self._grammars.constraint(grammar, request.stops)
-        self._state.hold(request, _compiler_of(request.id))
+        self._state.queue.hold(request, _compiler_of(request.id))
 
     def _worth_holding(self, request: Request, leader_id: str) -> bool:
         """Return whether a request that waits for its leader finds full pages of its prompt."""
@@ -201,6 +201,6 @@ class Intake:
 
 
 def _compiler_of(request_id: str) -> str:
-    """Return the key in `State.held` of a request whose grammar is being compiled, which is no
+    """Return the key in `WaitingQueue.held` of a request whose grammar is being compiled; it is no
     request's id."""
     return f"compiler of {request_id}"

@@ -90,7 +90,7 @@ def _has_no_prompts(batch: PrefillBatch | None, launch: Launch) -> bool:
 
 def _refuse(state: State, request_id: str, message: str) -> None:
     request = state.requests.get(request_id)
-    if request is None or request not in state.queue:
+    if request is None or request not in state.queue.new:
         raise PlanError(f"refuses {request_id}, which is not waiting in the queue")
     state.fail(request, message, "refused")
 
@@ -121,7 +121,7 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
         raise PlanError(f"admits {chunk.request}, which is not waiting")
     if not 1 <= chunk.n <= request.new:
         raise PlanError(f"admits {chunk.n} tokens of {chunk.request}, which has {request.new}")
-    state.dequeue(request)
+    state.queue.dequeue(request)
     allocation = request.allocation or _allocate(state, request)
     request.phase = Phase.PREFILL
     start, end = request.context, request.context + chunk.n
@@ -144,7 +144,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     if request.cached is None:
         request.cached = request.context
         request.admitted_at = state.now()
-        state.admissions += 1
+        state.queue.admissions += 1
         state.counters.prefix_queries += 0 if request.scores_prompt else len(request.tokens)
         state.counters.prefix_hits += request.context
     state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)
@@ -208,7 +208,7 @@ def _advance(
         if chunk.final:
             request.to_generate -= 1
         else:
-            state.enqueue(request)
+            state.queue.enqueue(request)
 
 
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
@@ -469,9 +469,9 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
         if victims:
             victim = victims.pop()
             left = [request for request in left if request is not victim]
-        elif state.started:
-            victim = state.started[-1]
-            state.dequeue(victim)
+        elif state.queue.started:
+            victim = state.queue.started[-1]
+            state.queue.dequeue(victim)
         elif (prompt := _last_open(state)) is not None and prompt.rank > min(r.rank for r in left):
             victim = prompt
         else:

@@ -108,7 +108,7 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
         state.start_decode(request)
     _share_full_pages(state, request)
     if first:
-        state.release_held(request.id)
+        state.queue.release(request.id)
     stopped = sampled.token in request.stops  # the sampler bans these before min_tokens
     ended = stopped or len(request.tokens) >= request.limit
     if sliced and first and not ended and state.pacer.hold(request, sampled):

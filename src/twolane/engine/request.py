@@ -75,7 +75,7 @@ class Request:
     """Latest result of `lookup`."""
     phase: Phase = Phase.WAITING
     leader: str | None = None
-    """Key of `State.held` under which the request is hidden from systems; None if it is not."""
+    """Key of `WaitingQueue.held` that hides the request from systems; None: it is not hidden."""
     allocation: Allocation | None = None
     context: int = 0
     """Number of tokens in the KV cache at the launched frontier."""

@@ -1,16 +1,13 @@
 """The engine's state: where each request is, and which launches are in flight."""
 
 import bisect
-import heapq
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from twolane.common.prompt_work import PromptPaces, PromptWork, WaitingPrompt
+from twolane.common.prompt_work import PromptPaces, PromptWork
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
@@ -26,6 +23,7 @@ from twolane.engine.messages import (
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
+from twolane.engine.waiting_queue import QueueCount, WaitingQueue, masks_of
 from twolane.estimate.base import Estimator
 from twolane.lanes.base import Lanes, Sampled
 from twolane.slo import Slo
@@ -36,27 +34,11 @@ FINISHED_KEPT = 256
 QUEUE_SECONDS = 0.02
 """The queued tokens are counted again after this many seconds; a long queue takes a while to
 count."""
-MAX_YIELDING = 128
-"""Number of queued prompts that are reported one by one; the others are reported as a sum."""
 HALF_LIFE_TOKENS = 16384.0
 """The weight of earlier launches with prompts halves within this many prompt tokens: a few short
 prompts do not outweigh a queue of long ones."""
 MIN_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
-OLDEST_EVERY = 8
-"""One admission in this many goes to the longest-waiting request."""
-FIRST_PRIORITY = -(2**31)
-"""A priority before all that requests can have."""
-
-
-class QueueCount(NamedTuple):
-    """The work of the queued prompts at one moment."""
-
-    at: float = -math.inf
-    """The moment, in seconds on the lanes' clock."""
-    work: PromptWork = PromptWork()
-    yielding: list[WaitingPrompt] | None = None
-    """The largest prompts that the system may give up; None if it gives up none."""
 
 
 @dataclass(slots=True)
@@ -109,15 +91,8 @@ class State:
     pacer: Pacer = field(default_factory=Pacer)
     requests: dict[str, Request] = field(default_factory=dict)
     """Unfinished requests by id."""
-    queue: list[Request] = field(default_factory=list)
-    """Requests that wait for their first chunk of prefill and hold no pages, by rank."""
-    held: dict[str, list[Request]] = field(default_factory=dict)
-    """Requests that systems do not see until the request of the key has its first token or ends, or
-    until a mask is known (`masks_of`)."""
-    started: list[Request] = field(default_factory=list)
-    """Requests that wait between two chunks of their prompts and keep their pages, by rank."""
-    admissions: int = 0
-    """Number of admissions since the longest-waiting request was last put first."""
+    queue: WaitingQueue = field(default_factory=WaitingQueue)
+    """The requests that wait for prefill."""
     batches: int = 0
     """Number of prefill batches opened so far."""
     open: PrefillBatch | None = None
@@ -150,9 +125,6 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """Launches reaped after this time are not added to `launches`."""
-    gives_up: bool = False
-    """Whether the system gives up prompts that cannot meet their deadline, in favour of smaller
-    ones."""
     queued: QueueCount = field(default_factory=QueueCount)
     """The latest count of queued prompts."""
     launch_costs: LaunchCosts = field(init=False)
@@ -175,69 +147,19 @@ class State:
         """
         now = self.now()
         if len(self.requests) == len(self.decoding):
-            self.queued = QueueCount(now, yielding=[] if self.gives_up else None)
+            self.queued = QueueCount(now, yielding=[] if self.queue.gives_up else None)
         elif now - self.queued.at >= QUEUE_SECONDS or not self.queued.work.tokens:
-            prompts = tokens = 0
-            pairs = 0.0
-            yielding: list[WaitingPrompt] = []
-            for request in chain(self.queue, self.started, *self.held.values()):
-                new = request.known_new
-                prompts, tokens = prompts + 1, tokens + new
-                pairs += new * (len(request.tokens) - new / 2)
-                if not self.gives_up or not request.yields:
-                    continue
-                if (bound := request.slo.first_token(new)) is not None:
-                    left = request.arrival + bound - now
-                    yielding.append(WaitingPrompt(new, len(request.tokens) - new, left))
-            work = PromptWork(prompts, tokens, pairs)
+            count = self.queue.count(now)
+            work = count.work
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
-            largest = heapq.nlargest(MAX_YIELDING, yielding) if self.gives_up else None
-            self.queued = QueueCount(now, work, largest)
+            self.queued = count._replace(work=work)
         return self.queued
 
     def adapters_named(self) -> set[int]:
         """Return the adapter slots that requests or launches name."""
         launched = {held.adapter for flight in self.in_flight for _, held in flight.rows}
         return launched | {request.adapter for request in self.requests.values()}
-
-    def enqueue(self, request: Request) -> None:
-        """Add a request to those that wait for prefill, by rank."""
-        request.phase = Phase.WAITING
-        line = self.started if request.started else self.queue
-        bisect.insort(line, request, key=lambda r: r.rank)
-
-    def promote_oldest(self) -> None:
-        """Put the longest-waiting request first, once in `OLDEST_EVERY` admissions, so that no
-        request waits forever because of its priority."""
-        if self.admissions < OLDEST_EVERY or not self.queue:
-            return
-        self.admissions = 0
-        if self.queue[0].priority < self.queue[-1].priority:
-            oldest = min(self.queue, key=lambda r: r.order)
-            self.queue.remove(oldest)
-            oldest.priority = FIRST_PRIORITY
-            self.enqueue(oldest)
-
-    def dequeue(self, request: Request) -> None:
-        """Remove a request from the list in which it waits."""
-        if request.leader is not None:
-            self.held[request.leader].remove(request)
-            if not self.held[request.leader]:
-                del self.held[request.leader]
-        else:
-            (self.started if request.started else self.queue).remove(request)
-
-    def hold(self, request: Request, leader: str) -> None:
-        """Hide a request from systems until `release_held` is called with `leader`."""
-        request.leader = leader
-        self.held.setdefault(leader, []).append(request)
-
-    def release_held(self, leader: str) -> None:
-        """Put the requests that waited for `leader` into the queue."""
-        for request in self.held.pop(leader, ()):
-            request.leader = None
-            self.enqueue(request)
 
     def start_decode(self, request: Request) -> None:
         """Move a request whose prompt is done to decode."""
@@ -262,9 +184,9 @@ class State:
         self.release(request)
         request.phase = Phase.WAITING
         if request.sits_out:  # or the launch that ends its prompt would wait for the mask
-            self.hold(request, masks_of(request.id))
+            self.queue.hold(request, masks_of(request.id))
         else:
-            self.enqueue(request)
+            self.queue.enqueue(request)
         self.counters.preemptions += 1
         self.trace.request_event(request.id, "preempted", self.now())
 
@@ -298,11 +220,11 @@ class State:
 
     def _leave(self, request: Request) -> None:
         if request.phase is Phase.WAITING:
-            self.dequeue(request)
+            self.queue.dequeue(request)
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
-        self.release_held(request.id)
+        self.queue.release(request.id)
 
     def add_output(self, request: Request, sampled: Sampled) -> None:
         """Add a token, which `request.tokens` already has, to the outputs of this turn."""
@@ -365,9 +287,3 @@ def _with_token(output: Output, request: Request, sampled: Sampled) -> Output:
         embedding=sampled.embedding if first else output.embedding,
         due=output.due,
     )
-
-
-def masks_of(request_id: str) -> str:
-    """Return the key in `State.held` of a request whose next mask is being computed, which is no
-    request's id."""
-    return f"masks of {request_id}"

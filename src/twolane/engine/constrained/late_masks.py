@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Masks
 from twolane.engine.request import InFlightLaunch, Phase, Request
-from twolane.engine.state import State, masks_of
+from twolane.engine.state import State
+from twolane.engine.waiting_queue import masks_of
 from twolane.lanes.work import TokenMask
 
 
@@ -68,7 +69,7 @@ class LateMasks:
             self._state.drop_empty_batches()
         else:
             request.mask = mask
-            self._state.release_held(masks_of(request.id))
+            self._state.queue.release(masks_of(request.id))
 
     def _send(self) -> None:
         """Send the lanes the masks of launches for which all are known."""
