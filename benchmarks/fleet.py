@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from twolane.bench.goodput import LEAST_REQUESTS, EarlyStop, Search, find
-from twolane.common.page_hash import page_hashes
-from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
-from twolane.common.prompt_work import PromptPace, PromptWork, WaitingPrompt
 from twolane.engine.config import EngineConfig
+from twolane.engine.kv.page_hash import page_hashes
+from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.engine.prompt_work import PromptPace, PromptWork, WaitingPrompt
 from twolane.results.provenance import provenance, save
 from twolane.results.result import BenchConfig, Result
 from twolane.router.choose import choose

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 from fleet import SLOS, searched
 
-from twolane.common.prompt_work import PromptPace, PromptWork
+from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.results.provenance import provenance, save
 from twolane.workload.published import reused_tokens
 from twolane.workload.traces import TraceRequest

@@ -19,7 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benc
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WORD = re.compile(r"\w+")
 NAME = re.compile(r"`([A-Za-z_]\w*\.[A-Za-z_]\w*)(?:\(\))?`")
-"""A name with its owner, such as `KVBooks.match`."""
+"""A name with its owner, such as `KVCacheManager.match`."""
 BLOCK = re.compile(r"^```(?:console|bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`(?:src/twolane/)?([a-z0-9_]+(?:/[a-z0-9_]+)*\.(?:py|cu|json))`")
 THEIRS = ("batch_prefill_sm90.cu", "vllm/v1/sample/sampler.py")

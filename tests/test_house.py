@@ -14,9 +14,12 @@ import pytest
 
 import twolane
 
-SHARED = ("common", "playout", "sampling", "slo")
+SHARED = ("common", "devices", "playout", "sampling", "slo")
 """Rooms that all others may import."""
-MESSAGES = ("engine.messages", "engine.config", "engine.settings")
+MESSAGES = (
+    *("engine.messages", "engine.config", "engine.settings", "engine.prompt_work"),
+    *("engine.kv.page_hash", "engine.kv.prefix_digest", "engine.constrained.matching"),
+)
 """What the API process knows of the engine: its messages and its settings."""
 FACTS = (
     *("model.spec", "model.shapes", "model.families"),
@@ -29,6 +32,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "playout": (),
     "sampling": ("common",),
     "slo": ("common",),
+    "devices": (),
     "kernels": (),
     "parallel": (),
     "model": ("kernels", "parallel"),
@@ -38,9 +42,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "engine": ("systems", "estimate", "lanes", *FACTS),
     "frontend": (*MESSAGES, *FACTS),
     "server": ("frontend", "router.state", *MESSAGES, *FACTS),
-    "fleet": ("server", "router", "fleet"),
+    "fleet": ("server", "router", "fleet", *MESSAGES),
     "llm": ("frontend", *MESSAGES),
-    "router": ("engine.messages",),
+    "router": MESSAGES,
     "workload": (),
     "results": ("workload",),
     "profile": ("engine", "estimate", "lanes", *FACTS),

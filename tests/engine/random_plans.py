@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.systems.base import System
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice, Work
 from twolane.systems.view import View

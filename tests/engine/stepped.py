@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Step, Ticket
@@ -164,6 +164,6 @@ def stepped_engine(
     """An engine with a prefix cache on stepped lanes over a pool in float64."""
     kv = KVCache(decoder.spec, pages, page_size, torch.float64)
     lanes = SteppedLanes(Runner(decoder, kv, slots), lambda: None)
-    books = KVBooks(pages, page_size, slots, prefix_cache=True)
+    books = KVCacheManager(pages, page_size, slots, prefix_cache=True)
     state = State(books, lanes, decoder.spec.layers, OnlineEstimator())
     return Engine(system, state, model), lanes

@@ -17,9 +17,9 @@ from tests.engine.test_work_in_flight import RANDOM, policy
 from tests.engine.world import ADAPTERS, World
 from tests.systems.names import SYSTEM_NAMES
 from twolane.common.errors import FieldError
-from twolane.common.page_hash import salt_bytes
-from twolane.engine import launch
 from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
+from twolane.engine.kv.page_hash import salt_bytes
+from twolane.engine.launches import launch
 from twolane.engine.state import State
 from twolane.model.load.adapter_files import CONFIG, TENSORS
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
-from twolane.common.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.messages import Abort
+from twolane.engine.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.state import MIN_TOKENS, QUEUE_SECONDS, Counters
 from twolane.slo import Slo
 

@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.common.page_hash import page_hashes, page_key
-from twolane.engine import kv as kv_module
-from twolane.engine.kv import Allocation, KVBooks, Lookup, Node, PrefixTree
+from twolane.engine.kv import prefix_tree
+from twolane.engine.kv.manager import Allocation, KVCacheManager, Lookup
+from twolane.engine.kv.page_hash import page_hashes, page_key
+from twolane.engine.kv.prefix_tree import Node, PrefixTree
 from twolane.lanes.base import Ticket
 
 PAGE = 4
 
 
-def books(pages: int = 16, slots: int = 8) -> KVBooks:
-    return KVBooks(pages, PAGE, slots, prefix_cache=True)
+def books(pages: int = 16, slots: int = 8) -> KVCacheManager:
+    return KVCacheManager(pages, PAGE, slots, prefix_cache=True)
 
 
-def allocate(kv: KVBooks, tokens: list[int]) -> Allocation:
+def allocate(kv: KVCacheManager, tokens: list[int]) -> Allocation:
     allocation = kv.allocate(tokens)
     assert allocation is not None
     return allocation
@@ -133,7 +134,7 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pages of one token come, are used again and go; each is called like its token."""
-    monkeypatch.setattr(kv_module, "SPARE_IDLE", 5)
+    monkeypatch.setattr(prefix_tree, "SPARE_IDLE", 5)
     tree, rng, order = PrefixTree(1), random.Random(0), list[int]()
     for step in range(2000):
         turn = rng.choice(["new", "again", "evict"]) if len(order) > 20 else "new"
@@ -155,9 +156,9 @@ def test_sifting_takes_a_few_looks_for_each_page(monkeypatch: pytest.MonkeyPatch
         looks += 1
         return stands(used, node)
 
-    stands = kv_module._still_idle
-    monkeypatch.setattr(kv_module, "_still_idle", counted)
-    monkeypatch.setattr(kv_module, "SPARE_IDLE", 5)
+    stands = prefix_tree._still_idle
+    monkeypatch.setattr(prefix_tree, "_still_idle", counted)
+    monkeypatch.setattr(prefix_tree, "SPARE_IDLE", 5)
     tree = PrefixTree(1)
     for page in range(2000):
         tree.unpin([tree.add([], page_key([page], 0, 1, b""), page)])
@@ -210,7 +211,7 @@ def test_allocation_is_all_or_nothing() -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_shared() -> None:
-    kv = KVBooks(8, PAGE, 4, prefix_cache=False)
+    kv = KVCacheManager(8, PAGE, 4, prefix_cache=False)
     tokens = list(range(9))
     held = allocate(kv, tokens)
     kv.share(held, tokens, 9)

@@ -22,14 +22,15 @@ from tests.engine.world import PAGE, World
 from tests.model.checkpoints import make_checkpoint
 from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
-from twolane.common.page_hash import page_hashes, salt_bytes
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig, KVEventsConfig
-from twolane.engine.kv import KVBooks, PrefixTree
-from twolane.engine.kv_events import events
-from twolane.engine.kv_events import publisher as publishing
-from twolane.engine.kv_events.events import KVJournal
-from twolane.engine.kv_events.publisher import PEER_BYTES, KVEventPublisher, ReplayBuffer
+from twolane.engine.kv import events
+from twolane.engine.kv import publisher as publishing
+from twolane.engine.kv.events import KVJournal
+from twolane.engine.kv.manager import KVCacheManager
+from twolane.engine.kv.page_hash import page_hashes, salt_bytes
+from twolane.engine.kv.prefix_tree import PrefixTree
+from twolane.engine.kv.publisher import PEER_BYTES, KVEventPublisher, ReplayBuffer
 from twolane.engine.messages import ToEngine
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient
@@ -173,7 +174,7 @@ def pages_of(tree: PrefixTree) -> dict[int, Page]:
 class Published:
     """Books, their publisher, and a client of it."""
 
-    def __init__(self, books: KVBooks, settings: KVEventsConfig) -> None:
+    def __init__(self, books: KVCacheManager, settings: KVEventsConfig) -> None:
         self.books = books
         self.journal = KVJournal(PAGE)
         books.tree.watchers.append(self.journal)
@@ -199,13 +200,13 @@ class Published:
 
 @pytest.fixture
 def published(tmp_path: Path) -> Iterator[Published]:
-    books = KVBooks(16, PAGE, 8, prefix_cache=True)
+    books = KVCacheManager(16, PAGE, 8, prefix_cache=True)
     made = Published(books, config(tmp_path))
     yield made
     made.close()
 
 
-def share(books: KVBooks, tokens: Sequence[int], salt: str | None = None) -> Any:
+def share(books: KVCacheManager, tokens: Sequence[int], salt: str | None = None) -> Any:
     allocation = books.allocate(tokens, salt=salt_bytes(salt))
     assert allocation is not None
     books.share(allocation, tokens, len(tokens))
@@ -351,7 +352,7 @@ def test_who_binds_is_connected_to(tmp_path: Path) -> None:
     router = context.socket(zmq.SUB)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     router.setsockopt_string(zmq.SUBSCRIBE, "")
-    books = KVBooks(16, PAGE, 8, prefix_cache=True)
+    books = KVCacheManager(16, PAGE, 8, prefix_cache=True)
     settings = config(tmp_path, endpoint=f"tcp://127.0.0.1:{port}", topic="kv@pod@model")
     made = Published(books, settings)
     tokens = 0
@@ -415,7 +416,7 @@ def test_a_replay_has_the_latest_batches_behind_a_snapshot_of_the_earlier_ones()
 def test_who_comes_after_batches_gave_way_learns_the_whole_tree(tmp_path: Path) -> None:
     """In a tree that branches, has salts and loses pages."""
     settings = config(tmp_path, buffer_steps=2)
-    published = Published(KVBooks(24, PAGE, 8, prefix_cache=True), settings)
+    published = Published(KVCacheManager(24, PAGE, 8, prefix_cache=True), settings)
     draw = random.Random(0)
     for turn in range(60):
         tokens = [*range(draw.randrange(1, 9)), *draw.choices(range(50, 53), k=12)]

@@ -11,7 +11,7 @@ from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
 from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, MaskPace, Masks
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Sampled, Step, Ticket
@@ -85,7 +85,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Future[Sequence[bytes]]]:
 def engine_of(lanes: Any, pages: int = 100) -> Engine:
     return Engine(
         make_system("static-split", {}),
-        State(KVBooks(pages, 16, 4, prefix_cache=True), lanes, LAYERS, OnlineEstimator()),
+        State(KVCacheManager(pages, 16, 4, prefix_cache=True), lanes, LAYERS, OnlineEstimator()),
         ServedModel(1000, (), 1000),
         pass_sizes=SIZES,
     )

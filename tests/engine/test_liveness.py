@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from tests.engine.test_rules import Script, one_by_one
 from tests.systems.simulation import LAYERS, UNITS, submit
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import LaneWait, Ping
 from twolane.engine.state import State
 from twolane.estimate.base import Estimator
@@ -58,7 +58,12 @@ class Known(Estimator):
 def make_engine(lanes: HeldLanes, estimator: Estimator | None = None) -> Engine:
     return Engine(
         Script(lambda view: one_by_one(view, k=4)),
-        State(KVBooks(64, 16, 8, prefix_cache=True), lanes, LAYERS, estimator or OnlineEstimator()),
+        State(
+            KVCacheManager(64, 16, 8, prefix_cache=True),
+            lanes,
+            LAYERS,
+            estimator or OnlineEstimator(),
+        ),
         ServedModel(100_000, (), 512),
     )
 

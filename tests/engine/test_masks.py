@@ -8,9 +8,9 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from tests.server.serving import PATIENCE
-from twolane.common.grammars import parser_limits
 from twolane.engine.constrained import constraints
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
+from twolane.engine.constrained.matching import parser_limits
 from twolane.frontend.structured.grammar import (
     choice_grammar,
     context_free_grammar,

@@ -8,9 +8,14 @@ import pytest
 
 from tests.engine.test_liveness import HeldLanes, make_engine, turn
 from tests.systems.simulation import submit
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
+from twolane.engine.launches.overlap import (
+    PartialOverlap,
+    corunner_during,
+    corunner_now,
+    lane_waits,
+)
 from twolane.engine.messages import LaneWait
-from twolane.engine.overlap import PartialOverlap, corunner_during, corunner_now, lane_waits
 from twolane.engine.state import State
 from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, LaunchShape, Load, decode_step

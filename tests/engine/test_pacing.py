@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.engine.test_rules import Script, one_by_one, small_engine
 from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import Phase, Request

@@ -13,7 +13,7 @@ from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
 from twolane.engine.state import State
@@ -304,7 +304,7 @@ def small_engine(
     """An engine whose pool holds 64 tokens."""
     pacer = pacer or Pacer()
     state = State(
-        KVBooks(4, 16, 4, prefix_cache=prefix_cache),
+        KVCacheManager(4, 16, 4, prefix_cache=prefix_cache),
         SimLanes(UNITS, (), FixedDurations()),
         LAYERS,
         OnlineEstimator(),

@@ -11,10 +11,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.engine.test_constraints import EOS, GRAMMARS, ask, requests, tokenizer
 from tests.engine.test_constraints import model as model
-from twolane.common.grammars import parser_limits
 from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
 from twolane.engine.constrained import constraints
+from twolane.engine.constrained.matching import parser_limits
 from twolane.engine.engine import Engine
 from twolane.engine.loop import turn
 from twolane.engine.messages import Outputs, Submit, Vocabulary

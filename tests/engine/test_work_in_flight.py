@@ -15,8 +15,10 @@ import pytest
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from tests.systems.names import EXAMPLE, SYSTEM_NAMES
-from twolane.engine import launch, reap, request
-from twolane.engine.kv import Allocation, KVBooks, PrefixTree
+from twolane.engine import request
+from twolane.engine.kv.manager import Allocation, KVCacheManager
+from twolane.engine.kv.prefix_tree import PrefixTree
+from twolane.engine.launches import launch, reap
 from twolane.engine.state import State
 from twolane.systems.base import System
 from twolane.systems.registry import make_system
@@ -86,7 +88,7 @@ def test_random_schedules_without_prefix_cache(system: str, schedules: range) ->
         assert not world.seen["prefix hits"]
 
 
-def _free_at_once(books: KVBooks, allocation: Allocation) -> None:
+def _free_at_once(books: KVCacheManager, allocation: Allocation) -> None:
     allocation.in_flight, in_flight = 0, allocation.in_flight
     if allocation.given_up and allocation in books._allocations:
         FREE_IF_IDLE(books, allocation)
@@ -116,13 +118,13 @@ def _steps_before_done(flight: request.InFlightLaunch) -> Any:
     return ticket.done or ticket.end is not None, steps  # it runs on while it is asked
 
 
-FREE_IF_IDLE = KVBooks._free_if_idle
+FREE_IF_IDLE = KVCacheManager._free_if_idle
 ADMIT_ONE = launch._admit_one
 SEND_BACK = State.send_back
 
 GUARDS: dict[str, tuple[Any, str, Any]] = {
     "pages and slots are freed when the last launch that names them has ended": (
-        KVBooks,
+        KVCacheManager,
         "_free_if_idle",
         _free_at_once,
     ),
@@ -152,12 +154,12 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
         lambda tree, node: None,
     ),
     "a full hit leaves the last token to compute": (
-        KVBooks,
+        KVCacheManager,
         "match",
         lambda books, tokens, **_: books.tree.match(tokens, len(tokens) // books.page_size),
     ),
     "pages for all steps are reserved before the launch": (
-        KVBooks,
+        KVCacheManager,
         "grow",
         lambda books, allocation, tokens: True,
     ),

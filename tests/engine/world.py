@@ -22,7 +22,7 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.bits import no_token, with_tokens
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import (
     Abort,
     AdapterResult,
@@ -201,7 +201,7 @@ class World:
     def __post_init__(self) -> None:
         self.runner = make_runner(self.pages, self.slots)
         lanes = self.make_lanes(self.runner)
-        books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
+        books = KVCacheManager(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         spec = tiny_decoder().spec
         self.lanes = lanes
         self.registry = AdapterRegistry(lanes, len(ADAPTERS))

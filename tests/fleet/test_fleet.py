@@ -29,8 +29,8 @@ from tests.server.serving import (
     wait_for,
     write_tiny_model,
 )
-from twolane.common.prefix_digest import Landmarks
-from twolane.common.prompt_work import UNKNOWN
+from twolane.engine.kv.prefix_digest import Landmarks
+from twolane.engine.prompt_work import UNKNOWN
 from twolane.router.choose import choose
 from twolane.router.state import ReplicaState, RoutedRequest
 from twolane.router.table import Table

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from tests.server.serving import PATIENCE
-from twolane.common.prefix_digest import Landmarks, PrefixBook
+from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook
 from twolane.fleet import inquiry
 from twolane.fleet.calls import ClientCall
 from twolane.fleet.inquiry import Inquiry, session_key

@@ -3,7 +3,7 @@
 import pytest
 
 from twolane.common.errors import FieldError
-from twolane.common.prompt_work import PromptPace, PromptWork
+from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.scale import Trend, wanted
 from twolane.router.state import ReplicaState

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import parser_limits
+from twolane.engine.constrained.matching import parser_limits
 from twolane.frontend.structured.grammar import json_schema_grammar, made_grammar
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import resolve

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import parser_limits
+from twolane.engine.constrained.matching import parser_limits
 from twolane.frontend.structured.grammar import json_schema_grammar, made_grammar
 
 from .random_schemas import random_schema, rooted

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import MAX_OPTIONAL, matcher_of, problem_of
+from twolane.engine.constrained.matching import MAX_OPTIONAL, matcher_of, problem_of
 from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.settings import LaneSizes

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from twolane.common.vocabulary import LaneName
-from twolane.engine import launch, reap
-from twolane.engine.kv import Allocation, KVBooks
+from twolane.devices import LaneName
+from twolane.engine.kv.manager import Allocation, KVCacheManager
+from twolane.engine.launches import launch, reap
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda import lanes as lanes_module
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket
@@ -112,15 +112,15 @@ def _waited(event: torch.cuda.Event) -> torch.cuda.Event:
 
 
 def _free_at_once(lanes: CudaLanes) -> None:
-    free = KVBooks._free_if_idle
+    free = KVCacheManager._free_if_idle
 
-    def early(books: KVBooks, allocation: Allocation) -> None:
+    def early(books: KVCacheManager, allocation: Allocation) -> None:
         allocation.in_flight, in_flight = 0, allocation.in_flight
         if allocation.given_up and allocation in books._allocations:
             free(books, allocation)
         allocation.in_flight = in_flight
 
-    KVBooks._free_if_idle = early
+    KVCacheManager._free_if_idle = early
 
 
 def _deliver_anything(lanes: CudaLanes) -> None:

@@ -31,10 +31,10 @@ from tests.engine.world import World
 from tests.gpu.catalogue import EOS, PAGE, Answer, Catalogue, Entry, prepare
 from tests.gpu.guards import GUARDS
 from tests.parity.serving import LaunchLog
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Output, Submit, ToEngine
 from twolane.engine.request import Request
 from twolane.engine.state import State
@@ -146,7 +146,7 @@ class GpuWorld(World):
         self.slots = self.rng.randint(3, SLOTS)
         self.lanes = BENCH.lanes
         spec = BENCH.spec
-        books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
+        books = KVCacheManager(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         self.engine = Engine(
             self.system,
             State(books, self.lanes, spec.layers, OnlineEstimator(), self.log),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.serving import Served, serve_on
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Submit
 from twolane.kernels.pool import RoundedPool
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -66,6 +66,6 @@ def serve(
     vocabulary: str | None = None,
 ) -> Served:
     """See `serve_on`."""
-    books = KVBooks(pages, PAGE, running, prefix_cache=prefix_cache)
+    books = KVCacheManager(pages, PAGE, running, prefix_cache=prefix_cache)
     lanes = lanes_on(machine, pages, running)
     return serve_on(lanes, machine.spec, books, system, submits, adapters, vocabulary)

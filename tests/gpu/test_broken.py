@@ -10,7 +10,7 @@ from tests.gpu.serving import LEVELS, PAGE, lanes_on
 from tests.model.checkpoints import make_checkpoint
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
@@ -49,7 +49,10 @@ def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str,
     engine = Engine(
         make_system(system),
         State(
-            KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True), lanes, spec.layers, OnlineEstimator()
+            KVCacheManager(PAGES, PAGE, SLOTS, prefix_cache=True),
+            lanes,
+            spec.layers,
+            OnlineEstimator(),
         ),
         ServedModel(spec.vocab_size, spec.eos_token_ids, 512),
         pass_sizes=machine.pass_sizes,

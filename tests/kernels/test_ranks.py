@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.sizes import SIZES

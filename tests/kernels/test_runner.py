@@ -20,7 +20,7 @@ from tests.kernels.test_gpu_decoder import on_cpu
 from tests.kernels.test_prefill_attention import Fa3
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.lanes.cuda import hybrid_graphs as module
 from twolane.lanes.cuda import layer_graphs

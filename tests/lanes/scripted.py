@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import Sampled, Step, Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.lanes.scripted import PATIENCE, Bench, Gate, call, gated, nothing, sampled
-from twolane.common.vocabulary import LANES
+from twolane.devices import LANES
 from twolane.lanes.base import Step
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2] if hasattr(os, "sched_getaffinity") else (0, 1)

@@ -12,7 +12,7 @@ import torch
 from tests.engine.world import make_runner
 from tests.kernels.emulated import Event, Partitions, _on
 from tests.lanes.scripted import PATIENCE
-from twolane.common.vocabulary import LANES
+from twolane.devices import LANES
 from twolane.lanes.base import Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cuda import device_clock

@@ -18,7 +18,7 @@ import torch
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from twolane.common.resources import usable_cores
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks, Runner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, Work, used_by
 
 PREFILL, STEPS, HYBRID = PrefillWork(0, (), 0, 1, True), DecodeWork((), 1), HybridWork((), ())

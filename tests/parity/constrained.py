@@ -14,7 +14,7 @@ from tests.engine.test_slow_grammars import SLOW
 from tests.parity.judge import Judge, Tally
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
-from twolane.common.grammars import parser_limits
+from twolane.engine.constrained.matching import parser_limits
 from twolane.engine.messages import Submit
 from twolane.frontend.structured.grammar import regex_grammar
 

@@ -13,7 +13,7 @@ import torch
 from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
 from tests.server.serving import PATIENCE
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Submit
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.load import load
@@ -58,7 +58,7 @@ class Ranks:
         adapters: Mapping[str, Path] = MappingProxyType({}),
         vocabulary: str | None = None,
     ) -> Served:
-        books, spec = KVBooks(*self._pool, prefix_cache=True), self.machine.spec
+        books, spec = KVCacheManager(*self._pool, prefix_cache=True), self.machine.spec
         return serve_on(self.launch_lanes, spec, books, system, submits, adapters, vocabulary)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 
 from twolane.common.resources import usable_cores
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine, Vocabulary
 from twolane.engine.state import State
@@ -169,7 +169,7 @@ def serve(
     kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
     for layer in (*kv.k, *kv.v):
         layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
-    books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
+    books = KVCacheManager(pages, page_size, running, prefix_cache=prefix_cache)
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:
         pool = AdapterPool(decoder.weights, len(adapters))
@@ -190,7 +190,7 @@ class ClosableLanes(Lanes, Protocol):
 def serve_on(
     make_lanes: Callable[[Callable[[], None]], ClosableLanes],
     spec: ModelSpec,
-    books: KVBooks,
+    books: KVCacheManager,
     system: System,
     submits: Sequence[Submit],
     adapters: Mapping[str, Path] = MappingProxyType({}),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from twolane.common.page_hash import page_hashes
-from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.engine.kv.page_hash import page_hashes
+from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.router import choose as chooses
 from twolane.router import table as table_module
 from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from twolane.common.prefix_digest import PrefixDigest
-from twolane.common.prompt_work import PromptPace, PromptWork, WaitingPrompt
+from twolane.engine.kv.prefix_digest import PrefixDigest
+from twolane.engine.prompt_work import PromptPace, PromptWork, WaitingPrompt
 from twolane.router.state import ReplicaState, read_state
 
 WRONG = [

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from twolane.common.prefix_digest import Landmarks
-from twolane.common.prompt_work import PromptWork
+from twolane.engine.kv.prefix_digest import Landmarks
+from twolane.engine.prompt_work import PromptWork
 from twolane.router.state import ReplicaState
 
 from .serving import wait_for

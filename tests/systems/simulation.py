@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.sim.durations import FixedDurations
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
 from twolane.engine.pacing import Pacer
@@ -136,7 +136,7 @@ def simulate(
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
     record = Record()
-    books, pacer = KVBooks(pages, 16, slots, prefix_cache=True), pacer or Pacer()
+    books, pacer = KVCacheManager(pages, 16, slots, prefix_cache=True), pacer or Pacer()
     bounds = pacer.planned(slo or Slo())
     state = State(books, lanes, LAYERS, estimator or OnlineEstimator(), record, bounds, pacer)
     engine = Engine(system, state, ServedModel(1000, eos, 8192), pass_sizes=SIZES)

@@ -13,13 +13,14 @@ from tests.estimate import synthetic
 from tests.sim.durations import FixedDurations
 from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
-from twolane.common.vocabulary import EstimatorName, LaneName
+from twolane.devices import LaneName
 from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.predict import machine_key
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.catalog import ESTIMATORS
+from twolane.estimate.names import EstimatorName
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.model.shapes import SHAPES

@@ -21,8 +21,8 @@ from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.printable import printable
-from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import KVCacheDType, Quantization
+from twolane.estimate.names import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result

@@ -8,7 +8,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.options import Option
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.results.result import BASE_URL, WHERE
 
 SERVER = "server"

@@ -16,7 +16,7 @@ from twolane.common.log_lines import log_to
 from twolane.engine.config import UNPROFILED, EngineConfig
 
 if TYPE_CHECKING:
-    from twolane.common.vocabulary import OnProgress
+    from twolane.devices import OnProgress
 
 EPILOG = """**Examples**
 

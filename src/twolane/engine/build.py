@@ -8,14 +8,14 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
-from twolane.engine.kv import KVBooks
-from twolane.engine.kv_events.events import KVJournal
-from twolane.engine.kv_events.publisher import KVEventPublisher
+from twolane.engine.kv.events import KVJournal
+from twolane.engine.kv.manager import KVCacheManager
+from twolane.engine.kv.publisher import KVEventPublisher
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
@@ -96,9 +96,9 @@ def assemble(
     system = make_system(name, config.options)
     spec = machine.spec
     max_model_len = context_length(config, spec)
-    books = make_books(config, machine, max_model_len)
-    kv_events = publisher(config, books)
-    sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, max_model_len)
+    kv = make_kv_manager(config, machine, max_model_len)
+    kv_events = publisher(config, kv)
+    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, max_model_len)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     profile = find_profile(config, key)
@@ -111,7 +111,7 @@ def assemble(
     bounds = pacer.planned(config.slo)
     engine = Engine(
         system,
-        State(books, lanes, spec.layers, estimator, trace, bounds, pacer),
+        State(kv, lanes, spec.layers, estimator, trace, bounds, pacer),
         ServedModel(spec.vocab_size, spec.eos_token_ids, max_model_len),
         pass_sizes=machine.pass_sizes,
         seed=config.seed,
@@ -127,8 +127,8 @@ def assemble(
         device=ready.device,
         units=ready.units,
         levels=ready.levels,
-        kv_pages=books.total_pages,
-        page_size=books.page_size,
+        kv_pages=kv.total_pages,
+        page_size=kv.page_size,
     )
     return Built(engine, lanes, trace, kv_events, ready)
 
@@ -174,7 +174,7 @@ def _ready(
     )
 
 
-def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:
+def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | None:
     """Return the publisher of the prefix tree's changes; None if the settings name no endpoint.
 
     Raises:
@@ -182,13 +182,13 @@ def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:
     """
     if config.kv_events.endpoint is None:
         return None
-    journal = KVJournal(books.page_size)
-    books.tree.watchers.append(journal)
+    journal = KVJournal(kv.page_size)
+    kv.tree.watchers.append(journal)
     return KVEventPublisher(config.kv_events, journal)
 
 
-def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:
-    """Make the books of a pool of `kv_tokens`, or of the device's share of its memory."""
+def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) -> KVCacheManager:
+    """Make the manager of a pool of `kv_tokens`, or of the device's share of its memory."""
     page_size = _page_size(config, machine)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // page_size
@@ -202,7 +202,7 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
         pages = min(room, most)
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
-    return KVBooks(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
+    return KVCacheManager(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
 
 
 def check_room(tokens: int, token_bytes: int) -> None:

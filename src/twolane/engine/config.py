@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from twolane.common.options import MAX_SEED, Nested, Option, milliseconds
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.slo import Slo
 
 MODEL, SCHEDULING, MEMORY, DEVICE = "Model", "Scheduling", "Memory", "Device"

@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.constraints import Masks
 from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.intake import Intake, ServedModel
-from twolane.engine.kv_events.landmarks import LandmarkWatcher
-from twolane.engine.kv_events.publisher import KVEventPublisher
-from twolane.engine.launch import carry_out, decodes, joining
+from twolane.engine.kv.landmarks import LandmarkWatcher
+from twolane.engine.kv.publisher import KVEventPublisher
+from twolane.engine.launches.launch import carry_out, decodes, joining
+from twolane.engine.launches.overlap import lane_waits
+from twolane.engine.launches.reap import learn, reap
 from twolane.engine.messages import (
     Abort,
     FinishReason,
@@ -26,8 +28,6 @@ from twolane.engine.messages import (
     Vocabulary,
     Watch,
 )
-from twolane.engine.overlap import lane_waits
-from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.estimate.adapters import AdapterEstimator

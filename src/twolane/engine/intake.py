@@ -13,7 +13,7 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.bits import every_token, no_token, with_tokens
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
-from twolane.engine.kv import Lookup
+from twolane.engine.kv.manager import Lookup
 from twolane.engine.messages import Refused, Submit, Vocabulary
 from twolane.engine.request import Request
 from twolane.engine.state import State

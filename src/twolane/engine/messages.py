@@ -12,8 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
+from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.sampling import PackedLogprobs as PackedLogprobs
 from twolane.sampling import SamplingParams
 from twolane.sampling import TokenLogprobs as TokenLogprobs
@@ -271,8 +271,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     silences: list[float] = []
     """Seconds since ranks 1 and up last gave a sign of life; with `waits`."""
     landmarks: dict[int, int] = {}
-    """Changes of the prefix tree's landmarks (`common/prefix_digest.py`): length in pages by hash,
-    0 for what is gone."""
+    """Changes of the prefix tree's landmarks (`engine/kv/prefix_digest.py`): length in pages by
+    hash, 0 for what is gone."""
     adapters: list[AdapterResult] = []
 
 

@@ -12,9 +12,9 @@ from threadpoolctl import threadpool_limits
 
 import twolane
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
+from twolane.estimate.names import EstimatorName
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import (
     Key,

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from twolane.common.page_hash import salt_bytes
-from twolane.common.prompt_work import PromptWork
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
 from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.constraints import Constraint
-from twolane.engine.kv import Allocation, Lookup
+from twolane.engine.kv.manager import Allocation, Lookup
+from twolane.engine.kv.page_hash import salt_bytes
 from twolane.engine.messages import Submit, Times
+from twolane.engine.prompt_work import PromptWork
 from twolane.estimate.query import LaunchShape
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import PromptRow, Sampling

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from twolane.common.prompt_work import PromptPaces, PromptWork
-from twolane.common.vocabulary import EXCLUSIVE, LaneName
-from twolane.engine.kv import KVBooks
-from twolane.engine.launch_costs import LaunchCosts
+from twolane.devices import EXCLUSIVE, LaneName
+from twolane.engine.kv.manager import KVCacheManager
+from twolane.engine.launches.costs import LaunchCosts
 from twolane.engine.messages import (
     GRAMMAR,
     FinishReason,
@@ -21,6 +20,7 @@ from twolane.engine.messages import (
     RefusedCode,
 )
 from twolane.engine.pacing import Pacer
+from twolane.engine.prompt_work import PromptPaces, PromptWork
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.engine.waiting_queue import QueueCount, WaitingQueue, masks_of
@@ -81,7 +81,7 @@ class Counters:
 class State:
     """Everything that the loop changes. Only the loop's thread uses it."""
 
-    kv: KVBooks
+    kv: KVCacheManager
     lanes: Lanes
     layers: int
     estimator: Estimator

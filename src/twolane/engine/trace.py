@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from twolane.common.files import naming_file
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 
 log = logging.getLogger("twolane.trace")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from twolane.common.prompt_work import PromptWork, WaitingPrompt
+from twolane.engine.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.request import Phase, Request
 
 MAX_YIELDING = 128

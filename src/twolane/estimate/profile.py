@@ -18,7 +18,7 @@ from msgspec import structs
 
 from twolane.common.checked_json import UNREADABLE
 from twolane.common.files import write_atomically
-from twolane.common.vocabulary import MachineKind
+from twolane.devices import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.kernels.sizes import SIZES
 from twolane.model.spec import FULL, LayerKind, ModelSpec, RopeSpec

@@ -13,7 +13,7 @@ import msgspec
 from starlette.datastructures import Headers
 
 from twolane.common.checked_json import UNREADABLE
-from twolane.common.prefix_digest import Landmarks
+from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.fleet.calls import ClientCall, forwarded_headers
 from twolane.fleet.pool import Member, Pool
 from twolane.router.state import MAX_NUMBER, RoutedRequest

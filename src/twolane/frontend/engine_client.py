@@ -15,8 +15,8 @@ import msgspec
 import zmq
 
 from twolane.common.errors import FieldError
-from twolane.common.prefix_digest import PrefixBook
 from twolane.engine.config import EngineConfig, EngineStart
+from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.messages import (
     Abort,
     Fatal,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from twolane.common.vocabulary import LaneName, MachineKind, OnProgress
+from twolane.devices import LaneName, MachineKind, OnProgress
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import Record, TokenMask, Work
 from twolane.model.spec import ModelSpec

@@ -3,7 +3,7 @@
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.lanes.base import Machine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine

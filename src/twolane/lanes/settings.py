@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.model.decoder import Weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights

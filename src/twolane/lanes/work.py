@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.sampling import SamplingParams
 
 Tokens = bytes

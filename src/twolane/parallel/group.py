@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 
 LOOPBACK = "127.0.0.1"
 """Address at which ranks of one host connect to each other."""

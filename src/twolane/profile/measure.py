@@ -7,7 +7,7 @@ from statistics import fmean
 
 from msgspec.structs import replace
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.estimate.profile import Neighbour, Run, Sample
 from twolane.estimate.query import Kind
 from twolane.lanes.base import Ticket

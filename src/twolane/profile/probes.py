@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.estimate.profile import ContendedProbe, Probe
 from twolane.lanes.cuda.device_clock import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.estimate.profile import Run
 from twolane.lanes.base import MachineLanes, Ticket
 from twolane.lanes.settings import LaneSizes

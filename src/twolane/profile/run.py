@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from twolane.common.vocabulary import OnProgress
-from twolane.engine.build import make_books
+from twolane.devices import OnProgress
+from twolane.engine.build import make_kv_manager
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
 from twolane.engine.settings import check_settings, context_length
@@ -176,8 +176,8 @@ def resumed(path: Path, fresh: Profile) -> Profile:
 def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iterator[Rig]:
     """Start the lanes as they would serve; yield a rig on them."""
     most = context_length(config, machine.spec)
-    books = make_books(config, machine, most)
-    sizes = LaneSizes(books.total_pages, books.page_size, config.max_running, most)
+    kv = make_kv_manager(config, machine, most)
+    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, most)
     with memory_errors(DeviceSettings.of(config)):
         lanes = machine.start(sizes, lambda: None, progress)
     try:

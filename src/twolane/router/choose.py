@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
+from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from twolane.common.prefix_digest import Landmarks, PrefixBook, PrefixDigest
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook, PrefixDigest
 from twolane.engine.messages import Ready, Stats
+from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()

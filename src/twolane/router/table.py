@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from twolane.common.prompt_work import PromptPace, PromptWork
+from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
 from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 

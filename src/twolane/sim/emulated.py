@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import fitted, read_profile
 from twolane.estimate.base import Estimator

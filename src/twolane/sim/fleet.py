@@ -13,8 +13,8 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.garbage import gc_disabled
-from twolane.common.prefix_digest import Landmarks, PrefixBook
 from twolane.engine.build import Built, assemble
+from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook
 from twolane.engine.loop import turn
 from twolane.engine.messages import Outputs, Refused, Submit, ToEngine
 from twolane.results.record import Record

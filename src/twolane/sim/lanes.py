@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import OpenTickets, PromptLogprobs, Sampled, Step, Ticket
 from twolane.lanes.work import (
     DecodeWork,

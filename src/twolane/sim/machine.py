@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import MachineKind, OnProgress
+from twolane.devices import MachineKind, OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import level_shares, simulated_option
 from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS

@@ -1,6 +1,6 @@
 """`twolane simulate`: a workload served by the real engine on simulated GPUs.
 
-Loop, system, KV books, prefix tree and report are those of `serve` and `bench serve`; the lanes
+The loop, the system, the KV cache and the report are those of `serve` and `bench serve`; the lanes
 run on a virtual clock (`sim/lanes.py`). There is no HTTP and no text: a request reaches the engine
 when it is due.
 """

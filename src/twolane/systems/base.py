@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.systems.plan import Plan
 from twolane.systems.view import View
 

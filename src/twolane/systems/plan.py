@@ -6,7 +6,7 @@ engine checks it (`PlanError` names what is illegal) and carries it out.
 
 import msgspec
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 
 
 class Chunk(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import MachineKind
+from twolane.devices import MachineKind
 from twolane.systems.auto.system import Auto
 from twolane.systems.base import System
 from twolane.systems.baselines.chunked import Chunked

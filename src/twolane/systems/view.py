@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.estimate.base import Estimator
 from twolane.slo import Slo
 from twolane.systems.plan import Work

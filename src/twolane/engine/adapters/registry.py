@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from twolane.common.errors import FieldError
-from twolane.common.page_hash import adapter_of, salt_bytes
+from twolane.engine.kv.page_hash import adapter_of, salt_bytes
 from twolane.engine.messages import AdapterResult
 from twolane.model.load.adapter_files import digest_of
 

@@ -13,9 +13,14 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
 from twolane.common.resources import usable_cores, yield_processor
 from twolane.engine.constrained.bits import with_tokens
+from twolane.engine.constrained.matching import (
+    AMBIGUOUS,
+    matcher_of,
+    matching_takes_too_long,
+    problem_of,
+)
 
 KEPT_MATCHERS = 128
 """The compiler keeps this many compiled matchers, the latest, with what they have found out."""

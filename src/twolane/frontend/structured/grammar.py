@@ -8,7 +8,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import (
+from twolane.engine.constrained.matching import (
     MAX_GRAMMAR_BYTES,
     MAX_OPTIONAL,
     MAX_PATTERNS,

@@ -14,7 +14,12 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import AMBIGUOUS, matcher_of, matching_takes_too_long, problem_of
+from twolane.engine.constrained.matching import (
+    AMBIGUOUS,
+    matcher_of,
+    matching_takes_too_long,
+    problem_of,
+)
 from twolane.frontend import sandboxed
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from twolane.common.resources import pin_thread
-from twolane.common.vocabulary import EXCLUSIVE, LaneName
+from twolane.devices import EXCLUSIVE, LaneName
 from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import PrefillWork, TokenMask, Work

@@ -6,7 +6,7 @@ import torch
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
-from twolane.common.vocabulary import MachineKind, OnProgress
+from twolane.devices import MachineKind, OnProgress
 from twolane.lanes.base import MachineLanes
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner

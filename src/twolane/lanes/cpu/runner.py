@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.sampling_points import BatchRows, SamplingPoint, SamplingPoints, next_point
 from twolane.lanes.slot_table import SlotTable

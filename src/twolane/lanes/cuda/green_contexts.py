@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 
 STEP = 16
 """SMs between two of the levels that are offered when none are asked for."""

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch
 
-from twolane.common.vocabulary import LANES, LaneName
+from twolane.devices import LANES, LaneName
 from twolane.lanes.base import LaunchLog, OpenTickets, Ticket
 from twolane.lanes.cuda.device_clock import DeviceClock, new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import LaneName, MachineKind, OnProgress
+from twolane.devices import LaneName, MachineKind, OnProgress
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts

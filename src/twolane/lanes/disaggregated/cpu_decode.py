@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import LaneName, OnProgress
+from twolane.devices import LaneName, OnProgress
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket, HalfLaunch, WatchedLaunch
 from twolane.lanes.cuda.launch_thread import Launcher

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.ranks.ranked_lanes import LocalLanes, RankedLanes

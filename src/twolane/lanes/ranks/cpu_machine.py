@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.ranks.ranked_lanes import RankedLanes

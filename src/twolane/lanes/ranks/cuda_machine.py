@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.kernels.collectives.reduce_norm import flag_bytes
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher

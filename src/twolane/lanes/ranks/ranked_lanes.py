@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.lanes.base import MachineLanes, OpenLaunches, Ticket
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.work import DropRecord, LaunchRecord, TokenMask, Work

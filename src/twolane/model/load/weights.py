@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
-from twolane.common.vocabulary import OnProgress
+from twolane.devices import OnProgress
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
 from twolane.model.load.checkpoint import (

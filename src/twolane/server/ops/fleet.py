@@ -3,8 +3,8 @@
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from twolane.common.page_hash import salt_bytes
-from twolane.common.prefix_digest import Landmarks
+from twolane.engine.kv.page_hash import salt_bytes
+from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.router.state import ReplicaState
 from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response

@@ -1,6 +1,6 @@
 """The lanes' queues as `auto` sees them: work on the whole device keeps a lane busy, too."""
 
-from twolane.common.vocabulary import EXCLUSIVE, LANES, LaneName
+from twolane.devices import EXCLUSIVE, LANES, LaneName
 from twolane.systems.view import LaneView, View
 
 

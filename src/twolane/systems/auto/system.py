@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import LANES
+from twolane.devices import LANES
 from twolane.estimate.query import Load, decode_step
 from twolane.systems.auto.candidates import Candidate, Candidates, choose
 from twolane.systems.auto.costs import PrefillCosts

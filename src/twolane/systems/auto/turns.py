@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.estimate.query import Load
 from twolane.systems.auto.candidates import Candidate
 from twolane.systems.auto.queues import due, prefill_free_at, queue, step_boundary

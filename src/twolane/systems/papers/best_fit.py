@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.estimate.query import prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.estimate.query import Corunner, Floats, Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.base import System

@@ -10,7 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.systems.base import System
 from twolane.systems.common.multiplex import Level, nearest_level, shared_levels
 from twolane.systems.common.settings import at_least

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.names import EstimatorName
 from twolane.systems.base import System
 from twolane.systems.common.multiplex import shared_levels
 from twolane.systems.common.settings import at_least

@@ -2,7 +2,7 @@
 
 from array import array
 
-from twolane.common.page_hash import page_hashes, salt_bytes
+from twolane.engine.kv.page_hash import page_hashes, salt_bytes
 
 PAGE = 4
 

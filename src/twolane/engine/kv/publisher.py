@@ -15,8 +15,8 @@ import zmq
 
 from twolane.common.errors import FieldError
 from twolane.engine.config import KVEventsConfig
-from twolane.engine.kv_events.events import KVEventBatch, KVJournal
-from twolane.engine.kv_events.snapshot import TreeSnapshot
+from twolane.engine.kv.events import KVEventBatch, KVJournal
+from twolane.engine.kv.snapshot import TreeSnapshot
 
 UNSENT_BATCHES = 1000
 """Number of batches that wait for a subscriber that reads too slowly; it misses later ones, and can

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptPaces, PromptWork
+from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptPaces, PromptWork
 
 
 def learnt(pace: PromptPace, works, noise: float = 0.0) -> PromptPace:

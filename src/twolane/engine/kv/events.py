@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from twolane.engine.kv import Node, PageWatcher
+from twolane.engine.kv.prefix_tree import Node, PageWatcher
 
 DEVICE_MEDIUM = "GPU"
 """vLLM's word for the engine's own KV pool; other media are tiers below it, which there are none

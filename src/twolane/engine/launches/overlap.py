@@ -1,6 +1,6 @@
 """The work beside a launch, for its prediction, and the time for which each lane has worked."""
 
-from twolane.common.vocabulary import EXCLUSIVE, LaneName
+from twolane.devices import EXCLUSIVE, LaneName
 from twolane.engine.messages import LaneWait
 from twolane.engine.request import InFlightLaunch
 from twolane.engine.state import State

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from twolane.common.page_hash import HASH_BYTES, page_hashes
+from twolane.engine.kv.page_hash import HASH_BYTES, page_hashes
 
 STRIDE_TOKENS = 512
 """Tokens between two landmarks of a long prefix."""

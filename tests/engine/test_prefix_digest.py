@@ -1,15 +1,15 @@
 """What a server publishes of its prefix tree."""
 
-from twolane.common.page_hash import page_hashes
-from twolane.common.prefix_digest import (
+from twolane.engine.kv.landmarks import LandmarkWatcher
+from twolane.engine.kv.manager import KVCacheManager
+from twolane.engine.kv.page_hash import page_hashes
+from twolane.engine.kv.prefix_digest import (
     MAX_LANDMARKS,
     STRIDE_TOKENS,
     Landmarks,
     PrefixBook,
     is_landmark,
 )
-from twolane.engine.kv import KVBooks
-from twolane.engine.kv_events.landmarks import LandmarkWatcher
 
 PAGE = 16
 
@@ -31,7 +31,7 @@ def test_the_landmarks_of_a_prompt_are_hashes_of_its_pages() -> None:
 
 
 def test_the_digest_follows_the_tree() -> None:
-    kv, watcher, book = KVBooks(64, PAGE, 4, prefix_cache=True), LandmarkWatcher(PAGE), None
+    kv, watcher, book = KVCacheManager(64, PAGE, 4, prefix_cache=True), LandmarkWatcher(PAGE), None
     kv.tree.watchers.append(watcher)
     book = PrefixBook(PAGE)
     prompts = [list(range(500)), [*range(100), *range(900, 1300)]]

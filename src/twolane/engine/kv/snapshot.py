@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from twolane.engine.kv_events.events import (
+from twolane.engine.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

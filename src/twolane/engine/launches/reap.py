@@ -2,10 +2,10 @@
 
 from math import isfinite
 
-from twolane.common.prompt_work import PromptWork
-from twolane.engine.kv import Allocation
+from twolane.engine.kv.manager import Allocation
+from twolane.engine.launches.overlap import OTHER, PartialOverlap, corunner_during
 from twolane.engine.messages import Launched
-from twolane.engine.overlap import OTHER, PartialOverlap, corunner_during
+from twolane.engine.prompt_work import PromptWork
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step

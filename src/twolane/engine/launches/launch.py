@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from twolane.common.vocabulary import LANES, LaneName
-from twolane.engine.kv import Allocation
-from twolane.engine.overlap import corunner_now
+from twolane.devices import LANES, LaneName
+from twolane.engine.kv.manager import Allocation
+from twolane.engine.launches.overlap import corunner_now
 from twolane.engine.request import (
     MAX_AWAITING_MASKS,
     BatchChunk,

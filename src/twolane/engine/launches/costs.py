@@ -4,7 +4,7 @@ Work must be launched before its lane runs dry, and a launch may take the host l
 step takes the device. So each lane is fed as early as its slowest kind of launch requires.
 """
 
-from twolane.common.vocabulary import LaneName
+from twolane.devices import LaneName
 from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice, Work
 
 KINDS: dict[LaneName, tuple[type[Work], ...]] = {

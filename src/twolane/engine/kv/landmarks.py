@@ -1,11 +1,11 @@
 """Collects the prefix tree's changes of landmarks for the API process."""
 
-from twolane.common.prefix_digest import is_landmark
-from twolane.engine.kv import Node
+from twolane.engine.kv.prefix_digest import is_landmark
+from twolane.engine.kv.prefix_tree import Node
 
 
 class LandmarkWatcher:
-    """A `PageWatcher` that keeps the landmarks (`common/prefix_digest.py`) of a prefix tree.
+    """A `PageWatcher` that keeps the landmarks (`engine/kv/prefix_digest.py`) of a prefix tree.
 
     Args:
         page_size: tokens in a page.

@@ -1,4 +1,4 @@
-"""Names and types that several packages share: lanes, estimators, kinds of machines."""
+"""Devices: their kinds, the names of their lanes, and the progress of a start on one."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -13,11 +13,6 @@ EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
     "device": LANES,
 }
 """For each lane, the lanes whose launches run before or after its own and never beside them."""
-
-EstimatorName = Literal[
-    "calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline", "serving-roofline"
-]
-"""Estimators that are fitted on a profile; `estimate/catalog.py` has them."""
 
 MachineKind = Literal["cpu", "cuda", "simulated"]
 """The kind of device that an engine runs on."""

@@ -1,1 +1,0 @@
-"""Events of the prefix tree, published for prefix-aware routers."""

@@ -1,0 +1,1 @@
+"""Launches: plans are carried out, and what has finished is collected."""
