@@ -36,7 +36,7 @@ def ratio(
 
 
 FIG15 = {
-    "ShareGPT 20/s": load("sharegpt", 20.0, 1500, **EIGHT),
+    "ShareGPT 20/s": load("sharegpt", 20.0, 900, **EIGHT),
     "code 5/s": load("azure-code", 5.0, **EIGHT),
     "arXiv 1.5/s": load("arxiv-sum", 1.5, **EIGHT),
 }
@@ -71,11 +71,13 @@ OVER_1024 = (
 )
 """What is compared, its figure, the paper's ratio, whether more is better, and why ours differs."""
 SHARE_1024 = (("attainment", "attainment", 1.49, True, ""),)
-SHARE_2048 = (
+OVER_2048 = (
+    ("requests/s", "throughput", 0.92, True, ""),
     ("mean TTFT", "mean_ttft", 4.2, False, ""),
     ("mean TPOT", "mean_tpot", 1.20, False, ""),
-    ("mean latency", "mean_e2e", 1.206, False, ""),
 )
+"""Of requests/s the paper has both over chunks of 1,024: 1.09 and 1.18."""
+SHARE_2048 = (("mean latency", "mean_e2e", 1.206, False, ""),)
 SHARE_NANO = (
     ("mean TTFT", "mean_ttft", 2.37, False, ""),
     ("mean TPOT", "mean_tpot", 0.86, False, ""),
@@ -143,6 +145,7 @@ EXPERIMENTS = {
                 )
                 for loads, place, rival, claims in (
                     (list(FIG15), "", "chunked 1024", OVER_1024),
+                    (list(FIG15), "", "chunked 2048", OVER_2048),
                     (SHARE, ", ShareGPT", "chunked 1024", SHARE_1024),
                     (SHARE, ", ShareGPT", "chunked 2048", SHARE_2048),
                     (SHARE, ", ShareGPT", "NanoFlow", SHARE_NANO),

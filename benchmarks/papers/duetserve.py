@@ -6,8 +6,8 @@ H100 = {"model": "qwen3-8b", "gpu": "h100"}
 CHUNKED = "chunked:token_budget=8192"
 SYSTEMS = {"DuetServe": "duetserve", "chunked 8192": CHUNKED, "prefill-first": "prefill-first"}
 FIG6 = {
-    "code 16/s": Load(dataset="azure-code", rate=16.0, requests=1000, **H100),
-    "conversations 20/s": Load(dataset="azure-conv", rate=20.0, requests=1000, **H100),
+    "code 16/s": Load(dataset="azure-code", rate=16.0, **H100),
+    "conversations 20/s": Load(dataset="azure-conv", rate=20.0, **H100),
     "Mooncake 5/s": Load(dataset="conversation", rate=5.0, **H100),
 }
 TWO = {
@@ -28,7 +28,7 @@ SPLITS = {
 EVEN = {"model": "qwen3-8b", "gpu": "h100", "lengths": (8000, 200)}
 EIGHT = {
     "32B on 8 H100": Load(
-        model="qwen3-32b", gpu="h100", tp=8, dataset="azure-conv", rate=24.0, requests=1500
+        model="qwen3-32b", gpu="h100", tp=8, dataset="azure-conv", rate=24.0, requests=1400
     )
 }
 

@@ -27,6 +27,17 @@ SEARCHED = {
     "8B toolagent": Load(dataset="toolagent", rate=7.0, **EIGHT),
     "70B toolagent": Load(dataset="toolagent", rate=0.8, **SEVENTY),
 }
+NEAR = {
+    "8B toolagent: muxwise": 8.5,
+    "8B toolagent: drift": 8.0,
+    "8B toolagent: chunked 512": 4.0,
+    "8B toolagent: chunked 256": 3.0,
+    "70B toolagent: muxwise": 0.8,
+    "70B toolagent: drift": 0.8,
+    "70B toolagent: chunked 512": 0.6,
+    "70B toolagent: chunked 256": 0.4,
+}
+"""Rates where searches begin, between what was found before on both models of the A100."""
 SYNTHETIC = {
     "ShareGPT": Load(dataset="sharegpt-1k", rate=9.0, requests=900, **SEVENTY),
     "LooGLE": Load(dataset="loogle", rate=0.3, **SEVENTY),
@@ -157,7 +168,7 @@ EXPERIMENTS = {
     ),
     "muxwise-fig15": Experiment(
         where="MuxWise Fig. 15, Tab. 5",
-        runs=beside(SEARCHED, TUNED, search=True),
+        runs=beside(SEARCHED, TUNED, search=True, near=NEAR),
         rows=[
             goodput("8B toolagent", "chunked", 2.6, ""),
             goodput("8B toolagent", "NanoFlow", 5.2, ""),

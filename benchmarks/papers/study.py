@@ -126,6 +126,8 @@ class Run:
     """Name and settings, as `twolane bench goodput --system` takes them; or `APART`."""
     search: bool = False
     """Whether the highest rate is searched at which P99 TBT keeps the SLO and no queue grows."""
+    near: float | None = None
+    """Requests/s where a search begins, if the answer is expected there; else the load's rate."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +185,21 @@ class Experiment:
 
 
 def beside(
-    loads: Mapping[str, Load], systems: Mapping[str, str], search: bool = False
+    loads: Mapping[str, Load],
+    systems: Mapping[str, str],
+    search: bool = False,
+    near: Mapping[str, float] = {},
 ) -> dict[str, Run]:
-    """Return every system under every load, named `load: system`."""
+    """Return every system under every load, named `load: system`.
+
+    Args:
+        loads: The loads by name.
+        systems: The systems by name.
+        search: Whether the highest rate is searched.
+        near: The rate at which a run's search begins, by the run's name.
+    """
     return {
-        f"{load}: {system}": Run(loads[load], systems[system], search)
+        (name := f"{load}: {system}"): Run(loads[load], systems[system], search, near.get(name))
         for load, system in product(loads, systems)
     }
 
@@ -308,7 +320,9 @@ class Bench:
             return good
 
         start = run.load.rate
-        rate = goodput.highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=2)
+        rate = goodput.highest(
+            holds, start, OCTAVE, run.near, floor=start / SPAN, top=start * SPAN, stride=2
+        )
         return {**best.get(rate, {}), "goodput": rate}
 
     def _result(
