@@ -1,7 +1,6 @@
 """Every benchmark runs: its help everywhere, a tiny size of it where it needs no GPU."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from twolane.results.provenance import Provenance
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page"}
-MODULES = {"measured", "gpus", "common", "searches", *PAPERS}
+MODULES = {"measured", "one_server", "common", "searches", *PAPERS}
 """Files that only others import."""
 HELPS = """
 import contextlib, io, pathlib, runpy, sys
@@ -104,14 +103,6 @@ def test_the_lanes_of_a_cpu_are_measured(tmp_path):
     assert all(value > 0 for value in found["measured"].values())
 
 
-def test_a_card_is_emulated_by_its_profile(tmp_path):
-    """So slow a card holds no rate, which a search finds in a few short runs."""
-    few = ("--prompts", 10, "--seeds", 1, "--slower", 20, "--work", "work", "--out", tmp_path)
-    panel = "codellama-34b-azure-conv-80ms"
-    run("card.py", "--panels", panel, *few, cwd=tmp_path)
-    assert saved(tmp_path / panel / "auto.json")["goodput"] == [0.0]
-
-
 def test_what_grammars_cost_is_measured(tmp_path):
     model, out = tmp_path / "tiny", tmp_path / "constraints.json"
     make_checkpoint("llama2", model)
@@ -125,29 +116,6 @@ def test_what_grammars_cost_is_measured(tmp_path):
     assert some.keys() == {"constrained", "free"}
     assert some["free"]["median_ms_over_none"] > 0
     assert found["masks"].keys() == {f"{rows} rows, 2 threads" for rows in (1, 16, 64)}
-
-
-def test_goodput_is_searched_on_simulated_gpus(tmp_path):
-    panel = "codellama-34b-azure-code-40ms"
-    few = ("--panels", panel, "--systems", "auto", "--prompts", 6, "--seeds", 1, "--gpus", 0)
-    run("goodput.py", "--simulate", *few, "--work", "work", "--out", tmp_path, cwd=tmp_path)
-    found = saved(tmp_path / panel / "auto.json")
-    assert found["goodput"][0] > 0
-    assert "bench goodput --simulate h200" in found["provenance"]["command"]
-
-
-def test_panels_compare_the_systems_in_simulation(tmp_path):
-    few = ("--quick", "--panels", "8b-azure-code", "--prompts", 6, "--systems", "chunked")
-    run("panels.py", *few, "--work", "work", "--out", tmp_path / "panels.json", cwd=tmp_path)
-    found = saved(tmp_path / "panels.json")
-    assert {point["system"] for point in found["points"]} == {"chunked", "auto"}
-    assert (tmp_path / "panels.png").stat().st_size > 10_000
-
-
-def test_two_gpus_are_compared_in_simulation(tmp_path):
-    few = ("--ways", "1P1D", "--tbt-ms", 40, "--prompts", 6, "--work", "work")
-    run("two_gpus.py", *few, "--out", tmp_path / "two.json", cwd=tmp_path)
-    assert saved(tmp_path / "two.json")["goodput"]["1P1D"]["40"] > 0
 
 
 def test_launches_of_70b_are_predicted(tmp_path):
@@ -233,12 +201,6 @@ def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypa
         made.clear()
 
 
-def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):
-    few = ("--length", 2, "--only", "auto-azure-conv", "muxwise-azure-conv")
-    run("replay.py", "--gpus", *few, "--work", "work", "--out", "out", cwd=tmp_path)
-    assert len(list(tmp_path.glob("work/*-simulated.json"))) == 2
-
-
 @pytest.mark.full
 def test_the_device_model_is_fitted_to_profiles(tmp_path):
     run("fit_device.py", "--out", tmp_path / "device.json", cwd=tmp_path)
@@ -264,34 +226,6 @@ def test_what_ci_holds_of_the_house_is_found_when_it_breaks(tmp_path):
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.count("BROKEN") == 2
     assert "long.long (71 lines)" in ended.stdout
-
-
-def test_every_system_is_compared_on_one_card(tmp_path):
-    """Predicted by simulation, which does not run `auto` again after the others."""
-    few = ("qwen3-8b-azure-code-21ms", "--systems", "chunked", "--prompts", 8, "--seeds", 1)
-    where = ("--work", "work", "--out", tmp_path)
-    run("one_card.py", "--simulate", "h200", *few, *where, cwd=tmp_path)
-    found = saved(tmp_path / "simulated/qwen3-8b-azure-code-21ms.json")
-    assert [one["system"] for one in found["found"]] == ["auto", "chunked"]
-    auto, chunked = (one["goodput"] for one in found["found"])
-    assert found["ratios"] == {"chunked": chunked[0] / auto[0]}
-
-
-def test_a_search_that_is_interrupted_leaves_its_runs(tmp_path):
-    """Ctrl-C after the first run; what follows it is neither searched nor compared."""
-    few = ("qwen3-8b-azure-code-21ms", "--prompts", "8", "--seeds", "1", "--simulate", "h200")
-    words = [sys.executable, "-u", str(SCRIPTS / "one_card.py"), *few, "--out", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline().startswith("auto at 21 ms")
-        run.send_signal(signal.SIGINT)
-        run.communicate(timeout=240)
-    assert run.returncode == 0
-    found = saved(tmp_path / "simulated/qwen3-8b-azure-code-21ms.json")["found"]
-    assert found[-1]["goodput"] == []
-    assert found[0]["runs"]
-    assert len(found) < 11
 
 
 def test_what_sharing_a_device_costs_is_measured(tmp_path):

@@ -11,9 +11,9 @@ from twolane.results.record import OK, Record
 @pytest.fixture
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import side_by_side
+    import one_server
 
-    return side_by_side
+    return one_server
 
 
 @pytest.fixture
@@ -45,10 +45,8 @@ def test_rows_that_never_decode_together_have_no_step(step):
 
 
 def test_a_search_that_takes_longer_is_cut(script):
-    begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt), script.cut_after(0.05):
         time.sleep(60)
-    assert script.passed(begun, 0.05)
 
 
 def test_a_search_in_time_is_not_cut(script):
@@ -56,4 +54,3 @@ def test_a_search_in_time_is_not_cut(script):
         pass
     with script.cut_after(0):
         time.sleep(0.1)
-    assert not script.passed(time.monotonic(), 0)
