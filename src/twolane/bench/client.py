@@ -206,7 +206,7 @@ class Client:
         url: the endpoint.
         headers: sent with each request.
         timeout: seconds that one request may take from sending to its last event.
-        clock: of the timestamps; monotonic seconds.
+        clock: Clock of the timestamps, in monotonic seconds.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class LoadRun:
     """One pass of a workload over a client.
 
     Args:
-        jobs: in order of arrival.
+        jobs: The jobs, in order of arrival.
         max_concurrency: requests in flight at once; the others wait their turn. None: no bound.
         on_change: called with the tally whenever it changes.
         on_record: called with each outcome as it comes.

@@ -47,11 +47,11 @@ def find(
 
     Args:
         search: definition of the search.
-        systems: to search in turn.
+        systems: Systems to search one after the other.
         out: folder of the runs.
         load: settings of the client; address, workload and SLOs are the search's.
         guesses: see `goodput.find`.
-        traces: whether servers that are started write a trace into the folder.
+        traces: Whether servers that are started write a trace into the folder.
     """
     from twolane.systems.registry import default_system
 
@@ -102,10 +102,10 @@ class OwnServers:
     block ends.
 
     Args:
-        search: its runs.
+        search: The search whose runs these are.
         load: settings of the client; address, workload and SLOs are the search's.
         out: folder of the runs and of the servers' logs.
-        traces: whether the servers write traces into it.
+        traces: Whether the servers write traces into the folder.
     """
 
     def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:

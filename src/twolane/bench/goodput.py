@@ -368,7 +368,7 @@ def highest(
     bisection, on the grid start · 2^(i / octave).
 
     Args:
-        holds: whether a rate does; None if it fails and lower ones would, too.
+        holds: Returns whether a rate holds; None if it fails and lower rates would fail, too.
         start: requests a second to begin with.
         octave: rates of the grid from one to its double.
         near: a rate to begin at instead, rounded to the grid, next to which the answer may be.

@@ -34,12 +34,12 @@ async def run(
     """Send the workload to the server; return the result.
 
     Args:
-        config: of the run.
+        config: Settings of the run.
         stop: set it to end the run early; what was measured until then is returned.
         on_change: called with the counts whenever a request is sent or ends.
         on_record: called with each request's outcome.
         on_first: called with each request's index and TTFT, in seconds.
-        clock: of the timestamps, in seconds.
+        clock: Clock of the timestamps, in seconds.
 
     Raises:
         FieldError: an option is wrong or contradicts another.

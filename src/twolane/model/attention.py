@@ -60,10 +60,10 @@ class KVCache:
     The pool starts uninitialised; nothing reads a slot before it was written.
 
     Args:
-        spec: of the model.
-        pages: of each layer.
+        spec: Spec of the model.
+        pages: Number of pages in each layer.
         page_size: tokens in a page.
-        dtype: in which attention computes.
+        dtype: Type in which attention computes.
         rounded: keep numbers in e4m3.
         allocate: makes the pool's tensors.
     """

@@ -151,7 +151,7 @@ class Decoder:
         return self.group.gather_columns(self.products.linear(x, self.weights.head).float())
 
     def last(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [R, hidden] behind the last layer's norm, which the classifier reads."""
+        """Hidden states [R, hidden] after the last layer's norm, which the classifier reads."""
         return self._read(hidden, self.weights.norm)
 
     def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

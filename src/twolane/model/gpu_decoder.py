@@ -46,10 +46,10 @@ class GpuKVCache:
     tile. The pool starts uninitialised; nothing reads a place before it was written.
 
     Args:
-        spec: of the model.
-        pages: of each layer.
+        spec: Spec of the model.
+        pages: Number of pages in each layer.
         page_size: tokens in a page.
-        dtype: of the numbers; e4m3 has an exponent for each token and head.
+        dtype: Type of the numbers; e4m3 has an exponent for each token and head.
         device: where.
         allocate: makes the pool's tensors there; None: PyTorch does.
     """
@@ -206,9 +206,9 @@ class Workspace:
 
     Args:
         spec: the shape of this rank's part of the model.
-        dtype: of the activations.
-        device: where they are.
-        channel: of the lane, if several ranks share the model.
+        dtype: Type of the activations.
+        device: The device of the activations.
+        channel: Channel of the lane, if several ranks share the model.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class GpuDecoder:
     Args:
         spec: the whole model's.
         weights: this rank's part.
-        rank: of this process.
+        rank: The rank of this process.
         ranks: number of ranks that share the model.
     """
 
@@ -402,7 +402,7 @@ class GpuDecoder:
             residual: [T, hidden] from `embed` or the layer before; updated in place.
             rows: the T tokens.
             kv: the pool.
-            workspace: of the lane.
+            workspace: Workspace of the lane.
             products: the matrix products for the lane's share of the SMs.
         """
         q, qkv, out = self.attended(workspace, len(residual))
@@ -602,7 +602,7 @@ class GpuDecoder:
         return GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
 
     def last(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """Hidden states [R, hidden] behind the last layer's norm, written to `out`."""
+        """Hidden states [R, hidden] after the last layer's norm, written to `out`."""
         fused.rms_norm(hidden, self.weights.norm, self.spec.stream_eps, out)
         return out
 

@@ -36,7 +36,7 @@ class _Product:
     name: LoraProduct
     inputs: int
     ends: tuple[int, ...]
-    """The output behind the last one of each section."""
+    """The output after the last one of each section."""
 
 
 class GpuAdapterPool:

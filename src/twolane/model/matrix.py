@@ -175,7 +175,7 @@ _ON_GPU: dict[Scheme, Scheme] = {
 
 
 def concatenated(matrices: Sequence[Matrix]) -> Matrix:
-    """Return the rows of several matrices of one scheme and equal columns, behind one another.
+    """Return the rows of several matrices of one scheme and equal columns, one after the other.
 
     Raises:
         ValueError: they have different schemes.

@@ -1,4 +1,4 @@
-"""MLPs, the part of a layer behind its attention. A layer does not know which kind it has."""
+"""MLPs, the part of a layer after its attention. A layer does not know which kind it has."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -47,13 +47,13 @@ def rotation(spec: ModelSpec, rope: RopeSpec) -> Rotation:
 
 
 def query_scales(rope: RopeSpec, positions: Tensor) -> Tensor:
-    """Return the factor of the queries at each position, float32 [T, 1, 1], behind their rotation.
+    """Return the factor of the queries at each position, float32 [T, 1, 1], after their rotation.
 
     It is 1 + beta * ln(1 + floor(position / original_positions)), as in Llama 4 and Ministral 3.
 
     Args:
-        rope: with a `query_beta`.
-        positions: of the tokens, int [T].
+        rope: A rotary embedding with a `query_beta`.
+        positions: Positions of the tokens, int [T].
     """
     stretches = torch.div(positions, rope.original_positions, rounding_mode="floor")
     return (1.0 + rope.query_beta * torch.log1p(stretches.float()))[:, None, None]
@@ -63,7 +63,7 @@ def pair_rows(tensor: Tensor, head_dim: int, rope: RopeSpec) -> Tensor:
     """Order the rows of each head so that those that turn together are neighbours.
 
     With R rotated rows these become 0, R/2, 1, R/2 + 1, ..., unless the checkpoint has neighbours
-    already; the others stay behind them. Rows are [heads * head_dim, ...].
+    already; the others follow them. Rows are [heads * head_dim, ...].
     """
     if rope.interleaved:
         return tensor
@@ -78,9 +78,10 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
     """Radians per position of each pair of rotated dimensions, float32 [rotated / 2].
 
     Args:
-        rope: how they are stretched.
+        rope: The rotary embedding, which says how positions are stretched.
         rotated: dimensions of a head that are rotated.
-        positions: of the model, which choose the base of "dynamic" and the list of "longrope".
+        positions: The model's positions, which choose the base of "dynamic" and the list of
+            "longrope".
     """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     theta = _raised(rope, rotated, positions) if rope.type == "dynamic" else rope.theta

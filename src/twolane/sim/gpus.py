@@ -90,7 +90,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Number of bytes beyond which an all-reduce is one of many bytes, even if one of few would be
     faster."""
     behind_seconds: float = 2.0e-6
-    """Seconds by which kernels of a decode step wait longer behind an all-reduce than behind each
+    """Seconds by which kernels of a decode step wait longer after an all-reduce than after each
     other."""
     pass_behind_seconds: float = 7.6e-6
     """The same in a prefill slice or hybrid pass."""

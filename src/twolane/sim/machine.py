@@ -42,9 +42,9 @@ class SimulatedMachine:
         gpu: kind of the GPUs.
         spec: the model's shape.
         config: the engine's settings.
-        tp: how many share each layer, in each of the two groups if the engine is disaggregated
-            (`sim/disaggregated.py`).
-        seed: of the device's noise.
+        tp: Number of GPUs that share each layer, in each of the two groups if the engine is
+            disaggregated (`sim/disaggregated.py`).
+        seed: Seed of the device's noise.
 
     Raises:
         FieldError: a level leaves a lane without units.

@@ -81,7 +81,7 @@ def simulate(
     """Simulate serving the workload; the same configuration and seed give the same result.
 
     Args:
-        config: of the simulation.
+        config: Settings of the simulation.
         workload: the requests, if they were built already.
         on_record: called when a request has ended; True stops the run.
         on_tokens: the same when tokens have come: the request's index, the times of all its tokens
@@ -205,7 +205,7 @@ class Ledger:
     """Makes records from the engines' outputs.
 
     Args:
-        requests: of the workload; the id of each is its index as text.
+        requests: The workload's requests; the id of each is its index as text.
         on_record: see `simulate`.
         on_tokens: see `simulate`.
     """

@@ -158,7 +158,7 @@ def resolve(
     (with load_format "dummy" only), a Hugging Face id.
 
     Args:
-        name: of the model.
+        name: Name of the model.
         load_format: "dummy" needs no weights.
         given_up: asked while `pull` fetches; the hub's library cannot be broken off.
 

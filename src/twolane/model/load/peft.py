@@ -121,9 +121,9 @@ def read_adapter(
     Args:
         path: directory of a PEFT checkpoint.
         shard: the rank's part of the base model.
-        dtype: of the adapter's matrices.
+        dtype: Type of the adapter's matrices.
         max_rank: the largest rank of a module that is taken.
-        digest: of its files, as `digest_of` says; None: whatever they are.
+        digest: Digest of the adapter's files, as `digest_of` returns it; None accepts any files.
 
     Raises:
         AdapterError: it is damaged, made for another model, or asks for what is not served; or its
