@@ -92,15 +92,6 @@ def test_every_type_of_every_architecture(tmp_path, family, architecture, kind):
     same(checkpoint, file)
 
 
-GRANITE = (
-    ("add_embedding_scale", 2.5),
-    ("add_attention_scale", 0.4),
-    ("add_residual_scale", 0.7),
-    ("add_logit_scale", 0.4),
-)
-LONGROPE = (("add_rope_scaling_orig_ctx_len", 1), ("add_rope_scaling_attn_factors", 1.1))
-
-
 @pytest.mark.parametrize("fields", [(), (("add_attention_scale", 0.0),)])
 def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields):
     checkpoint, file = make_checkpoint("granite", tmp_path / "model", seed=4), tmp_path / "m.gguf"
@@ -110,28 +101,36 @@ def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields)
     assert spec.attention_scale is None
 
 
+def keys_of(spec):
+    """Keys that a file has besides those of all models."""
+    keys, rope = [], spec.rope
+    if window := spec.window(0):
+        keys.append(("add_sliding_window", window))
+    if spec.attention_scale is not None:
+        keys += [("add_attention_scale", spec.attention_scale)]
+        keys += [("add_embedding_scale", spec.embedding_scale)]
+        keys += [("add_residual_scale", spec.residual_scale)]
+        keys += [("add_logit_scale", 1.0 / spec.logit_scale)]
+    if rope.type == "longrope":
+        keys.append(("add_rope_scaling_orig_ctx_len", rope.original_positions))
+        keys.append(("add_rope_scaling_attn_factors", rope.attention_factor))
+    return keys
+
+
 @pytest.mark.parametrize(
-    ("family", "architecture", "fields"),
-    [
-        ("granite", "granite", GRANITE),
-        ("smollm3", "smollm3", ()),
-        ("olmo2", "olmo2", ()),
-        ("glm4", "glm4", ()),
-        ("phi3", "phi3", ()),
-        ("phi4-mini", "phi3", LONGROPE),
-    ],
+    ("family", "architecture"),
+    [(next(iter(each.fixtures)), name) for name, each in GGUF_ARCHITECTURES.items()]
+    + [("phi4-mini", "phi3")],
 )
-def test_architectures_with_keys_of_their_own(tmp_path, family, architecture, fields):
-    # Files do not say which layers of SmolLM3 are rotated: it is each fourth in all of them.
-    sizes = {"no_rope_layer_interval": 4} if family == "smollm3" else None
-    checkpoint = make_checkpoint(family, tmp_path / "model", seed=4, sizes=sizes)
+def test_every_architecture(tmp_path, family, architecture):
+    checkpoint = make_checkpoint(family, tmp_path / "model", seed=4)
     file, spec = tmp_path / "m.gguf", spec_from_directory(checkpoint)
     tensors = [
         (f"rope_factors_{name}.weight", np.array(values, dtype=np.float32))
         for name, values in (("long", spec.rope.divisors), ("short", spec.rope.short_divisors))
         if values
     ]
-    write_gguf(checkpoint, file, architecture, Type.F32, fields=fields, tensors=tensors)
+    write_gguf(checkpoint, file, architecture, Type.F32, fields=keys_of(spec), tensors=tensors)
     found = GGUFModel(file).spec
     assert found.family == spec.family
     assert found.kinds == spec.kinds

@@ -54,5 +54,5 @@ FAMILY = Family(
     architectures=("SmolLM3ForCausalLM",),
     config=SmolLM3Config,
     gguf=GGUFFacts("smollm3", permuted=True, kinds=_gguf_kinds),
-    fixtures={"smollm3": {"no_rope_layer_interval": 2}},
+    fixtures={"smollm3": {}},
 )
