@@ -14,6 +14,7 @@ from twolane.model.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from twolane.model.families.family import Family
@@ -22,7 +23,7 @@ from twolane.model.spec import UnsupportedModel
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, glm, glm4),
+    *(phi3, granite, smollm3, olmo2, glm, glm4, seed_oss),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Every family by its name."""
