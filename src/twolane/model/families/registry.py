@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from twolane.model.families import (
+    exaone4,
     glm,
     glm4,
     granite,
@@ -23,7 +24,7 @@ from twolane.model.spec import UnsupportedModel
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, glm, glm4, seed_oss),
+    *(phi3, granite, smollm3, olmo2, glm, glm4, seed_oss, exaone4),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Every family by its name."""
