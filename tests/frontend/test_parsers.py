@@ -149,6 +149,11 @@ WRITTEN = {
         ],
     ),
     "xml": (("qwen3_coder", XML), "Now:done", [("weather", {"city": "12", "days": 12})]),
+    "xml, with Seed-OSS' marks": (
+        ("seed_oss", XML.replace("tool_call", "seed:tool_call")),
+        "Now:done",
+        [("weather", {"city": "12", "days": 12})],
+    ),
     "llama": (("llama3_json", LLAMA), "", ROME),
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
     "mistral": (("mistral", MISTRAL), "", ROME),
@@ -857,6 +862,13 @@ def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     assert (reader.thinking, reader.content) == ("Hm", "Yes")
 
 
+def test_seed_oss_thinks_between_marks_of_its_own():
+    form = ModelFormats("<seed:think></seed:think>").of(FormatOptions(), "a")
+    reader = form.reader()
+    reader.read("<seed:think>Hm</seed:think>Yes", ended=True)
+    assert (reader.thinking, reader.content) == ("Hm", "Yes")
+
+
 def test_text_without_thinking_is_as_it_is():
     assert read(ReasoningParser(), [" Paris"]) == ("", " Paris", [])
     assert read(ReasoningParser(OPENED), ["not yet"]) == ("not yet", "", [])
@@ -870,6 +882,8 @@ def test_every_format_can_be_named():
 def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
+    seed = "{% if tools %}<seed:tool_call><function=x></seed:tool_call>{% endif %}"
+    assert format_of(seed) == "seed_oss"
     assert format_of("{% if tools %}<|tool_call|>{% endif %}") == "granite"
     assert format_of("{% if tools %}functools[{% endif %}") == "phi4_mini_json"
     assert format_of("{{ tools }}<TOOLCALL>[") == "llama_nemotron_json"

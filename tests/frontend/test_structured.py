@@ -456,11 +456,15 @@ def test_what_a_matcher_finds_wrong_is_not_in_the_log(vocabulary, capfd):
     assert capfd.readouterr().err == ""
 
 
+QWEN3_CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>"
+)
 CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
-    "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "qwen3_coder": QWEN3_CODER,
+    "seed_oss": QWEN3_CODER.replace("tool_call", "seed:tool_call"),
     "llama3_json": LLAMA,
     "mistral": MISTRAL,
     "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'

@@ -13,6 +13,7 @@ PANEL = "Server"
 ToolForm = Literal[
     "hermes",
     "qwen3_coder",
+    "seed_oss",
     "llama3_json",
     "mistral",
     "mistral_args",

@@ -22,8 +22,9 @@ KNOWN_MARKS = (
     ThinkingMarks(),
     ThinkingMarks("[THINK]", "[/THINK]"),
     ThinkingMarks("Here is my thought process:", "Here is my response:"),
+    ThinkingMarks("<seed:think>", "</seed:think>"),
 )
-"""Known marks: those of most models, of Mistral's, and of Granite 3.2."""
+"""Known marks: those of most models, of Mistral's, of Granite 3.2, and of Seed-OSS."""
 AROUND_ANSWER = ("<response>", "</response>")
 """Marks around the answers of Granite 3.3, behind thinking."""
 

@@ -71,6 +71,9 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "qwen3_coder": CallFormat(
             tagged_call, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
         ),
+        "seed_oss": CallFormat(
+            tagged_call, ("<seed:tool_call>",), ("</seed:tool_call>",), within=("<function=",)
+        ),
         "llama3_json": CallFormat(
             listed_object,
             ("<|python_tag|>", "<function="),  # the second with tools that only a user tells of
@@ -111,6 +114,7 @@ LISTS = ("<｜tool▁calls▁begin｜>",)
 def format_of(template: str | None) -> str | None:
     """Return the name of the format in a chat template; None: it has none."""
     marks = (
+        ("<seed:tool_call>", "seed_oss"),
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
         ("[ARGS]", "mistral_args"),

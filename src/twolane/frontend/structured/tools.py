@@ -238,17 +238,21 @@ def _mistral_call(tool: Tool, marks: _Marks) -> str:
     return f"{head} {marks.json(tool.schema)}"
 
 
-def _xml_call(tool: Tool, marks: _Marks) -> str:
-    whole = tool.schema
-    body = [] if "properties" in whole else [marks.any_parameters()]
-    for name, schema, needed in _parameters(whole):
-        opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, whole, marks)
-        body.append(f"({opened} {value})" + ("" if needed else "?"))
-    inside = " ".join(body)
-    head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
-    return f"{head} {inside} {json.dumps('</function>')} {json.dumps(chr(10))} " + marks.of(
-        "</tool_call>"
-    )
+def _xml_call(begin: str, end: str) -> Callable[[Tool, _Marks], str]:
+    """Return a rule for a call of Qwen3-Coder's form between marks."""
+
+    def call(tool: Tool, marks: _Marks) -> str:
+        whole = tool.schema
+        body = [] if "properties" in whole else [marks.any_parameters()]
+        for name, schema, needed in _parameters(whole):
+            opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, whole, marks)
+            body.append(f"({opened} {value})" + ("" if needed else "?"))
+        head = marks.of(begin) + " " + json.dumps(f"\n<function={tool.name}>\n")
+        return f"{head} {' '.join(body)} {json.dumps('</function>')} {json.dumps(chr(10))} " + (
+            marks.of(end)
+        )
+
+    return call
 
 
 def _pythonic_call(tool: Tool, marks: _Marks) -> str:
@@ -319,7 +323,8 @@ ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "hermes": _json_call("arguments", "<tool_call>", "</tool_call>"),
-    "qwen3_coder": _xml_call,
+    "qwen3_coder": _xml_call("<tool_call>", "</tool_call>"),
+    "seed_oss": _xml_call("<seed:tool_call>", "</seed:tool_call>"),
     "llama3_json": _json_call("parameters", "", ""),
     "mistral": _json_call("arguments", "", ""),
     "mistral_args": _mistral_call,
@@ -335,6 +340,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
 LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "hermes": ((), ("\n",), ()),
     "qwen3_coder": ((), ("\n",), ()),
+    "seed_oss": ((), ("\n",), ()),
     "llama3_json": ((), ("; ",), ()),
     "mistral": (("[TOOL_CALLS]", "["), (", ",), ("]",)),
     "mistral_args": ((), (), ()),
@@ -350,6 +356,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
 OPENINGS: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "qwen3_coder": ("<tool_call>",),
+    "seed_oss": ("<seed:tool_call>",),
     "llama3_json": ("<|python_tag|>", "<function="),
     "mistral": ("[TOOL_CALLS]",),
     "mistral_args": ("[TOOL_CALLS]",),
