@@ -10,6 +10,7 @@ import msgspec
 
 from twolane.bench import engine_gaps, preflight
 from twolane.bench.client import Client, Job, LoadRun, RunCounts
+from twolane.bench.energy import EnergyMeter
 from twolane.bench.http import Clock
 from twolane.bench.preflight import BenchError
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
@@ -63,7 +64,9 @@ async def run(
             on_record=on_record,
             on_first=on_first,
         )
-        await load.run(stop)
+        with EnergyMeter(config.base_url) as meter:
+            await load.run(stop)
+            energy = meter.energy()
         after = await _engine_gaps(config)
     return Result(
         config=config,
@@ -75,6 +78,7 @@ async def run(
         interrupted=stop.is_set(),
         loop_lag=Distribution.of(load.loop_lag.seconds, LAG_PERCENTILES),
         engine_gaps=engine_gaps.between(before, after),
+        energy=energy,
     )
 
 

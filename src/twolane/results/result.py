@@ -181,6 +181,21 @@ class EngineGaps(msgspec.Struct, frozen=True):
     """Upper edge in seconds of that bucket; infinite in the last one."""
 
 
+class Energy(msgspec.Struct, frozen=True):
+    """Energy and clocks of the GPUs during a run."""
+
+    gpus: str
+    """The GPUs that count, and where the figures come from."""
+    joules: float
+    watts: float
+    """Mean power of all of these GPUs together."""
+    cap_watts: float
+    """Power limit of all of these GPUs together."""
+    sm_hz: float | None = None
+    """Mean clock of the SMs; None in a simulation."""
+    memory_hz: float | None = None
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A finished or interrupted run: settings and records."""
 
@@ -202,6 +217,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Announcement of a server that was started for the run."""
     engine_gaps: EngineGaps | None = None
     """Gaps that the server counted itself, if requested."""
+    energy: Energy | None = None
+    """None: NVML is not there, or the server is on another machine."""
 
     @cached_property
     def metrics(self) -> Metrics:

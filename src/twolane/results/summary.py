@@ -12,7 +12,7 @@ from twolane import __version__
 from twolane.common.printable import printable
 from twolane.results.metrics import Distribution, Metrics, bound_words, bounded
 from twolane.results.provenance import json_bytes, provenance
-from twolane.results.result import BenchConfig, Result
+from twolane.results.result import BenchConfig, Energy, Result
 from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
@@ -216,6 +216,7 @@ def _ours(result: Result) -> dict[str, object]:
         **({} if result.simulated is None else {"simulated": result.simulated}),
         **({} if result.server is None else {"server": result.server}),
         **({} if result.engine_gaps is None else {"engine_itl_ms": _engine_gaps(result)}),
+        **({} if result.energy is None else {"energy": _energy(result.energy, metrics)}),
         "sent": metrics.sent,
         "total_cached_tokens": metrics.cached_tokens,
         "outcomes": metrics.outcomes,
@@ -247,6 +248,15 @@ def _playout(result: Result) -> dict[str, object]:
         "shown_attainment_all": shown.attainment.together,
         "shown_tbt_gap_attainment": shown.attainment.gaps,
         "playout_uncounted": shown.uncounted,
+    }
+
+
+def _energy(energy: Energy, metrics: Metrics) -> dict[str, object]:
+    done, tokens = metrics.completed, metrics.output_tokens
+    return {
+        **msgspec.structs.asdict(energy),
+        "joules_per_request": energy.joules / done if done else None,
+        "joules_per_output_token": energy.joules / tokens if tokens else None,
     }
 
 
@@ -307,6 +317,11 @@ def _counts_table(result: Result) -> Table:
         "Output tokens/s": _number(metrics.per_second(metrics.output_tokens)),
         "Most requests at once": f"{metrics.max_concurrent}",
     }
+    if (energy := result.energy) is not None:
+        each = energy.joules / metrics.completed if metrics.completed else None
+        clock = "" if energy.sm_hz is None else f", SMs at {energy.sm_hz / 1e6:.0f} MHz"
+        rows["Energy per request (J)"] = _number(each)
+        rows["Power (W) / limit"] = f"{energy.watts:.0f} / {energy.cap_watts:.0f}{clock}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

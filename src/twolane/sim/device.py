@@ -88,6 +88,9 @@ class DeviceModel:
             pass_sizes = worth_padding_to({size: self._multiplied(size) for size in SIZES})
         self.pass_sizes = pass_sizes
 
+    power_known = True
+    """Whether its demands say what power they draw."""
+
     # --- what the lanes ask -------------------------------------------------------------------
 
     def steps(self, work: Work, units: int) -> Sequence[Demand]:
@@ -103,6 +106,17 @@ class DeviceModel:
         traffic = sum([demand.traffic for demand in running])
         draw = sum([demand.draw for demand in running])
         return self._at(self._clock(traffic, draw), running)
+
+    def watts(self, running: Sequence[Demand], seconds: Sequence[float]) -> float:
+        """Return the power of all GPUs while these steps take these seconds, up to the cap: a
+        constant, and energy for each byte and each FLOP (docs/design/simulation.md)."""
+        gpu, watts = self.gpu, self.gpu.idle_watts
+        for one, takes in zip(running, seconds, strict=True):
+            alone = one.fixed + one.clocked + one.streamed + one.linked
+            flops = one.draw * gpu.unit_flops * gpu.product_share
+            rate = gpu.joules_per_byte * one.traffic + gpu.joules_per_flop * flops
+            watts += rate * alone / takes if takes else 0.0
+        return self.tp * min(gpu.cap_watts, watts)
 
     def _clock(self, traffic: float, draw: float) -> float:
         """Return the clock under the power cap, as a fraction of the top clock."""

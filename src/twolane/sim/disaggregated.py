@@ -18,6 +18,8 @@ class DisaggregatedDevice(DeviceModel):
     """A device model whose lanes do not slow each other down, and whose prompts' KV pages are
     transferred."""
 
+    power_known = False
+
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`: each has a group to itself."""
         return [super(DisaggregatedDevice, self).seconds([demand])[0] for demand in running]

@@ -100,6 +100,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     0 means that tiles are not told apart."""
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
+    cap_watts: float = 0.0
+    """Power cap of the board in watts; 0: its power was not measured."""
+    idle_watts: float = 0.0
+    """Power in watts that does not depend on what runs."""
+    joules_per_byte: float = 0.0
+    """Energy of moving a byte to or from memory."""
+    joules_per_flop: float = 0.0
+    """Energy of a FLOP of a matrix product."""
     fitted: bool = False
     """Whether the parameters are fitted to measurements of such a card; else they follow its data
     sheet."""
@@ -136,6 +144,10 @@ H200 = Gpu(
     sampling_seconds=5.73e-5,
     link_bandwidth=310e9,
     half_tile_share=0.74,
+    cap_watts=700.0,
+    idle_watts=173.0,
+    joules_per_byte=0.117e-9,
+    joules_per_flop=0.6e-12,
     fitted=True,
 )
 """Fitted by `benchmarks/fit_device.py`, and what concerns passes of several ranks by
@@ -166,6 +178,7 @@ H100 = msgspec.structs.replace(
     whole_layer_seconds=5.57e-6,
     split_seconds=2.07e-5,
     sampling_seconds=5.75e-5,
+    cap_watts=0.0,
 )
 """The same chip with HBM3, fitted by `benchmarks/fit_device.py`; what concerns several ranks or FP8
 is the H200's."""
@@ -203,6 +216,7 @@ H20 = msgspec.structs.replace(
     bandwidth=H200.bandwidth * 4.0 / 4.8,
     power_units=200.0,
     one_grid=H200.one_grid * 78 / 132,
+    cap_watts=0.0,
     fitted=False,
 )
 """The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's

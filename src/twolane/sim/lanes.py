@@ -6,7 +6,7 @@ far. Launches wait for each other as on a GPU: a lane runs in order, the whole d
 lanes, and two launches never decode at a time. Tokens are made up.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -65,6 +65,10 @@ class Device(Protocol):
         before which the device is not."""
 
 
+Watts = Callable[[Sequence[Demand], Sequence[float]], float]
+"""Returns the power in watts while steps take these seconds."""
+
+
 @dataclass(slots=True, eq=False)
 class _SimTicket(Ticket):
     work: Work | None = None
@@ -95,14 +99,24 @@ class SimLanes:
 
     Args:
         units: Number of units of the device.
-        levels: partitions on offer beside the solo ones.
-        device: times of steps.
+        levels: Partitions on offer beside the solo ones.
+        device: The model of the times of steps.
+        watts: The model of the power; None: the energy is not known.
     """
 
-    def __init__(self, units: int, levels: Sequence[tuple[int, int]], device: Device) -> None:
+    def __init__(
+        self,
+        units: int,
+        levels: Sequence[tuple[int, int]],
+        device: Device,
+        watts: Watts | None = None,
+    ) -> None:
         self.units = units
         self.levels: Sequence[tuple[int, int]] = (*levels, (units, 0), (0, units))
         self._device = device
+        self._power, self._watts = watts, watts([], []) if watts else 0.0
+        self.joules = 0.0
+        """Energy until now."""
         self._now = 0.0
         self._host_free = 0.0
         self._last: dict[str, _SimTicket] = {}
@@ -198,11 +212,17 @@ class SimLanes:
     def advance(self, until: float) -> None:
         """Move the clock forward to `until` and bring the tickets up to date."""
         while (at := self.next_event()) is not None and at <= until:
-            self._now, self._changed = at, True
+            self._pass(at)
+            self._changed = True
             changed = self._end_steps()
             if self._begin() or changed:
                 self._rate()
-        self._now = max(self._now, until)
+        self._pass(max(self._now, until))
+
+    def _pass(self, until: float) -> None:
+        """Let the time until `until` pass, in which nothing begins or ends."""
+        self.joules += self._watts * (until - self._now)
+        self._now = until
 
     def _end_steps(self) -> bool:
         """Complete the steps that end now; return whether there are any."""
@@ -231,7 +251,10 @@ class SimLanes:
     def _rate(self) -> None:
         """Update the speed of every step for the steps beside it; completed work is kept."""
         now = self._now
-        seconds = self._device.seconds([ticket.demand for ticket in self._running])
+        running = [ticket.demand for ticket in self._running]
+        seconds = self._device.seconds(running)
+        if self._power is not None:
+            self._watts = self._power(running, seconds)
         for ticket, takes in zip(self._running, seconds, strict=True):
             if not ticket.takes:
                 ticket.takes, ticket.ends = takes, now + takes

@@ -9,6 +9,7 @@ from twolane.engine.settings import level_shares, simulated_option
 from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
 from twolane.lanes.settings import LaneSizes
 from twolane.model.spec import ModelSpec
+from twolane.results.result import Energy
 from twolane.sim.device import DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.fused_attention import FusedAttentionDevice
@@ -101,7 +102,17 @@ class SimulatedMachine:
         progress: OnProgress,
     ) -> SimLanes:
         """See `Machine.start`."""
-        return SimLanes(self.device.gpu.units, self._levels, self.device)
+        device = self.device
+        known = device.power_known and device.gpu.cap_watts
+        return SimLanes(device.gpu.units, self._levels, device, device.watts if known else None)
+
+    def energy(self, lanes: SimLanes) -> Energy | None:
+        """Return the energy of these lanes until now; None: it is not known."""
+        seconds = lanes.clock()
+        if not lanes.joules or not seconds:
+            return None
+        cap = self.tp * self.device.gpu.cap_watts
+        return Energy(f"{self.name}, by a law of power", lanes.joules, lanes.joules / seconds, cap)
 
 
 def _device_model(config: EngineConfig) -> type[DeviceModel]:

@@ -51,6 +51,8 @@ class NanoBatchDevice(DeviceModel):
     divided.
     """
 
+    power_known = False
+
     def steps(self, work: Work, units: int) -> Sequence[Demand]:
         """See `Device.steps`."""
         if isinstance(work, PrefillWork):

@@ -27,7 +27,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.spec import ModelSpec, skewed
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
-from twolane.results.result import BenchConfig, Result
+from twolane.results.result import BenchConfig, Energy, Result
 from twolane.results.summary import result_json
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
@@ -114,7 +114,8 @@ def simulate(
         built.close()
     if ledger.stopped:
         ledger.interrupt(built.lanes.clock())
-    result = ledger.result(config, engine_figures(config, built, ledger.launches))
+    figures = engine_figures(config, built, ledger.launches)
+    result = ledger.result(config, figures, machine.energy(built.lanes))
     return Simulation(result, ledger.in_order())
 
 
@@ -246,7 +247,9 @@ class Ledger:
         """Return the requests served, in order of sending."""
         return sorted(self.served, key=lambda one: one.record.index)
 
-    def result(self, config: SimulateConfig, simulated: dict[str, object]) -> Result:
+    def result(
+        self, config: SimulateConfig, simulated: dict[str, object], energy: Energy | None = None
+    ) -> Result:
         """Return the result as a bench client would see it, with figures of the simulation."""
         records = tuple(one.record for one in self.in_order())
         return Result(
@@ -259,6 +262,7 @@ class Ledger:
             interrupted=self.stopped,
             loop_lag=Distribution.of((), LAG_PERCENTILES),
             simulated=simulated,
+            energy=energy,
         )
 
     def _output(self, at: float, output: Output) -> None:
