@@ -25,7 +25,7 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprobs | None = None
     """Log-probabilities of the token, if the row asks for them."""
     embedding: bytes | None = None
-    """Hidden state behind the last norm that the token was sampled from, in float32, if the row
+    """Hidden state after the last norm, from which the token was sampled, in float32, if the row
     asks for it."""
 
 
@@ -173,8 +173,9 @@ class Lanes(Protocol):
     """Partitions (prefill units, decode units) on offer, including (all, 0) and (0, all)."""
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
-        """Queue work behind what is queued in that lane and in those that exclude it (`EXCLUSIVE`);
-        it begins when the launches with the numbers `after` are done.
+        """Queue work after what is queued in that lane and in lanes that exclude it (`EXCLUSIVE`).
+
+        It begins when the launches with the numbers `after` are done.
 
         Never blocks. The units of the prefill lane are counted from one end of the device, those
         of the decode lane from the other: they overlap only if they add up to more than all.
@@ -273,7 +274,7 @@ class Machine(Protocol):
         """Allocate the KV pool and start the lanes.
 
         Args:
-            sizes: of KV pool and slots.
+            sizes: Sizes of the KV pool and of the slots.
             notify: called from a lane's thread whenever a ticket has results.
             progress: called with the steps of the start.
         """

@@ -127,7 +127,7 @@ class CpuLanes:
         """See `Lanes.check`: errors are their tickets'."""
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads behind what is queued; wait for each for `timeout` seconds at most."""
+        """End the threads after what is queued; wait for each for `timeout` seconds at most."""
         for ticket in self._open.waiting():
             ticket.masks.cancel()  # they will not be set any more
         for worker in self._workers.values():

@@ -85,7 +85,7 @@ def captured(
 
     Args:
         stream: the graph keeps its share of the SMs, wherever it is replayed.
-        pool: of device memory, shared by graphs that never run at the same time.
+        pool: Pool of device memory, shared by graphs that never run at the same time.
         queue: launches on torch's current stream.
     """
     stream.synchronize()
@@ -140,11 +140,11 @@ class DecodeGraphs:
 
     Args:
         decoder: the model.
-        kv: its pool.
-        slots: what the device knows of the requests.
+        kv: The model's KV pool.
+        slots: The device's memory of the requests.
         max_rows: the most rows of a step.
         units: the most SMs of a level.
-        channel: of the decode lane, if several ranks share the model.
+        channel: Channel of the decode lane, if several ranks share the model.
         adapters: those that rows may have, if any are served.
     """
 
@@ -175,8 +175,8 @@ class DecodeGraphs:
             None if spec.moe is None else self.workspace.routing(max_rows).experts_read
         )
         self.ring = torch.zeros(MAX_STEPS * (max_rows + 1), dtype=torch.int32, device=device)
-        """Tokens by step and row of the bucket; with experts, behind those of a step, how many it
-        has read, summed over layers."""
+        """Tokens by step and row of the bucket; with experts, the number of experts that a step has
+        read, summed over layers, follows its tokens."""
         self.adapters = adapters
         self._tiles = None if adapters is None else adapters.tiles(max_rows)
         self._pool = torch.cuda.graph_pool_handle()

@@ -54,8 +54,8 @@ class MixedRows(PromptRows):
     owners: Tensor | None = None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
 
-    def behind(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
-        """These tokens behind decode rows, in one pass."""
+    def after(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
+        """Return decode rows and then these tokens, for one pass."""
         pages = steps.tables[steps.slots, steps.positions // page_size]
         write_slots = pages * page_size + steps.positions % page_size
         owners = None if self.owners is None else torch.cat([steps.slots, self.owners])

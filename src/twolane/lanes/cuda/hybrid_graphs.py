@@ -48,8 +48,8 @@ class HybridGraphs:
 
     Args:
         decoder: the model.
-        kv: its pool.
-        slots: what the device knows of the requests.
+        kv: The model's KV pool.
+        slots: The device's memory of the requests.
         steps: the decode graphs.
         passes: the layers.
         logits: float32 [most rows that are sampled, vocab], the lane's.

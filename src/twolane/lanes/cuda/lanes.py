@@ -38,7 +38,7 @@ class CudaTicket(Ticket):
     """A launch on a stream."""
 
     ended: torch.cuda.Event = field(default_factory=lambda: new_event(timing=True))
-    """Event recorded behind the launch."""
+    """Event recorded after the launch."""
     stream: torch.cuda.Stream | None = None
     noted: threading.Event = field(default_factory=threading.Event)
     """Set when `end` is set."""
@@ -70,8 +70,8 @@ class _Deferred:
     ticket: CudaTicket | None = None
     after: Sequence[CudaTicket] = ()
 
-    def behind(self, other: "HalfLaunch | _Deferred") -> bool:
-        """Return whether it must come behind `other`, which was called earlier."""
+    def follows(self, other: "HalfLaunch | _Deferred") -> bool:
+        """Return whether it must come after `other`, which was called earlier."""
         return not self.names.isdisjoint(other.names) or other.ticket in self.after
 
 
@@ -97,7 +97,7 @@ class CudaLanes:
     Args:
         runner: queues the work.
         partitions: the levels and their streams.
-        launcher: of the thread that captured the runner's graphs.
+        launcher: Launcher on the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has results.
         log: The launch log that the other ranks replay; None: there is one rank.
     """
@@ -125,7 +125,7 @@ class CudaLanes:
         self._masks: dict[int, Sequence[TokenMask]] = {}
         """Masks that were set before their launch was queued, by number."""
         self._deferred: list[_Deferred] = []
-        """Launches and drops that must come behind `_halves`, in the order of the calls."""
+        """Launches and drops that must come after `_halves`, in the order of the calls."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
         self.units = partitions.units
         self.levels: Sequence[tuple[int, int]] = partitions.offered
@@ -195,12 +195,12 @@ class CudaLanes:
         self._end_ready()
 
     def _run_or_defer(self, asked: _Deferred) -> None:
-        """Run a launch or a drop, or defer it if it must come behind a launch that waits for masks.
+        """Run a launch or a drop, or defer it if it must come after a launch that waits for masks.
 
         Such a launch has not recorded the event that others wait for on the device.
         """
         earlier: list[HalfLaunch | _Deferred] = [*self._halves.values(), *self._deferred]
-        if any(asked.behind(other) for other in earlier):
+        if any(asked.follows(other) for other in earlier):
             self._deferred.append(asked)
         else:
             asked.run()
@@ -289,7 +289,7 @@ class CudaLanes:
     def _between_layers(self) -> Callable[[], None]:
         """Return what a slice calls before each of its layers, to let decode steps pass.
 
-        With other ranks, steps pass between pieces of some layers, and each piece is logged behind
+        With other ranks, steps pass between pieces of some layers, and each piece is logged after
         them.
         """
         if self._launch_log is None:
@@ -304,7 +304,7 @@ class CudaLanes:
         return between
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads behind what is queued, and the other ranks; wait for each for `timeout`
+        """End the threads after what is queued, and the other ranks; wait for each for `timeout`
         seconds at most."""
         self._launcher.thread.shutdown()
         for watcher in self._watchers.values():
@@ -338,7 +338,7 @@ def is_slice(lane: LaneName, work: Work) -> bool:
 
 
 def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:
-    """Return the place of a launch; one that waits on the device for another must be behind it."""
+    """Return the place of a launch; one that waits on the device for another must come after it."""
     if is_slice(lane, work):
         return "slice"
     return "step" if lane == "decode" and all(other.queued_at for other in after) else "in order"

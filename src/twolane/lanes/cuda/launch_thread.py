@@ -1,7 +1,7 @@
 """The launch thread: it launches in the order of the calls, but decode steps pass prefill slices.
 
 Launching the first slice of a batch takes the host 3 to 7 ms, hardly less than a decode step takes
-the device, so a step behind it would begin late. Steps are therefore launched before slices that
+the device, so a step after it would begin late. Steps are therefore launched before slices that
 wait for this thread, and between two layers of the slice under way.
 """
 

@@ -79,10 +79,10 @@ class LayerGraphs:
 
     Args:
         decoder: the model.
-        kv: its pool.
-        slots: what the device knows of the requests.
+        kv: The model's KV pool.
+        slots: The device's memory of the requests.
         steps: tell which rows of a hybrid pass decode.
-        workspace: of the lane; it grows without these.
+        workspace: Attention workspace of the lane; it grows without these.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class LayerGraphs:
         Args:
             units: SMs.
             size: rows of the pass.
-            adapted: whether they may have adapters.
+            adapted: Whether rows may have adapters.
             i: layer index.
             rows: the first ones, as many as may decode.
         """

@@ -27,9 +27,9 @@ class TokenHistory:
     """Bias and penalty state of one sequence on the device, as `model.sampler.Adjustment`.
 
     Args:
-        sampling: of the request.
+        sampling: Sampling of the request.
         vocab: tokens of the vocabulary.
-        device: where the logits are.
+        device: The device of the logits.
     """
 
     def __init__(self, sampling: Sampling, vocab: int, device: torch.device) -> None:
@@ -104,9 +104,9 @@ class LogitProcessors:
     """Processes the logits of slots that need more than the graphs do.
 
     Args:
-        slots: how each samples.
+        slots: Table of how each slot samples.
         vocab: tokens of the vocabulary.
-        device: where the logits are.
+        device: The device of the logits.
     """
 
     def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
@@ -198,7 +198,7 @@ class LogitProcessors:
         masked = [(p.row, self._allowed.pop(p.slot)) for p in points if p.slot in self._allowed]
         if not masked:
             return
-        # Filled where the device reads it: launches wait for this. Bits behind the vocabulary's
+        # Filled where the device reads it: launches wait for this. Bits beyond the vocabulary's
         # are not read.
         shape = len(masked), 1 + -(-self._vocab // 32)
         pinned = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")

@@ -58,10 +58,10 @@ class CudaMachine:
 
     Args:
         spec: the model's shape.
-        weights: on the device.
+        weights: The model's weights, on the device.
         decode_units: SMs of the decode lane, one level each; None: every 16.
         utilization: share of the device's memory that this process may take.
-        rank: of this process, if several share the model.
+        rank: The rank of this process, if several share the model.
         ranks: their number.
         kv_cache_dtype: "fp8" keeps keys and values in e4m3.
         adapter_slots: number of LoRA adapters that can be loaded at a time.
@@ -162,7 +162,7 @@ class CudaMachine:
         """Allocate the KV pool, capture the graphs and start the lanes.
 
         Args:
-            sizes: of KV pool and slots.
+            sizes: Sizes of the KV pool and of the slots.
             notify: called from a lane's thread whenever a ticket has results.
             progress: called with ("graphs", fraction).
         """
@@ -300,7 +300,7 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
     last one is for the memory that long ones take.
 
     Args:
-        spec: of the model.
+        spec: Spec of the model.
         most: the longest prompt that the pool and the context hold.
     """
     some = 64 // (spec.heads // spec.kv_heads)

@@ -128,13 +128,14 @@ class CudaRunner:
 
     Args:
         decoder: the model.
-        kv: its pool.
-        slots: what the device knows of the requests.
+        kv: The model's KV pool.
+        slots: The device's memory of the requests.
         steps: the decode graphs.
-        max_batch_tokens: of a prefill batch, which the workspace is made for; larger ones grow it.
+        max_batch_tokens: Tokens of the prefill batch that the workspace is made for; larger batches
+            grow it.
         units: SMs of the device.
-        channels: of the lanes, if several ranks share the model; a rank other than 0 carries out
-            the same work, but samples nothing and has no steps.
+        channels: Channels of the lanes, if several ranks share the model; a rank other than 0
+            carries out the same work, but samples nothing and has no steps.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class CudaRunner:
                 channel.broadcast(self.slots.last_token)
             embedded = self._embed(self.slots.last_token[decoding.slots], place)
             hidden = torch.cat([embedded, hidden])
-            placed = placed.behind(decoding, self.kv.page_size)
+            placed = placed.after(decoding, self.kv.page_size)
         self._layers(0, layers, hidden, placed, place)
         return hidden
 
@@ -446,7 +447,7 @@ class CudaRunner:
             logits: float32 [R, vocab], a row for each place.
             where: the rows' slots and positions, int32 [R] each.
             read: brings what it comes to to the host.
-            place: where the pass runs.
+            place: Place in which the pass runs.
         """
         places, (slots, positions) = ends.points, where
         after = self._processors.adjust(logits, self._processors.asked(places))
@@ -494,7 +495,8 @@ def _read(
         rows: those that were sampled.
         scores: log-probabilities by place in `tokens`.
         scored: those of prompts, by row of the work.
-        layers: with experts, whose number is the last of `tokens`; 0: it is not there.
+        layers: Number of layers with experts; the last of `tokens` is then the number of experts
+            that they have read. 0 without experts.
         embeddings: hidden states on their way to the host, float32 [1, hidden] each, by place in
             `tokens`.
     """

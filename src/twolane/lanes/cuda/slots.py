@@ -23,8 +23,8 @@ class Slots:
 
     Args:
         slots: the most requests at a time.
-        max_pages: of one sequence.
-        device: where the tensors live.
+        max_pages: Largest number of pages of one sequence.
+        device: The device of the tensors.
     """
 
     def __init__(self, slots: int, max_pages: int, device: torch.device) -> None:

@@ -19,9 +19,9 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 
     batch: int
     last: int
-    """The layer behind the last one that was computed."""
+    """The layer after the last one that was computed."""
     hidden: bytes = b""
-    """Hidden states behind the model's last layer, of the rows that are sampled or scored."""
+    """Hidden states after the model's last layer, of the rows that are sampled or scored."""
 
     @classmethod
     def of(cls, batch: int, last: int, hidden: Tensor | None) -> "Arrival":

@@ -16,11 +16,11 @@ class MirroredKVCache(KVCache):
     """This process's pool, whose every write is pushed into the other process's pool.
 
     Args:
-        spec: of the model.
-        pages: of each layer.
+        spec: Spec of the model.
+        pages: Number of pages in each layer.
         page_size: tokens in a page.
-        dtype: in which attention computes.
-        memories: of this process's pool, and of the other one's.
+        dtype: Type in which attention computes.
+        memories: Memories of this process's pool and of the other process's.
         rounded: keep numbers in e4m3.
     """
 

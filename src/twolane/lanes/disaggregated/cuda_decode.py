@@ -65,7 +65,7 @@ class CudaDecodeRunner(CudaRunner):
         """Hidden states of rows that are sampled or scored, in host memory, by batch."""
 
     def arrive(self, arrival: Arrival) -> None:
-        """Take what is sampled from; behind it the end of that launch is queued."""
+        """Take what is sampled from; the end of that launch is queued after it."""
         width, dtype = self._decoder.spec.hidden_size, self._decoder.dtype
         if arrival.hidden:
             self._arrived[arrival.batch] = arrival.rows(width, dtype)
@@ -110,7 +110,7 @@ class DecodeLanes(CudaLanes):
     Args:
         runner: queues the work.
         machine: this GPU.
-        launcher: of the thread that captured the runner's graphs.
+        launcher: Launcher on the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has results.
         arrivals: messages of rank 1.
     """
@@ -188,8 +188,8 @@ class MirroredCudaMachine(CudaMachine):
 
     Args:
         settings: the model.
-        rank: of this process, which is the number of its GPU.
-        store: where the two processes meet.
+        rank: The rank of this process, which is the number of its GPU.
+        store: The store at which the two processes meet.
         check: called while the other one has not come; raises if it will not.
         progress: called with the steps of loading.
 

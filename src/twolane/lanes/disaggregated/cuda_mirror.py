@@ -1,7 +1,7 @@
 """A KV pool on a GPU of which another GPU has a copy; see `cpu_mirror.py`.
 
 The kernel that writes keys and values of a layer stores them in both GPUs' memory, also inside
-graphs. An event behind a launch has happened when all of its stores are made, in both.
+graphs. An event recorded after a launch has happened when all of its stores are made, in both.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class MirroredGpuKVCache(GpuKVCache):
     """This GPU's pool, whose every write goes into the other GPU's pool, too.
 
     Args:
-        spec: of the model.
-        pages: of each layer.
+        spec: Spec of the model.
+        pages: Number of pages in each layer.
         page_size: tokens in a page.
-        dtype: of the numbers; e4m3 has an exponent for each token and head.
+        dtype: Type of the numbers; e4m3 has an exponent for each token and head.
         device: this GPU.
         group: the two processes, both of which make their pools now.
     """

@@ -53,7 +53,7 @@ class PromptLanes(FollowerLanes):
     Args:
         runner: queues the work.
         machine: this GPU.
-        log: what to do.
+        log: The launch log, which says what to do.
         reports: sends rank 0 the results of reading adapters.
         arrivals: the pipe to rank 0.
     """

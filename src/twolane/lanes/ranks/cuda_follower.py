@@ -54,7 +54,7 @@ class FollowerLanes:
     Args:
         runner: queues the work.
         partitions: the levels and their streams.
-        log: what to do.
+        log: The launch log, which says what to do.
         reports: sends rank 0 the results of reading adapters.
     """
 

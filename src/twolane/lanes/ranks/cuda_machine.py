@@ -44,8 +44,8 @@ def connect(
 
     Args:
         machine: this rank's; its `channels` and `step_channel` are set.
-        all_reduce: how decode steps sum, see `EngineConfig`.
-        store: where they meet.
+        all_reduce: Method by which decode steps sum; see `EngineConfig`.
+        store: The store at which the ranks meet.
         check: called while others have not come; raises if they will not.
 
     Returns:

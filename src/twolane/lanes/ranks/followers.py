@@ -112,9 +112,9 @@ class Followers:
 
     Args:
         settings: the model and the number of ranks.
-        module: what a follower runs.
+        module: Name of the module that a follower runs.
         cores: all ranks run on them.
-        files: of this process, which all of them inherit.
+        files: File descriptors of this process, which all followers inherit.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Followers:
         self._thread(self._watch, launches, progress)
 
     def log(self, record: Record) -> None:
-        """Send a record to all ranks, behind what was logged before; does not wait."""
+        """Send a record to all ranks, after what was logged before; does not wait."""
         encoded = encode(record)
         self._send(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 

@@ -37,7 +37,7 @@ class AdapterReports:
     """Reports to rank 0 the result of reading each adapter on this rank.
 
     Args:
-        start: of this rank.
+        start: The start message of this rank.
     """
 
     def __init__(self, start: FollowerStart) -> None:
