@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks/papers"))
 import page as papers  # noqa: E402 - it lies in the folder of the papers' experiments
+
+from twolane.bench.goodput import LEAST_REQUESTS, least_requests  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 PAGES = (ROOT / "docs/results.md", ROOT / "docs/results-in-full.md")
@@ -45,12 +47,10 @@ class Search(NamedTuple):
         return median(self.goodput)
 
 
-def measured(flat: bool) -> Iterator[list[str]]:
-    """Rows of the searches on H200s; `flat`: those whose TTFT bound ignores the prompt's length."""
+def measured() -> Iterator[list[str]]:
+    """Rows of the searches on H200s."""
     panels, searches = _searches()
     for name, panel in panels.items():
-        if flat != name.endswith("-flat"):
-            continue
         auto, best = _rivals(searches[name])
         yield [
             f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}",
@@ -65,13 +65,27 @@ def measured(flat: bool) -> Iterator[list[str]]:
 
 
 def _searches() -> tuple[dict[str, Any], dict[str, list[Search]]]:
-    """Workloads and searches of the panels on H200s, in the order of the tables."""
+    """Return workloads and searches of the panels on H200s whose runs were long enough, in the
+    order of the tables; those with one bound for every first token are left out."""
     searches: dict[str, list[Search]] = defaultdict(list)
     panels = {}
     for _, found in _files("goodput-h200/*/*.json"):
-        panels[found["panel"]] = found["provenance"]["workload"]
-        searches[found["panel"]].append(_search(found))
+        workload = found["provenance"]["workload"]
+        if not found["panel"].endswith("-flat") and _long(workload["prompts"], found["goodput"]):
+            panels[found["panel"]] = workload
+            searches[found["panel"]].append(_search(found))
+    panels = {name: panels[name] for name in panels if _compared(searches[name])}
     return dict(sorted(panels.items(), key=lambda each: _place(each[1]))), searches
+
+
+def _long(requests: int, rates: Sequence[float]) -> bool:
+    """Return whether runs of that many requests show that the rates could hold for ever."""
+    return all(requests >= least_requests(rate, simulated=False) for rate in rates)
+
+
+def _compared(searches: list[Search]) -> bool:
+    systems = {each.system for each in searches}
+    return "auto" in systems and len(systems) > 1
 
 
 def _rivals(searches: list[Search]) -> tuple[Search, Search]:
@@ -85,8 +99,6 @@ def one_card() -> Iterator[list[str]]:
     """Rows of the systems on H200s beside `auto`."""
     panels, searches = _searches()
     for name, panel in panels.items():
-        if name.endswith("-flat"):
-            continue
         place = f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}"
         auto = next(each for each in searches[name] if each.system == "auto")
         for each in sorted(searches[name], key=lambda one: -one.median):
@@ -120,34 +132,8 @@ def slicing() -> Iterator[list[str]]:
             ]
 
 
-def peers() -> Iterator[list[str]]:
-    """Rows of other engines, of all files; one that says so where there is none."""
-    rows = 0
-    for path, found in _files("peers/*.json"):
-        for row in found["rows"]:
-            rows += 1
-            own = [*row["auto_before"]["goodput"], *row["auto_after"]["goodput"]]
-            peer, engine = row["peer"], row["peer"].get("engine_itl_ms") or {}
-            gaps = f"{peer['client_p99_ms'] or 0:.1f}"
-            inside = f"{engine.get('p99_above')} to {engine.get('p99_within')}"
-            yield [
-                f"{found['peer']} on {found['card']}",
-                f"{row['tbt_ms']:g}",
-                f"{median(own):.1f} ({min(own):.1f} to {max(own):.1f})",
-                f"`{row['best']}`",
-                f"{median(peer['goodput']):.1f}",
-                "none held" if row["ratio"] is None else f"**{row['ratio']:.2f}**",
-                f"{gaps}; {inside if engine else 'not told'}",
-                _made(path, found),
-            ]
-    if not rows:
-        yield ["vLLM, SGLang", "9, 12, 21, 50", "not run", "-", "not run", "-", "-", "-"]
-
-
 SATURATED = "panels-saturated.json"
 """File of the panels in which more arrives than can be served."""
-FIGURES = ("step_ms", "first_token_ms")
-"""Figures of an engine without load, in ms."""
 OWN = ("twolane", "auto")
 """How the names of Twolane's own servers begin, beside other engines."""
 
@@ -182,15 +168,19 @@ class Bracket(NamedTuple):
 
 
 def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
-    """Path and file of engines that took turns on one card, an engine, and `auto` over it."""
+    """Yield path and file of engines that took turns on one card, an engine, and `auto` over it; of
+    those whose runs were long enough."""
     for path, found in _files("side-by-side/*.json"):
         own: dict[float, list[Bracket]] = defaultdict(list)
-        for engine in found["engines"]:
+        engines = [engine for engine in found["engines"] if engine["found"] is not None]
+        for engine in engines:
             engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
             engine.setdefault("prompts", found["provenance"]["workload"].get("prompts"))
+        engines = [engine for engine in engines if engine["prompts"] >= LEAST_REQUESTS]
+        for engine in engines:
             if engine["name"].startswith(OWN) and (there := Bracket.of(engine["found"])).low:
                 own[engine["tbt_ms"]].append(there)
-        for engine in found["engines"]:
+        for engine in engines:
             ratio = ""
             if (autos := own[engine["tbt_ms"]]) and not engine["name"].startswith(OWN):
                 auto = Bracket(*map(median, zip(*autos, strict=True)))
@@ -199,81 +189,31 @@ def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
 
 
 def side_by_side() -> Iterator[list[str]]:
-    """Rows of engines that took turns on one card, of all files."""
+    """Rows of engines that took turns on one card, of all files with runs that are long enough."""
     for path, found, engine, ratio in _engines():
-        one = engine["found"] or {"goodput": [], "client_p99_ms": None}
-        shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
-        gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
-        held = [f"{engine['tbt_ms']:g}", f"{engine['prompts']}", _held(one)]
-        if engine["found"] is None:
-            held = ["-"] * len(held)
-        place = f"{engine['name']} on {found['card']}"
-        yield [place, *shown, *held, ratio or "-", gap, _made(path, found)]
-
-
-def parts(simulated: bool) -> Iterator[list[str]]:
-    """Rows of every system beside `auto` on one card, of all files."""
-    for path, found in _files("one-card/*/*.json"):
-        if simulated != found["card"].startswith("simulated"):
-            continue
-        part = found["provenance"]["workload"]["part"]
-        place = f"{part['model']} {DATASETS[part['dataset']]}, {found['card']}"
-        for each in sorted(found["found"], key=lambda one: -median(one["goodput"] or [0.0])):
-            ratio, held = f"{found['ratios'].get(each['system'], 1.0):.2f}", _held(each)
-            if not any(each["goodput"]):
-                ratio = "-"
-            yield [place, f"{part['tbt_ms']:g}", f"`{each['system']}`", held, ratio,
-                   _made(path, found)]  # fmt: skip
-
-
-def ladders() -> Iterator[list[str]]:
-    """Rows of systems that took turns over one loaded model, at rates that rise, of all files."""
-    steps: dict[tuple[str, str], dict[str, list[tuple[dict[str, Any], str]]]]
-    steps = defaultdict(lambda: defaultdict(list))
-    for path, found in _files("ladder/*.json"):
-        about = found["provenance"]["workload"]
-        for name, asked in {} if found["simulated"] else found["found"].items():
-            system, _, own = name.partition(" within ")
-            card = f"{about['ranks']} x {path.stem.rpartition('x')[2].partition('-')[0]}"
-            place = f"{about['model']} {DATASETS[about['dataset']]}, {card}"
-            bound = own.removesuffix(" ms") or f"{about['tbt_ms']:g}"
-            steps[place, bound][system] += [(step, _made(path, found)) for step in asked]
-    for (place, bound), systems in steps.items():
-        known = {
-            name: Bracket.of({"goodput": [], "runs": agreed([step for step, _ in asked])})
-            for name, asked in systems.items()
-        }
-        for name, asked in sorted(systems.items(), key=lambda pair: -known[pair[0]].low):
-            last, made = max(asked, key=lambda pair: pair[0]["rate"])
-            rates = ", ".join(f"{rate:g}" for rate in sorted({step["rate"] for step, _ in asked}))
-            late = f"{1 - last['first_tokens_in_time']:.0%}; {last['gap_p99_ms']:.1f}"
-            others = "auto" in known and name != "auto"
-            ratio = known["auto"].over(known[name]) if others else ""
-            held = f"{known[name].low:g}" if known[name].low else "none"
-            held += " or more" if known[name].high == inf else ""
-            yield [place, bound, f"`{name}`", rates, held, ratio or "-", late, made]
-
-
-def agreed(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rates that were asked, by one step each; one that failed in any run does not hold."""
-    held = {step["rate"]: True for step in steps}
-    for step in steps:
-        held[step["rate"]] &= step["holds"]
-    return [{"rate": rate, "holds": holds} for rate, holds in held.items()]
-
-
-def lengths() -> Iterator[list[str]]:
-    """Rows of one simulated search with runs of several lengths, of all files."""
-    found = [(path, content) for path, content in _files("run-lengths/*/*/*.json")]
-    for path, content in sorted(found, key=lambda pair: pair[1]["prompts"]):
-        auto, other = content["found"]
-        best = median(auto["goodput"]), median(other["goodput"])
+        gap = engine["found"]["client_p99_ms"]
         yield [
-            f"{content['prompts']}",
-            f"{best[0]:.1f}",
-            f"`{other['system']}` {best[1]:.1f}",
-            f"{best[0] / best[1]:.2f}",
-            _made(path, content),
+            f"{engine['name']} on {found['card']}",
+            f"{engine['tbt_ms']:g}",
+            f"{engine['prompts']}",
+            _held(engine["found"]),
+            ratio or "-",
+            f"{gap:.1f}" if gap else "-",
+            _made(path, found),
+        ]
+
+
+def playout() -> Iterator[list[str]]:
+    """Rows of systems with and without a playout buffer, simulated at one rate."""
+    for without, found in _files("playout-simulated/*-0.json"):
+        name = without.stem.removesuffix("-0")
+        with_one = read(f"playout-simulated/{name}-20.json")
+        system, _, budget = name.partition("-")
+        shown = [found["goodput_shares"], with_one["goodput_shares"], with_one["shown_shares"]]
+        yield [
+            f"`{system}:token_budget={budget}`" if budget else f"`{system}`",
+            *(f"{100 * each['tbt']:.2f}%" for each in shown),
+            _made(without, found),
         ]
 
 
@@ -321,95 +261,6 @@ def _spread(search: Search) -> str:
     return f"{search.median:.1f} ({low:.1f} to {high:.1f})"
 
 
-def simulated() -> Iterator[list[str]]:
-    """Rows of the simulated panels: `auto` beside one setting and beside the best at each bound."""
-    for panel, points in _panels().items():
-        auto, others = points.pop("auto"), points
-        single = max(others, key=lambda system: mean(others[system].values()))
-        for tbt, goodput in sorted(auto.items()):
-            tuned = max(others, key=lambda system: others[system][tbt])
-            yield [
-                panel,
-                f"{tbt * 1e3:.0f}",
-                f"{goodput:.1f}",
-                f"`{single}` {others[single][tbt]:.1f}",
-                f"{goodput / others[single][tbt]:.2f}" if others[single][tbt] else "none held",
-                f"`{tuned}` {others[tuned][tbt]:.1f}",
-                f"**{goodput / others[tuned][tbt]:.2f}**",
-            ]
-
-
-class Bound(NamedTuple):
-    """A bound of a simulated panel: the rates that held, one for each pattern."""
-
-    panel: str
-    tbt: float
-    auto: list[float]
-    rival: str
-    """Best other system by its median."""
-    best: list[float]
-    made: str
-    """File, commit and date."""
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of the medians."""
-        return median(self.auto) / median(self.best)
-
-    @property
-    def paired(self) -> float:
-        """The median of the ratios pattern by pattern; a rival that held nothing counts as lost."""
-        each = zip(self.auto, self.best, strict=True)
-        return median(own / other if other else inf for own, other in each)
-
-
-def _bounds() -> Iterator[Bound]:
-    """Yield the simulated bounds with three patterns."""
-    for path, found in _files("panels-three-seeds/*.json"):
-        rates: dict[float, dict[str, list[float]]] = defaultdict(dict)
-        for point in found["points"]:
-            rates[point["tbt"]][point["system"]] = point["rates"]
-        panel = found["points"][0]["panel"]
-        for tbt, row in sorted(rates.items()):
-            auto = row.pop("auto")
-            rival = max(row, key=lambda system: median(row[system]))
-            yield Bound(panel, tbt, auto, rival, row[rival], _made(path, found))
-
-
-def three_seeds() -> Iterator[list[str]]:
-    """Rows of the simulated panels with three patterns: `auto` beside the best at each bound."""
-    for bound in _bounds():
-        spread = (
-            f"{median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in (bound.auto, bound.best)
-        )
-        auto, best = spread
-        yield [
-            bound.panel,
-            f"{bound.tbt * 1e3:.0f}",
-            auto,
-            f"`{bound.rival}`",
-            best,
-            f"**{bound.ratio:.2f}**",
-            f"{bound.paired:.2f}",
-            bound.made,
-        ]
-
-
-def means() -> Iterator[list[str]]:
-    """Rows of the simulated panels' means over their bounds."""
-    for panel, points in _panels().items():
-        auto, others = points.pop("auto"), points
-        single = max(others, key=lambda system: mean(others[system].values()))
-        tuned = [max(each[tbt] for each in others.values()) for tbt in auto]
-        yield [
-            panel,
-            f"{mean(auto.values()):.1f}",
-            f"`{single}`",
-            f"{mean(auto.values()) / mean(others[single].values()):.2f}",
-            f"**{mean(auto.values()) / mean(tuned):.2f}**",
-        ]
-
-
 def _saturated() -> dict[tuple[str, float], dict[str, float]]:
     """Return requests served a second by panel and bound, where more arrives than can be served."""
     panels: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)
@@ -434,27 +285,6 @@ def saturated(shown: int | None) -> Iterator[list[str]]:
                    _made(RESULTS / SATURATED, found)]  # fmt: skip
 
 
-def two_gpus_measured() -> Iterator[list[str]]:
-    """Rows of what two GPUs hold in each way, and one of them by itself, beside predictions."""
-    for path, found in _files("two-gpus/steps-*.json"):
-        about, [steps] = found["provenance"]["workload"], found["found"].values()
-        [expected] = read(f"two-gpus/simulated-{path.name}")["found"].values()
-        held, predicted = (
-            max((step["rate"] for step in ladder if step["holds"]), default=0.0)
-            for ladder in (steps, expected)
-        )
-        late = ", ".join(f"{1 - step['first_tokens_in_time']:.0%}" for step in steps)
-        yield [
-            f"{about['tbt_ms']:g}",
-            path.stem.removeprefix("steps-").rpartition("-")[0].replace("-", " "),
-            ", ".join(f"{step['rate']:g}" for step in steps),
-            f"{held:g}" if held else "none",
-            f"{predicted:g}",
-            late,
-            _made(path, found),
-        ]
-
-
 def two_gpus() -> Iterator[list[str]]:
     """Rows of what two simulated GPUs hold in each way, of all files."""
     ways: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
@@ -470,32 +300,12 @@ def two_gpus() -> Iterator[list[str]]:
             yield [tbt, way, f"{rate:.1f}", f"{rate / most:.2f}", made]
 
 
-def _panels() -> dict[str, dict[str, dict[float, float]]]:
-    """Goodput of the simulated panels by panel, system and TBT bound."""
-    panels: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
-    for point in read("panels.json")["points"]:
-        panels[point["panel"]][point["system"]][point["tbt"]] = point["goodput"]
-    return panels
-
-
 def summary() -> Iterator[list[str]]:
     """Rows that say in a line what each section has."""
     panels, searches = _searches()
-    pairs = [_rivals(searches[name]) for name in panels if not name.endswith("-flat")]
+    pairs = [_rivals(searches[name]) for name in panels]
     ratios = [auto.median / best.median for auto, best in pairs]
     yield ["goodput over the best other system, tuned", _range(ratios, "bounds"), "H200s, measured"]
-    alike = [auto.median / best.median for auto, best in pairs if auto.where == best.where]
-    yield [
-        "of these, both sides on one card at one commit",
-        _range(alike, "bounds"),
-        "H200s, measured",
-    ]
-    bounds = list(_bounds())
-    yield [
-        "the same, simulated, three patterns",
-        _range([bound.ratio for bound in bounds], "bounds"),
-        "simulated H200 and A100s",
-    ]
     yield from _beside()
     for (panel, _), served in _saturated().items():
         auto = served.pop("auto")
@@ -527,7 +337,7 @@ def _beside() -> Iterator[list[str]]:
         place = found["card"], path.name.partition("-azure")[0], tbt
         requests = engine["prompts"]
         if place not in best or (requests, there) > best[place][:2]:
-            what = f"goodput over another engine at {tbt:g} ms, runs of {requests} requests"
+            what = f"the same over another engine at {tbt:g} ms, which has no playout buffer"
             held = f"**{ratio}** of {engine['name']}, which holds {_held(engine['found'])}"
             best[place] = requests, there, [what, held, _made(path, found).partition(",")[0]]
     for _, _, row in best.values():
@@ -543,55 +353,21 @@ TABLES = {
     "measured": (
         "workload|TBT bound, ms|`auto`|card, commit, date|best competitor|it holds|"
         "card, commit, date|ratio",
-        lambda: measured(flat=False),
-    ),
-    "measured-flat": (
-        "workload|TBT bound, ms|`auto`|card, commit, date|best competitor|it holds|"
-        "card, commit, date|ratio",
-        lambda: measured(flat=True),
-    ),
-    "simulated": (
-        "workload|TBT bound, ms|`auto`|best single setting|ratio|best tuned for this bound|ratio",
-        simulated,
-    ),
-    "means": (
-        "workload|`auto`, mean|best single setting|ratio to it|ratio to the best at each bound",
-        means,
+        measured,
     ),
     "one-card": (
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
     ),
-    **{
-        name: (
-            "workload and card|TBT bound, ms|system|holds|of `auto`|file, commit, date",
-            partial(parts, simulated),
-        )
-        for name, simulated in (("one-card-parts", False), ("one-card-simulated", True))
-    },
-    "ladders": (
-        "model, workload, GPUs|TBT bound, ms|system|asked, requests/s|holds|`auto` over it|"
-        "at the highest rate: first tokens late; P99 gap, ms|file, commit, date",
-        ladders,
-    ),
-    "three-seeds": (
-        "workload|TBT bound, ms|`auto`|best other system|it holds|ratio of the medians|"
-        "median ratio of the patterns|file, commit, date",
-        three_seeds,
-    ),
     "side-by-side": (
-        "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|"
-        "requests in a run|holds|`auto` over it|P99 gap there, ms|file, commit, date",
+        "engine and card|TBT bound, ms|requests in a run|holds|`auto` over it|P99 gap there, ms|"
+        "file, commit, date",
         side_by_side,
     ),
-    "lengths": (
-        "requests in a run|`auto`|the other|ratio|file, commit, date",
-        lengths,
-    ),
-    "peers": (
-        "engine and card|TBT bound, ms|`auto`, before and after|best setting|it holds|ratio|"
-        "P99 gap at the client; in its engine, ms|file, commit, date",
-        peers,
+    "playout": (
+        "system|gaps in time without a buffer|the engine plans with one and sends at once|"
+        "the same, as a client with one shows it|file, commit, date",
+        playout,
     ),
     **{
         name: (
@@ -603,11 +379,6 @@ TABLES = {
     "two-gpus": (
         "TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date",
         two_gpus,
-    ),
-    "two-gpus-measured": (
-        "TBT bound, ms|GPUs as|asked, requests/s|holds|simulated|first tokens late|"
-        "file, commit, date",
-        two_gpus_measured,
     ),
     "sharing": (
         "device|system|SMs held|lanes idle|device idle with work|file, commit, date",

@@ -2,15 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 
+import msgspec
 from muxwise import SEARCHED, SYNTHETIC
-from run import EXPERIMENTS, MISSING, NEAR, OUT, Saved, Value, read, values
+from run import EXPERIMENTS, MISSING, OUT, Done, Saved, Value, is_near, read, values
+from study import Experiment, Row, Run
 
 PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "drift": "Drift"}
 """Name of each paper by the beginning of its experiments' names."""
 CLAIMS = "where|what is compared|paper|simulated|status|file, commit, date"
-CLAIMED = "paper|claims with a number|reproduced|not|open|cannot be"
+CLAIMED = "paper|claims with a number|reproduced|not|open|cannot be|not run anew"
 MISSED = "what|why it is not here"
 ONE_GPU = 1.2
 """Ratio of MuxWise §4.3.1, which is not one of the five of the average."""
@@ -18,30 +21,57 @@ AVERAGE = 2.20
 """MuxWise's average goodput over chunked prefill: the geometric mean of 2.6, 3.06, 1.9, 1.71, 2."""
 
 
+@cache
 def _saved(name: str) -> Saved | None:
     path = OUT / f"{name}.json"
     return read(path) if path.exists() else None
 
 
-def _values(paper: str) -> Iterator[tuple[str, str, Saved, Value]]:
-    """Experiment, place, file and value of each row of a paper."""
+WITHDRAWN = "not run anew, the old figure is withdrawn"
+
+
+def _runs(experiment: Experiment) -> list[Done]:
+    """Return the runs of an experiment that are on file, in its own file or in another's."""
+    names = {run: name for name, run in experiment.runs.items() if isinstance(run, Run)}
+    found: dict[tuple[str, str, int], Done] = {}
+    for name, other in EXPERIMENTS.items():
+        for done in saved.runs if (saved := _saved(name)) else ():
+            own = done.run if other is experiment else names.get(other.runs.get(done.run))
+            if own is not None:
+                done = msgspec.structs.replace(done, run=own)
+                found.setdefault((own, done.gpu, done.seed), done)
+    return list(found.values())
+
+
+def _values(paper: str) -> Iterator[tuple[str, Row, Value | None, list[Done]]]:
+    """Yield the place, value and runs of each row of a paper; no value where runs are missing."""
     for name, experiment in EXPERIMENTS.items():
-        saved = _saved(name) if name.partition("-")[0] == paper else None
-        if saved is not None:
-            where = experiment.where.replace(PAPERS[paper], "", 1).strip(" ,")
-            for value in values(experiment, saved.runs):
-                yield name, where, saved, value
+        if name.partition("-")[0] != paper:
+            continue
+        where = experiment.where.replace(PAPERS[paper], "", 1).strip(" ,")
+        runs = _runs(experiment)
+        known = {value.row.what: value for value in values(experiment, runs)}
+        for row in experiment.rows:
+            used = [done for done in runs if _is_used(row, done.run)]
+            yield where, row, known.get(row.what), used
+
+
+def _is_used(row: Row, run: str) -> bool:
+    return any(run.startswith(name) for name in (*row.of, *row.over))
 
 
 def claims(paper: str) -> Iterator[list[str]]:
     """Return one row for each claim of a paper."""
-    for name, where, saved, value in _values(paper):
-        row = value.row
+    for where, row, value, runs in _values(paper):
         unit = "" if row.unit == "times" else f" {row.unit}"
         claimed = "-" if row.paper is None else f"{row.paper:g}{unit}"
-        yield [where, row.what, claimed, value.shown, value.status, _made(name, saved)]
+        contradicted = f"cannot be: {row.contradicts}" if row.contradicts else WITHDRAWN
+        if value is None and row.paper is None:
+            continue
+        ours, status = (value.shown, value.status) if value else ("-", contradicted)
+        yield [where, row.what, claimed, ours, status, _made(runs) if value else "-"]
     if paper == "muxwise" and (mean := average()):
-        near = all(AVERAGE / NEAR <= each <= AVERAGE * NEAR for each in mean)
+        near = all(is_near(each, AVERAGE, ratio=True) for each in mean)
         shown = " or ".join(f"{each:.3g}" for each in mean)
         what = "goodput over chunked prefill, geometric mean of five workloads"
         status = "**reproduced**" if near else "not: see its parts"
@@ -51,9 +81,9 @@ def claims(paper: str) -> Iterator[list[str]]:
 def average() -> list[float]:
     """Return the mean of MuxWise's five goodput ratios for each model of the A100."""
     logs: list[list[float]] = []
-    for _, _, _, value in _values("muxwise"):
-        of = value.row.what.removeprefix("goodput over chunked, ")
-        if of in (*SEARCHED, *SYNTHETIC) and value.row.paper != ONE_GPU:
+    for _, row, value, _ in _values("muxwise"):
+        of = row.what.removeprefix("goodput over chunked, ")
+        if value and of in (*SEARCHED, *SYNTHETIC) and row.paper != ONE_GPU:
             logs.append([math.log(each) for each in value.medians])
     if len(logs) != len(SEARCHED) + len(SYNTHETIC):
         return []
@@ -63,10 +93,10 @@ def average() -> list[float]:
 def claimed() -> Iterator[list[str]]:
     """Return how many claims of each paper are reproduced."""
     for paper, name in PAPERS.items():
-        found = [value.status for *_, value in _values(paper) if value.row.paper is not None]
+        found = [row[4] for row in claims(paper) if row[2] != "-"]
         counts = [
             sum(status.startswith(begin) for status in found)
-            for begin in ("**reproduced", "not", "open", "cannot")
+            for begin in ("**reproduced", "not:", "open", "cannot", "not run")
         ]
         yield [name, *map(str, (len(found), *counts))]
 
@@ -77,9 +107,14 @@ def missing() -> Iterator[list[str]]:
         yield [what, re.sub(r"\s+", " ", reason)]
 
 
-def _made(name: str, saved: Saved) -> str:
-    """Return a link to a file of results, its commits and its date."""
-    commits = sorted({(done.commit or "unknown")[:7] for done in saved.runs})
-    day = max(done.date[:10] for done in saved.runs)
-    link = f"[{name}](../benchmarks/results/papers/{name}.json)"
-    return f"{link}, {' '.join(commits)}, {day}"
+def _made(runs: Iterable[Done]) -> str:
+    """Return a link to the files of these runs, their commits and their last day."""
+    files = sorted({name for name in EXPERIMENTS for done in runs if _has(name, done)})
+    links = ", ".join(f"[{name}](../benchmarks/results/papers/{name}.json)" for name in files[:1])
+    commits = " ".join(sorted({(done.commit or "unknown")[:7] for done in runs}))
+    return f"{links}, {commits}, {max(done.date[:10] for done in runs)}"
+
+
+def _has(name: str, done: Done) -> bool:
+    saved = _saved(name)
+    return saved is not None and any(done.figures == other.figures for other in saved.runs)

@@ -40,6 +40,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 OUT = RESULTS / "papers"
 NEAR = 1.25
 """Within how many times the paper's figure ours counts as reproduced."""
+LEAST_GAIN = 0.5
+"""Fraction of a claimed advantage, as a logarithm, that a reproduced ratio has at least."""
 
 
 class Done(msgspec.Struct):
@@ -97,12 +99,20 @@ class Value(NamedTuple):
             return f"cannot be: {self.row.contradicts}"
         if paper is None:
             return f"no claim: {self.row.why}"
-        if not self.more and all(paper / NEAR <= ours <= paper * NEAR for ours in self.medians):
+        ratio = bool(self.row.over) and not self.row.minus
+        if not self.more and all(is_near(ours, paper, ratio=ratio) for ours in self.medians):
             return "**reproduced**"
         low, high = min(self.medians), math.inf if self.more else max(self.medians)
         if len(self.ours) > 1 and low / NEAR <= paper <= high * NEAR and not self.row.why:
             return "open: the two models of the A100 differ by more; only a measured one tells"
         return f"not: {self.row.why}"
+
+
+def is_near(ours: float, paper: float, *, ratio: bool) -> bool:
+    """Return whether a figure reproduces the paper's; a ratio must have half of its advantage."""
+    if not paper / NEAR <= ours <= paper * NEAR:
+        return False
+    return not ratio or math.log(ours) / math.log(paper) >= LEAST_GAIN
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -156,6 +156,8 @@ def test_runs_on_servers_go_system_by_system(monkeypatch):
     [
         ({"paper": 2.0}, {"": [1.7, 2.4, 2.6]}, "**reproduced**"),
         ({"paper": 2.0, "why": "it idles"}, {"": [1.2]}, "not: it idles"),
+        ({"paper": 1.09, "why": "it idles"}, {"": [1.02]}, "not: it idles"),
+        ({"paper": 0.94}, {"": [0.9]}, "**reproduced**"),
         ({"paper": 2.0}, {"whole": [6.0], "split": [1.4]}, "open: the two models of the A100"),
         ({"paper": 2.0, "why": "it idles"}, {"whole": [6.0], "split": [1.4]}, "not: it idles"),
         ({"paper": 2.0, "contradicts": "Little's law"}, {"": [2.0]}, "cannot be: Little's law"),
@@ -166,7 +168,7 @@ def test_a_claim_is_reproduced_or_has_a_reason(monkeypatch, row, ours, status):
     monkeypatch.syspath_prepend(str(SCRIPTS / "papers"))
     from run import Row, Value
 
-    value = Value(Row(what="", figure="x", of=["a"], **row), ours, more=False)
+    value = Value(Row(what="", figure="x", of=["a"], over=["b"], **row), ours, more=False)
     assert value.status.startswith(status)
 
 
