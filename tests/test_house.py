@@ -230,7 +230,7 @@ def test_every_exception_is_still_needed(sources: dict[str, str]) -> None:
 
 FORBIDDEN = {
     "systems.new": "from twolane.lanes.work import Work",
-    "engine.new": "if TYPE_CHECKING:\n    from twolane.server.service import Service",
+    "engine.new": "if TYPE_CHECKING:\n    from twolane.server.service.service import Service",
     "frontend.new": "def load() -> None:\n    from twolane.engine.engine import Engine",
 }
 

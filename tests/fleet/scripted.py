@@ -15,7 +15,7 @@ from twolane.fleet.pool import Pool
 from twolane.fleet.process import StartError
 from twolane.fleet.run import application
 from twolane.router.state import ReplicaState
-from twolane.server.http.unsent import UnsentOutput
+from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.options import ServerOptions
 from twolane.server.run import UvicornServer, address_of, bind, uvicorn_config
 

@@ -17,7 +17,7 @@ from twolane.fleet.inquiry import _bound, _known, _Landmarks, _with_tokens, sess
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.run import announcement, application
-from twolane.server.http.unsent import UnsentOutput
+from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.options import ServerOptions
 
 PAGE = "https://page.example"

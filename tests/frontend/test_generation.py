@@ -49,7 +49,7 @@ class Observer:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
-    """However slow the iteration is, and whenever the taker has no time."""
+    """However slow the iteration is, and whenever the sink has no time."""
     draw, sent, taken, observer = random.Random(seed), [], [], Observer()
 
     async def pause(most):
@@ -88,7 +88,7 @@ def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
     assert observer.told == [1] * 300 + ["length"]
 
 
-def test_an_error_of_the_taker_ends_the_iteration_alone():
+def test_an_error_of_the_sink_ends_the_iteration_alone():
     """Not whoever brings the tokens, for they bring those of all others, too."""
 
     def take(delta):

@@ -176,7 +176,7 @@ class Bodies(Target):
         self._models = [
             *(f"{openai}protocol:{name}" for name in ("CompletionRequest", "ChatRequest")),
             *(f"{openai}protocol:{name}" for name in ("TokenizeRequest", "DetokenizeRequest")),
-            f"{openai}response_request:ResponsesRequest",
+            "twolane.server.responses.request:ResponsesRequest",
             f"{anthropic}request:MessagesRequest",
         ]
 

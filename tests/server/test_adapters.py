@@ -14,7 +14,7 @@ from twolane.frontend.generation import GenerationRefused
 from twolane.model.load.hub import resolve
 from twolane.model.lora import AdapterPool
 from twolane.server.anthropic.request import MessagesRequest
-from twolane.server.openai.response_request import ResponsesRequest
+from twolane.server.responses.request import ResponsesRequest
 
 from .serving import serving, wait_for
 from .test_fleet_state import state

@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from twolane.server.admission import Admission
 from twolane.server.http.errors import ApiError
+from twolane.server.service.admission import Admission
 
 
 class Clock:

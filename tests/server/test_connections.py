@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from twolane.common.garbage import gc_disabled
 from twolane.frontend.socket_folders import SocketFolder
+from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.http.connection import (
     CONNECTION,
     EXTRA_CONNECTIONS,
@@ -32,7 +33,6 @@ from twolane.server.http.connection import (
     connection_class,
     plain_line,
 )
-from twolane.server.http.unsent import UnsentOutput
 from twolane.server.run import address_of, bind
 
 from .conftest import TINY

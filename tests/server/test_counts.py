@@ -3,7 +3,7 @@
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
 from twolane.frontend.text.output_reader import Delta
-from twolane.server.counts import AnswerCounts
+from twolane.server.service.counts import AnswerCounts
 
 
 def test_thinking_is_counted_up_to_the_answer_and_no_further() -> None:

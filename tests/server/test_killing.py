@@ -20,8 +20,9 @@ from fastapi.testclient import TestClient
 from twolane.engine.config import EngineConfig
 from twolane.frontend.startup import start_engine
 from twolane.server.app import create_app
+from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 
 from .conftest import TINY
 from .serving import PATIENCE, alive, engine_of, serving, wait_for
@@ -123,11 +124,12 @@ def test_an_api_process_whose_engine_is_dead_says_so(tiny_model):
             model=str(tiny_model), load_format="dummy", kv_tokens=2000, device="cpu"
         )
         engine, texts, *_ = await start_engine(config)
-        service = Service(engine, texts, "tiny", ServerOptions(max_queue=9))
+        monitoring = Monitoring.of(engine, "tiny")
+        service = Service(engine, texts, "tiny", ServerOptions(max_queue=9), monitoring.metrics)
         try:
             engine.process.kill()
             await engine.failed.wait()
-            ask = TestClient(create_app(service)).request
+            ask = TestClient(create_app(service, monitoring)).request
             return [
                 (await asyncio.to_thread(ask, method, path, json=body)).status_code
                 for method, path, body in (

@@ -24,8 +24,9 @@ from twolane.frontend.sandbox import Limits, Sandbox
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
+from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 from twolane.slo import Slo
 
 from .conftest import TINY
@@ -210,7 +211,9 @@ def service_of(texts):
         watchers=[],
         wait_for_gap=no_wait,
     )
-    return Service(engine, texts, "slow", ServerOptions(max_queue=9), formats=ModelFormats(None))
+    metrics = Monitoring.of(engine, "slow").metrics
+    options = ServerOptions(max_queue=9)
+    return Service(engine, texts, "slow", options, metrics, formats=ModelFormats(None))
 
 
 async def ask(service, path, body, leaves=None):
@@ -235,7 +238,7 @@ async def ask(service, path, body, leaves=None):
     async def send(message):
         answer.append(message)
 
-    await create_app(service)(scope, receive, send)
+    await create_app(service, Monitoring.of(service.engine, "slow"))(scope, receive, send)
     return answer[0]["status"], json.loads(answer[1]["body"] or b"null")
 
 

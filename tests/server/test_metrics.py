@@ -20,10 +20,6 @@ import pytest
 
 from twolane.engine.messages import Refused, Stats
 from twolane.frontend.liveness import Liveness
-from twolane.server.accounting import RequestAccounting
-from twolane.server.admission import Admission
-from twolane.server.availability import Availability
-from twolane.server.http.calls import Call
 from twolane.server.ops.dashboard.history import value_of
 from twolane.server.ops.metrics import (
     MAX_ADAPTERS,
@@ -32,6 +28,9 @@ from twolane.server.ops.metrics import (
     RequestMetrics,
     ServerMetrics,
 )
+from twolane.server.service.accounting import RequestAccounting
+from twolane.server.service.admission import Admission
+from twolane.server.service.availability import Availability
 from twolane.slo import Slo
 
 from .serving import PATIENCE, serving, wait_for
@@ -569,7 +568,7 @@ class TestSlo:
         metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0), 16)
         admission = Admission(1)
         admission.enter(1, "prompt")
-        account = RequestAccounting(admission, Availability(None), [[5]], Call(metrics))
+        account = RequestAccounting(admission, Availability(None), [[5]], metrics.begin_call())
         account.ended(0, Refused("r", code, "why"), time.monotonic())
         for slo in ("ttft", "tbt"):
             labels = {"model_name": "model", "slo": slo, "outcome": "missed"}

@@ -4,7 +4,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from twolane.server.anthropic.routes import MessageErrorBody
-from twolane.server.openai import schemas
+from twolane.server.http import schemas
 
 from .conftest import MODEL
 

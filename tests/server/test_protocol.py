@@ -17,9 +17,9 @@ from twolane.server.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from twolane.server.openai.response_items import PREFIX, read_item
-from twolane.server.openai.response_request import InputTokensRequest, ResponsesRequest
-from twolane.server.prompts import effort_variables
+from twolane.server.responses.items import PREFIX, read_item
+from twolane.server.responses.request import InputTokensRequest, ResponsesRequest
+from twolane.server.service.prompts import effort_variables
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from twolane.frontend.text.output_reader import Delta
 from twolane.sampling import TokenLogprobs
-from twolane.server.http.gone import unless_gone
-from twolane.server.respond import MAX_SCORED, respond
+from twolane.server.http.disconnect import unless_gone
+from twolane.server.service.respond import MAX_SCORED, respond
 
 SCORE = TokenLogprobs(7, -0.5, 1, [(7, -0.5)])
 

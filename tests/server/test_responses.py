@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from twolane.server.openai.response_events import ResponseAnswer
+from twolane.server.responses.events import ResponseAnswer
 
 from .parrot import Learnt, write_parrot
 from .serving import PATIENCE, serving

@@ -7,8 +7,8 @@ import msgspec
 from multidict import CIMultiDict
 from starlette.types import Receive, Scope, Send
 
+from twolane.server.http.disconnect import ClientGone
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gone import ClientGone
 
 HOP_HEADERS = frozenset(
     (

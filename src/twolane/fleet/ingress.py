@@ -37,9 +37,9 @@ from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
 from twolane.router.state import RoutedRequest, total_load
 from twolane.router.table import SentRequest
+from twolane.server.http.disconnect import ClientGone, unless_gone
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
-from twolane.server.http.gone import ClientGone, unless_gone
 from twolane.server.ops.metrics import CONTENT_TYPE
 
 log = logging.getLogger("twolane.fleet")

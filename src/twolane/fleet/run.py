@@ -17,9 +17,9 @@ from twolane.fleet.metrics import PREFIX
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
+from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
 from twolane.server.http.cross_origin import cross_origin
 from twolane.server.http.gate import Gate
-from twolane.server.http.unsent import UnsentCollector, UnsentOutput
 from twolane.server.options import ServerOptions
 from twolane.server.run import (
     LoopErrors,

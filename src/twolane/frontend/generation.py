@@ -20,7 +20,7 @@ SEEDS = 2**64
 """Number of different seeds, which are signed 64-bit integers."""
 
 
-Taker = Callable[[Delta], bool]
+DeltaSink = Callable[[Delta], bool]
 """Consumes a delta, or returns False."""
 
 
@@ -126,7 +126,7 @@ class Generation:
         self._asks_for_grammar = options.asks_for_grammar
         self.backlog: Backlog[Event | Exception | None] = Backlog()
         """Events that have not been iterated over yet."""
-        self._taker: Taker | None = None
+        self._sink: DeltaSink | None = None
         self._awaited = False
         """Whether an iterator waits and the backlog is empty."""
         self._readers: list[OutputReader] = []
@@ -169,10 +169,10 @@ class Generation:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def offer(self, taker: Taker) -> None:
-        """Offer later deltas directly to `taker` while the iterator waits, except the last of each
+    def offer(self, sink: DeltaSink) -> None:
+        """Offer later deltas directly to `sink` while the iterator waits, except the last of each
         answer; the iterator gets the deltas that it does not take, and the rest."""
-        self._taker = taker
+        self._sink = sink
 
     def close(self, reason: Event | None = None) -> None:
         """Abort the answers that have not ended, with `reason`; None: their client left."""
@@ -238,10 +238,10 @@ class Generation:
         return msgspec.structs.replace(refused, message=message, field=self._asks_for_grammar)
 
     def _taken(self, item: Delta | Event | None) -> bool:
-        if self._taker is None or not self._awaited:
+        if self._sink is None or not self._awaited:
             return False
         try:
-            return isinstance(item, Delta) and item.finish is None and self._taker(item)
+            return isinstance(item, Delta) and item.finish is None and self._sink(item)
         except Exception as error:  # whoever iterates gets it: others' tokens come this way, too
             self._put(error)
             return True

@@ -13,15 +13,16 @@ from twolane.server.http.route import Route
 from twolane.server.http.unknown import UnknownFields
 from twolane.server.openai.embeddings import add_embedding_routes
 from twolane.server.openai.refused import add_refused_routes
-from twolane.server.openai.response_routes import add_response_routes
-from twolane.server.openai.response_store import ResponseStore
 from twolane.server.openai.routes import add_generation_routes
 from twolane.server.ops.adapters import add_adapter_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
 from twolane.server.ops.fleet import add_fleet_routes
 from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
+from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
-from twolane.server.service import Service
+from twolane.server.responses.routes import add_response_routes
+from twolane.server.responses.store import ResponseStore
+from twolane.server.service.service import Service
 
 GENERATION_PATHS = frozenset(
     {
@@ -33,12 +34,17 @@ DEFAULTS = ServerOptions()
 
 
 def create_app(
-    service: Service, options: ServerOptions = DEFAULTS, *, lora_endpoints: bool = False
+    service: Service,
+    monitoring: Monitoring,
+    options: ServerOptions = DEFAULTS,
+    *,
+    lora_endpoints: bool = False,
 ) -> FastAPI:
     """Return the application for `service`.
 
     Args:
         service: the served model.
+        monitoring: what the server measures of itself.
         options: keys, bounds, origins, and which endpoints there are.
         lora_endpoints: whether adapters can be loaded and unloaded.
     """
@@ -59,13 +65,13 @@ def create_app(
         app.add_middleware(Cors, allow_origins=list(options.cors_origins), **CORS)
     app.add_middleware(  # the outermost
         CallMiddleware,
-        metrics=service.metrics,
+        observer=monitoring.metrics,
         paths=GENERATION_PATHS,
         quiet=service.engine.wait_for_gap,
     )
     add_error_handlers(app, service.admission.retry_after)
-    add_info_routes(app, service)
-    add_fleet_routes(app, service)
+    add_info_routes(app, service, monitoring.metrics)
+    add_fleet_routes(app, service, monitoring.dashboard)
     add_token_routes(app, service)
     add_generation_routes(app, service)
     add_embedding_routes(app, service)
@@ -76,6 +82,6 @@ def create_app(
     if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:
-        add_adapter_routes(app, service)
-    add_dashboard_routes(app, service)
+        add_adapter_routes(app, service, monitoring.metrics)
+    add_dashboard_routes(app, service, monitoring.dashboard)
     return app

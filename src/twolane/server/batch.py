@@ -94,9 +94,11 @@ async def run_batch(
             raise ValueError(f"the answers cannot be written to the requests' file {target}")
         with progress_bars() as show:
             started = await start_engine(config, show, options.log_level)
-        service = service_of(started, config, options)
+        service, monitoring = service_of(started, config, options)
         try:
-            app = create_app(service, ServerOptions(unknown_fields=options.unknown_fields))
+            app = create_app(
+                service, monitoring, ServerOptions(unknown_fields=options.unknown_fields)
+            )
             if stat.S_ISREG(os.fstat(out.fileno()).st_mode):
                 out.truncate(0)
             kind = os.fstat(lines.fileno()).st_mode

@@ -28,6 +28,7 @@ from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
+from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
 from twolane.server.http.connection import (
     EXTRA_CONNECTIONS,
     Connection,
@@ -35,10 +36,11 @@ from twolane.server.http.connection import (
     connection_class,
 )
 from twolane.server.http.entry import Entry
-from twolane.server.http.unsent import UnsentCollector, UnsentOutput
+from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.metrics import PREFIX
+from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 
 if TYPE_CHECKING:  # one takes long to import, the other needs an extra
     from fastapi import FastAPI
@@ -155,23 +157,24 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         if not starting.done() or starting.exception() is not None:
             await give_up(starting, server, serving)
             return 0
-        service = service_of(starting.result(), config, options)
-        service.metrics.registry.register(UnsentCollector(output, PREFIX))
+        service, monitoring = service_of(starting.result(), config, options)
+        monitoring.metrics.registry.register(UnsentCollector(output, PREFIX))
         engine, name = service.engine, service.model_name
+        tracing = None
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 
-            service.tracing = Tracing(provider, engine)
-        ticking = asyncio.create_task(tick(service))
+            service.tracing = tracing = Tracing(provider, engine)
+        ticking = asyncio.create_task(tick(monitoring.dashboard))
         try:
-            entry.app = await application(service, config, options)
+            entry.app = await application(service, monitoring, config, options)
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
             ticking.cancel()
-            if service.tracing is not None:
-                await service.tracing.close()
+            if tracing is not None:
+                await tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
 
@@ -185,12 +188,14 @@ async def serving_at(listener: socket.socket, server: UvicornServer) -> asyncio.
     return serving
 
 
-async def application(service: Service, config: EngineConfig, options: ServerOptions) -> "FastAPI":
+async def application(
+    service: Service, monitoring: Monitoring, config: EngineConfig, options: ServerOptions
+) -> "FastAPI":
     """Return the ASGI application with its OpenAPI description, whose creation takes a quarter of a
     second and must not delay streams."""
     from twolane.server.app import create_app
 
-    app = create_app(service, options, lora_endpoints=config.lora_endpoints)
+    app = create_app(service, monitoring, options, lora_endpoints=config.lora_endpoints)
     await asyncio.to_thread(app.openapi)  # which keeps it
     return app
 
@@ -226,8 +231,10 @@ async def give_up(
         starting.result()
 
 
-def service_of(started: Started, config: EngineConfig, options: ServerOptions) -> Service:
-    """Return the service of a running engine's model."""
+def service_of(
+    started: Started, config: EngineConfig, options: ServerOptions
+) -> tuple[Service, Monitoring]:
+    """Return the service of a running engine's model, and its monitoring."""
     engine, texts, sampling, embedding = started
     if options.sampling_defaults == "openai":
         sampling = {}
@@ -240,7 +247,11 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         hides=texts.codec.hides,
     )
     name = options.served_model_name or config.model
-    return Service(engine, texts, name, options, sampling, formats, embedding)
+    monitoring = Monitoring.of(engine, name, options.metrics_prefix)
+    service = Service(
+        engine, texts, name, options, monitoring.metrics, sampling, formats, embedding
+    )
+    return service, monitoring
 
 
 def span_provider(endpoint: str) -> "TracerProvider":
@@ -288,10 +299,10 @@ def uvicorn_config(
     )
 
 
-async def tick(service: Service) -> None:
+async def tick(dashboard: Dashboard) -> None:
     """Run the background tasks forever: readings for the dashboard, returning memory."""
     async with asyncio.TaskGroup() as group:
-        group.create_task(service.dashboard.keep())
+        group.create_task(dashboard.keep())
         group.create_task(return_memory())
 
 

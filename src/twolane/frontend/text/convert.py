@@ -23,7 +23,7 @@ from twolane.frontend.text.decoder_regexes import check_decoder
 from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate
 from twolane.frontend.text.template_form import TemplateForm
-from twolane.frontend.text.tokenizer import Declared, TokenizerFile, panics_told
+from twolane.frontend.text.tokenizer import Declared, TokenizerFile, tokenizer_errors
 from twolane.model.load.hub import TEMPLATE_FOLDER
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -41,7 +41,7 @@ FORM_SECONDS = 10.0
 """Most seconds of probing how a chat template reads messages."""
 
 
-@panics_told()
+@tokenizer_errors()
 def convert(source: Path) -> TokenizerFile:
     """Return the converted tokenizer of a directory or GGUF file.
 

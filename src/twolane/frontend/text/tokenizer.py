@@ -81,7 +81,7 @@ class ModelTokenizer:
 
 
 @contextmanager
-def panics_told() -> Iterator[None]:
+def tokenizer_errors() -> Iterator[None]:
     """Convert panics of the tokenizers library, which are no `Exception`, to errors.
 
     Raises:
@@ -162,7 +162,7 @@ def read_file(
     if file.backend is None:
         return file, None
     try:
-        with panics_told():
+        with tokenizer_errors():
             backend = Tokenizer.from_str(decoding(file.backend) if decodes_only else file.backend)
     except Exception as error:  # the library has no type of its own for it
         raise ValueError(f"no tokenizer: {error}") from error

@@ -17,9 +17,9 @@ from twolane.frontend.parsers.pieces import (
     Reasoning,
 )
 from twolane.frontend.text.output_reader import Delta
-from twolane.server.counts import AnswerCounts
 from twolane.server.http.errors import as_anthropic
 from twolane.server.http.events import named_event
+from twolane.server.service.counts import AnswerCounts
 
 PING: Json = {"type": "ping"}
 SIGNATURE = "dHdvbGFuZQ=="

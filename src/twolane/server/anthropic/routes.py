@@ -7,13 +7,13 @@ from fastapi import FastAPI, Request, Response
 
 from twolane.server.anthropic.answers import MessageAnswer
 from twolane.server.anthropic.request import RENAMED, CountTokensRequest, MessagesRequest, renamed
-from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
+from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
+from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.openai.protocol import ChatRequest
-from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
-from twolane.server.respond import begin_chat, respond
-from twolane.server.service import Service
+from twolane.server.service.respond import begin_chat, respond
+from twolane.server.service.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 

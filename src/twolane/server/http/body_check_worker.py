@@ -74,7 +74,7 @@ def refusal(error: ApiError) -> BodyRefusal:
 
 def set_up(_: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Import the models of requests once, before workers are forked."""
-    for module in ("openai.protocol", "openai.response_request", "anthropic.request"):
+    for module in ("openai.protocol", "responses.request", "anthropic.request"):
         importlib.import_module(f"twolane.server.{module}")
     return b"", lambda request: msgspec.msgpack.encode(check(request))
 

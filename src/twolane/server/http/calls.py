@@ -10,49 +10,91 @@ at every moment
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.server.ops.metrics import InFlight, RequestMetrics, ServerMetrics
+from twolane.engine.messages import FinishReason, Times
+from twolane.slo import Slo
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499
 """Status, as in nginx, of a call whose client left before an answer."""
 
 
-class Call(InFlight):
-    """A call that asks for answers. It is admitted, refused or aborted, once.
+class CountedRequest(Protocol):
+    """An admitted request in flight, until it ends. It ends once."""
 
-    Args:
-        metrics: that count it.
-    """
+    def tokens(self, count: int, now: float, cached: int | None) -> None:
+        """Count tokens that arrived together.
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        super().__init__(metrics, metrics.slo)
-        self.arrival = time.monotonic()
-        """Time at which its last byte was read, in seconds."""
-        self.headers: Mapping[str, str] = {}
-        """Its HTTP headers, once they are read."""
-        self.key: int | None = None
-        """Index of its API key; None: the server has no keys."""
-        metrics.received.inc()
-        metrics.in_flight.inc()
+        Args:
+            count: number of new tokens.
+            now: time of their arrival in seconds.
+            cached: number of prompt tokens from the prefix cache, with the first tokens.
+        """
+        ...
 
-    def admit(self, prompts: Sequence[list[int]]) -> list[RequestMetrics]:
+    def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:
+        """Count a complete answer."""
+        ...
+
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
+        """Count a request that the engine refused; see `Call.refuse`."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Count a request that the server aborted."""
+        ...
+
+    def give_up(self, reason: str, now: float) -> None:
+        """Count a request that its client aborted."""
+        ...
+
+
+class Call(Protocol):
+    """A call that asks for answers. It is admitted, refused or aborted, once."""
+
+    arrival: float
+    """Time at which its last byte was read, in seconds."""
+    headers: Mapping[str, str]
+    """Its HTTP headers, once they are read."""
+    key: int | None
+    """Index of its API key; None: the server has no keys."""
+    slo: Slo
+    """Its latency bounds; the server's until its headers are read."""
+
+    def admit(self, prompts: Sequence[list[int]]) -> Sequence[CountedRequest]:
         """Count the call as one request for each of `prompts`, given once for each answer; they end
         separately."""
-        assert self._open
-        self._open = False
-        self._metrics.received.inc(len(prompts) - 1)
-        self._metrics.in_flight.inc(len(prompts) - 1)
-        return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
+        ...
+
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
+        """Count the call as refused, unless it has ended.
+
+        Args:
+            reason: why, for a program.
+            message: why, for a person.
+            overload: whether a good request was refused, which misses its SLO.
+        """
+        ...
 
     def abort(self, reason: str) -> None:
         """Count the call as aborted, unless it has ended."""
-        if self._end():
-            self._metrics.aborted(reason).inc()
+        ...
+
+
+class CallObserver(Protocol):
+    """Counts the calls and HTTP requests of a server."""
+
+    def begin_call(self) -> Call:
+        """Count a call that arrives."""
+        ...
+
+    def count_http(self, method: str, handler: str, status: int) -> None:
+        """Count an HTTP request that has its status."""
+        ...
 
 
 def call_of(request: Request) -> Call:
@@ -99,21 +141,21 @@ class CallMiddleware:
     """Outermost ASGI middleware: counts every HTTP request, and settles every call.
 
     Args:
-        app: the ASGI application behind it.
-        metrics: that count requests and calls.
+        app: the ASGI application that this one wraps.
+        observer: counts requests and calls.
         paths: those whose POSTs are calls.
-        quiet: waited for before a call that has arrived is looked at.
+        quiet: awaited before an arrived call is handled, so that due tokens leave first.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        metrics: ServerMetrics,
+        observer: CallObserver,
         paths: Container[str],
         quiet: Callable[[], Awaitable[None]],
     ) -> None:
         self._app = app
-        self._metrics = metrics
+        self._observer = observer
         self._paths = paths
         self._quiet = quiet
 
@@ -123,7 +165,9 @@ class CallMiddleware:
             await self._app(scope, receive, send)
             return
         is_call = scope["method"] == "POST" and scope["path"] in self._paths
-        tracked = TrackedRequest(self._metrics, Call(self._metrics) if is_call else None, scope)
+        tracked = TrackedRequest(
+            self._observer, self._observer.begin_call() if is_call else None, scope
+        )
         receive = tracked.receiving(receive, self._quiet)
         try:
             await self._app(scope, receive, tracked.sending(send))
@@ -138,9 +182,9 @@ class CallMiddleware:
 class TrackedRequest:
     """An HTTP request in progress, counted before its status is sent, or else at its end."""
 
-    def __init__(self, metrics: ServerMetrics, call: Call | None, scope: Scope) -> None:
+    def __init__(self, observer: CallObserver, call: Call | None, scope: Scope) -> None:
         self.gone = False
-        self._metrics = metrics
+        self._observer = observer
         self._call = call
         self._scope = scope
         self._state = scope.setdefault("state", {})
@@ -202,4 +246,4 @@ class TrackedRequest:
             route = path if "endpoint" in self._scope else "none"
         method = self._scope["method"]
         method = method if method in METHODS else "OTHER"
-        self._metrics.http.labels(method, route, str(status)).inc()
+        self._observer.count_http(method, route, status)

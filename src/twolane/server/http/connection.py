@@ -16,9 +16,9 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from twolane.frontend.body import shortened
+from twolane.server.http.backpressure import LOG_SECONDS, Fault, HeldOutput, UnsentOutput
 from twolane.server.http.calls import set_refusal
 from twolane.server.http.errors import error_body
-from twolane.server.http.unsent import LOG_SECONDS, Fault, HeldOutput, UnsentOutput
 
 log = logging.getLogger("twolane.server")
 

@@ -12,8 +12,8 @@ from starlette.routing import Match
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 from twolane.frontend.text.codec import TextError
 from twolane.server.http.calls import CLIENT_GONE, set_reason
+from twolane.server.http.disconnect import ClientGone
 from twolane.server.http.errors import ApiError, error_body, error_for, from_validation
-from twolane.server.http.gone import ClientGone
 from twolane.server.http.route import json_response
 
 log = logging.getLogger("twolane.server")

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from twolane.server.http import strict_json
 from twolane.server.http.body_checks import LARGE_BODY
+from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gone import unless_gone
 from twolane.server.http.unknown import UnknownFields
 
 

@@ -13,13 +13,13 @@ from twolane.frontend.fields import Priority, Prompts, Truncation
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import vector
 from twolane.sampling import SamplingParams
-from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
+from twolane.server.http.schemas import ERRORS, NO_KEY, QUEUE_FULL, EmbeddingList
+from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.openai.protocol import CompletionRequest, Count
-from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, EmbeddingList
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 
 PATH = "/v1/embeddings"
 MAX_BYTES = 1 << 16

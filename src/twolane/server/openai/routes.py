@@ -3,12 +3,8 @@
 from fastapi import FastAPI, Request, Response
 
 from twolane.frontend.answer_formats import AnswerFormat
-from twolane.server.http.bounds import BoundedCall
-from twolane.server.http.gone import unless_gone
-from twolane.server.openai.answers import Answer, AnswerOptions, Echo
-from twolane.server.openai.logprobs import LogprobWriter
-from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
-from twolane.server.openai.schemas import (
+from twolane.server.http.disconnect import unless_gone
+from twolane.server.http.schemas import (
     ERRORS,
     NO_KEY,
     QUEUE_FULL,
@@ -16,8 +12,12 @@ from twolane.server.openai.schemas import (
     ChatCompletion,
     Completion,
 )
-from twolane.server.respond import respond
-from twolane.server.service import Service
+from twolane.server.http.slo_headers import BoundedCall
+from twolane.server.openai.answers import Answer, AnswerOptions, Echo
+from twolane.server.openai.logprobs import LogprobWriter
+from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.server.service.respond import respond
+from twolane.server.service.service import Service
 
 
 def add_generation_routes(app: FastAPI, service: Service) -> None:

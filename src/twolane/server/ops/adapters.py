@@ -8,8 +8,9 @@ from twolane.frontend.body import Body
 from twolane.frontend.engine_client import EngineError
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
-from twolane.server.openai.schemas import ERRORS, NO_KEY, UNAVAILABLE, Health
-from twolane.server.service import Service
+from twolane.server.http.schemas import ERRORS, NO_KEY, UNAVAILABLE, Health
+from twolane.server.ops.metrics import ServerMetrics
+from twolane.server.service.service import Service
 
 MAX_NAME_LENGTH, MAX_PATH_LENGTH = 256, 4096
 """Most characters of an adapter's name and of its path."""
@@ -27,7 +28,7 @@ class LoadRequest(UnloadRequest):
     lora_path: str = Field(min_length=1, max_length=MAX_PATH_LENGTH)
 
 
-def add_adapter_routes(app: FastAPI, service: Service) -> None:
+def add_adapter_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
     """Add the endpoints that load and unload adapters."""
     described = {200: {"model": Health}, **ERRORS, **NO_KEY, **UNAVAILABLE}
 
@@ -62,7 +63,7 @@ def add_adapter_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, str(error), code="unavailable") from error
         finally:  # also where the client does not wait
             if body.lora_name not in service.engine.adapters.loaded:
-                service.metrics.forget_adapter(body.lora_name)
+                metrics.forget_adapter(body.lora_name)
         return json_response({"status": "ok"})
 
 

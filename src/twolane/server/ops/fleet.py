@@ -6,14 +6,15 @@ from fastapi import FastAPI, Request, Response
 from twolane.engine.kv.page_hash import salt_bytes
 from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.router.state import ReplicaState
-from twolane.server.http.gone import unless_gone
+from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.route import json_response
+from twolane.server.http.schemas import ERRORS, NO_KEY, PromptLandmarks, ReplicaStateShown
 from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
-from twolane.server.openai.schemas import ERRORS, NO_KEY, PromptLandmarks, ReplicaStateShown
-from twolane.server.service import Service
+from twolane.server.ops.dashboard.data import Dashboard
+from twolane.server.service.service import Service
 
 
-def add_fleet_routes(app: FastAPI, service: Service) -> None:
+def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> None:
     """Add the endpoints for a router."""
 
     @app.get(
@@ -23,7 +24,7 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
     )
     async def state(known: int = -1) -> Response:
         """Say what a router needs to choose a replica; the digest only if it is not `known`."""
-        return json_response(replica_state(service, known))
+        return json_response(replica_state(service, dashboard, known))
 
     described = {200: {"model": PromptLandmarks}, **ERRORS, **NO_KEY}
 
@@ -44,7 +45,7 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
         return landmarks(service, body, prompts[0].tokens, shown)
 
 
-def replica_state(service: Service, known: int) -> ReplicaState:
+def replica_state(service: Service, dashboard: Dashboard, known: int) -> ReplicaState:
     """Return the published state; without the digest if the caller has this version."""
     engine = service.engine
     return msgspec.structs.replace(
@@ -52,7 +53,7 @@ def replica_state(service: Service, known: int) -> ReplicaState:
         model=service.model_name,
         ready=service.availability.problem is None,
         draining=service.availability.draining,
-        attainment=service.dashboard.attainment("ttft"),
+        attainment=dashboard.attainment("ttft"),
     )
 
 

@@ -8,10 +8,9 @@ from fastapi.responses import PlainTextResponse
 
 import twolane
 from twolane.router.state import ReplicaState, total_load
-from twolane.server.http.gone import unless_gone
+from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.route import json_response
-from twolane.server.openai.protocol import DetokenizeRequest, TokenizeRequest
-from twolane.server.openai.schemas import (
+from twolane.server.http.schemas import (
     ERRORS,
     NO_KEY,
     UNAVAILABLE,
@@ -23,16 +22,17 @@ from twolane.server.openai.schemas import (
     Tokens,
     Version,
 )
+from twolane.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from twolane.server.ops.docs import DOCS_HEADERS, described
-from twolane.server.ops.metrics import CONTENT_TYPE
-from twolane.server.service import Service
+from twolane.server.ops.metrics import CONTENT_TYPE, ServerMetrics
+from twolane.server.service.service import Service
 
 
-def add_info_routes(app: FastAPI, service: Service) -> None:
+def add_info_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -> None:
     """Add the endpoints about the server."""
     _add_model_routes(app, service)
     _add_probes(app, service)
-    _add_state_routes(app, service)
+    _add_state_routes(app, service, metrics)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
@@ -88,7 +88,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return json_response({"status": "ok"})
 
 
-def _add_state_routes(app: FastAPI, service: Service) -> None:
+def _add_state_routes(app: FastAPI, service: Service, counted: ServerMetrics) -> None:
     """Add the endpoints of version, load, API description and metrics."""
 
     @app.get("/version", response_class=Response, responses={200: {"model": Version}})
@@ -114,7 +114,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text form."""
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(counted.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def add_admin_routes(app: FastAPI, service: Service) -> None:

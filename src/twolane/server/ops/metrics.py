@@ -7,7 +7,7 @@ request.
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import prometheus_client
@@ -283,6 +283,14 @@ class ServerMetrics:
             "request_generation_tokens", "Output tokens of a finished request", TOKEN_BUCKETS
         )
 
+    def begin_call(self) -> "CallMetrics":
+        """See `CallObserver.begin_call`."""
+        return CallMetrics(self)
+
+    def count_http(self, method: str, handler: str, status: int) -> None:
+        """See `CallObserver.count_http`."""
+        self.http.labels(method, handler, str(status)).inc()
+
     def count_adapter(self, name: str, requests: int) -> None:
         """Count requests that an adapter answers; adapters beyond `MAX_ADAPTERS` share a label."""
         if name in self._adapters or len(self._adapters) < MAX_ADAPTERS:
@@ -364,6 +372,35 @@ class InFlight:
         """Count every bound of a request that was not served as missed."""
         for name in self.slo.bounds:
             self._metrics.slo_requests(name, "missed").inc()
+
+
+class CallMetrics(InFlight):
+    """A call that asks for answers (`http.calls.Call`).
+
+    Args:
+        metrics: the server's metrics, which count the call.
+    """
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        super().__init__(metrics, metrics.slo)
+        self.arrival = time.monotonic()
+        self.headers: Mapping[str, str] = {}
+        self.key: int | None = None
+        metrics.received.inc()
+        metrics.in_flight.inc()
+
+    def admit(self, prompts: Sequence[list[int]]) -> "Sequence[RequestMetrics]":
+        """See `Call.admit`."""
+        assert self._open
+        self._open = False
+        self._metrics.received.inc(len(prompts) - 1)
+        self._metrics.in_flight.inc(len(prompts) - 1)
+        return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
+
+    def abort(self, reason: str) -> None:
+        """See `Call.abort`."""
+        if self._end():
+            self._metrics.aborted(reason).inc()
 
 
 class RequestMetrics(InFlight):

@@ -7,8 +7,9 @@ from fastapi import FastAPI, HTTPException, Query, Response
 from fastapi.responses import RedirectResponse
 
 from twolane.server.http.route import json_response
+from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.dashboard.history import Window
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 
 FILES = {
     "dashboard.html": "text/html; charset=utf-8",
@@ -42,7 +43,7 @@ def about(service: Service) -> dict[str, Any]:
     }
 
 
-def add_dashboard_routes(app: FastAPI, service: Service) -> None:
+def add_dashboard_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> None:
     """Add the endpoints of the dashboard."""
     folder = resources.files("twolane.server.ops.dashboard") / "static"
     files = {name: (folder / name).read_bytes() for name in FILES}
@@ -60,7 +61,7 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
     @app.get("/dashboard/data", include_in_schema=False)
     async def data(window: Window = "minute", after: Annotated[int, Query(ge=0)] = 0) -> Response:
         """Return what the page shows."""
-        shown = service.dashboard.data(window, after)
+        shown = dashboard.data(window, after)
         return json_response({"about": about(service), **shown})
 
     @app.get("/dashboard/{name}", include_in_schema=False)

@@ -13,15 +13,15 @@ from msgspec import structs
 from twolane.frontend.backlog import Backlog
 from twolane.frontend.text.output_reader import Delta
 from twolane.sampling import PackedLogprobs, TokenLogprobs
+from twolane.server.http.backpressure import CHECKS_PER_BOUND, FAULTS, LOG_SECONDS, UnsentOutput
 from twolane.server.http.connection import (
     CONNECTION,
     ConnectionLimits,
     connection_class,
     unacknowledged,
 )
-from twolane.server.http.unsent import CHECKS_PER_BOUND, FAULTS, LOG_SECONDS, UnsentOutput
-from twolane.server.respond import EventStream
 from twolane.server.run import LoopErrors
+from twolane.server.service.respond import EventStream
 
 from .serving import PATIENCE
 

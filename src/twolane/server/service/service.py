@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -16,21 +16,22 @@ from twolane.frontend.pooling import NO_EMBEDDING, Embedding
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.texts import Texts
 from twolane.sampling import SamplingParams
-from twolane.server.accounting import RequestAccounting, span_attributes
-from twolane.server.admission import Admission
-from twolane.server.availability import Availability
-from twolane.server.format_resolver import FormatResolver
 from twolane.server.http.body_checks import BodyChecker
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError, ContextExceeded
 from twolane.server.openai.protocol import GenerationBody
-from twolane.server.ops.dashboard.data import Dashboard
-from twolane.server.ops.metrics import ServerMetrics
 from twolane.server.options import ServerOptions
-from twolane.server.prompts import PromptReader, counted_by, refused_text
-
-if TYPE_CHECKING:  # needs an extra
-    from twolane.server.ops.tracing import RequestTrace, Tracing
+from twolane.server.service.accounting import (
+    AdmissionObserver,
+    RequestAccounting,
+    RequestTrace,
+    Tracer,
+    span_attributes,
+)
+from twolane.server.service.admission import Admission
+from twolane.server.service.availability import Availability
+from twolane.server.service.format_resolver import FormatResolver
+from twolane.server.service.prompts import PromptReader, counted_by, refused_text
 
 MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS = 1 << 20, 1 << 22
 """Most log-probabilities of prompt tokens and of output tokens in an answer that is kept in memory;
@@ -44,7 +45,8 @@ class Service:
         engine: a running engine.
         texts: its tokenizer and chat template.
         model_name: its name for clients.
-        options: bounds of the queue, whether requests may have a priority, names of the metrics.
+        options: bounds of the queue, and whether requests may have a priority.
+        observer: counts what is admitted.
         embedding: the model's embeddings.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
         formats: of the model's answers; None: detected from its chat template.
@@ -56,6 +58,7 @@ class Service:
         texts: Texts,
         model_name: str,
         options: ServerOptions,
+        observer: AdmissionObserver,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         formats: ModelFormats | None = None,
         embedding: Embedding = NO_EMBEDDING,
@@ -75,17 +78,8 @@ class Service:
             options.max_queued_per_key,
             lambda: engine.stats.prompt_token_seconds,
         )
-        self.metrics = ServerMetrics(
-            lambda: engine.stats,
-            engine.liveness,
-            model_name,
-            engine.ready.slo,
-            engine.ready.page_size,
-            options.metrics_prefix,
-            engine.ready.kv_cache_dtype,
-        )
-        self.dashboard = Dashboard(engine, self.metrics)
-        self.tracing: Tracing | None = None
+        self._observer = observer
+        self.tracing: Tracer | None = None
         """Tracing of requests; None: not traced."""
         self.availability = Availability(engine)
         self.prompts = PromptReader(engine, texts, self.admission, self.availability)
@@ -211,7 +205,7 @@ class Service:
         tokens = sum(map(len, answers))
         self.admission.enter(len(answers), counted_by(body), key=call.key, tokens=tokens)
         if lora is not None:
-            self.metrics.count_adapter(lora, len(answers))
+            self._observer.count_adapter(lora, len(answers))
         traces = self._traces(body, params, answers, call)
         return RequestAccounting(self.admission, self.availability, answers, call, traces)
 
@@ -256,7 +250,7 @@ class Service:
         params: SamplingParams,
         answers: Sequence[list[int]],
         call: Call,
-    ) -> "list[RequestTrace]":
+    ) -> list[RequestTrace]:
         if self.tracing is None:
             return []
         attributes = span_attributes(body, params, self.check_model(body.model))

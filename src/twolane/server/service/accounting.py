@@ -1,21 +1,54 @@
 """Accounting of each request: its place in the queue, its metrics and its traces."""
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from twolane.engine.messages import Output, Refused
 from twolane.frontend.engine_client import EngineGone, Event
 from twolane.sampling import SamplingParams
-from twolane.server.admission import Admission
-from twolane.server.availability import Availability
 from twolane.server.http.calls import Call
 from twolane.server.openai.protocol import ChatRequest, GenerationBody
-
-if TYPE_CHECKING:  # needs an extra
-    from twolane.server.ops.tracing import RequestTrace
+from twolane.server.service.admission import Admission
+from twolane.server.service.availability import Availability
 
 log = logging.getLogger("twolane.server")
+
+
+class AdmissionObserver(Protocol):
+    """Counts what is admitted."""
+
+    def count_adapter(self, name: str, requests: int) -> None:
+        """Count requests that an adapter answers."""
+        ...
+
+
+class RequestTrace(Protocol):
+    """The trace of a request in progress."""
+
+    def tokens(self, count: int, now: float, cached: int | None) -> None:
+        """See `Observer.tokens`."""
+        ...
+
+    def ended(self, event: Event | None, outcome: str, now: float) -> None:
+        """Handle the request's last event, and its outcome as the metrics call it."""
+        ...
+
+
+class Tracer(Protocol):
+    """Traces requests."""
+
+    def begin(
+        self, headers: Mapping[str, str], arrival: float, attributes: Mapping[str, Any]
+    ) -> RequestTrace:
+        """Begin the trace of a request.
+
+        Args:
+            headers: HTTP headers of the request's call.
+            arrival: time of arrival in seconds on the monotonic clock.
+            attributes: attributes of the request's span.
+        """
+        ...
 
 
 class RequestAccounting:
@@ -37,7 +70,7 @@ class RequestAccounting:
         availability: Availability,
         prompts: Sequence[list[int]],
         call: Call,
-        traces: "Sequence[RequestTrace]" = (),
+        traces: Sequence[RequestTrace] = (),
     ) -> None:
         self._admission = admission
         self._availability = availability

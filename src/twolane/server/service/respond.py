@@ -16,12 +16,12 @@ from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.calls import Call
 from twolane.server.http.connection import CONNECTION, Connection
+from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.errors import error_body
-from twolane.server.http.gone import unless_gone
 from twolane.server.http.handlers import from_engine
 from twolane.server.http.route import json_response
 from twolane.server.openai.protocol import ChatRequest
-from twolane.server.service import Service
+from twolane.server.service.service import Service
 
 T = TypeVar("T")
 MAX_SCORED = 200

@@ -11,8 +11,6 @@ from twolane.frontend.sandbox import QueueFull
 from twolane.frontend.text.codec import SWITCHES, TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
-from twolane.server.admission import Admission
-from twolane.server.availability import Availability
 from twolane.server.http.errors import ApiError, ContextExceeded, queue_full
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.answers import Echo
@@ -22,6 +20,8 @@ from twolane.server.openai.protocol import (
     GenerationBody,
     TokenizeRequest,
 )
+from twolane.server.service.admission import Admission
+from twolane.server.service.availability import Availability
 
 T = TypeVar("T")
 MIN_TEXT, TEXT_FACTOR = 1 << 20, 64

@@ -8,10 +8,10 @@ from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.sandbox import QueueFull
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import TextCodec
-from twolane.server.availability import Availability
 from twolane.server.http.errors import ApiError, queue_full
 from twolane.server.http.gate import CLIENT
 from twolane.server.openai.protocol import ChatRequest, GenerationBody
+from twolane.server.service.availability import Availability
 
 SEEN_TOKENS = 32
 """Tokens at a prompt's end that are searched for marks of thinking."""

@@ -9,30 +9,30 @@ from pydantic import ConfigDict, Field
 
 from twolane.common.checked_json import Json
 from twolane.frontend.body import Body
-from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.calls import key_of
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
-from twolane.server.openai.response_events import ResponseAnswer
-from twolane.server.openai.response_items import ReferenceItem
-from twolane.server.openai.response_request import (
+from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
+from twolane.server.http.slo_headers import BoundedCall
+from twolane.server.responses.events import ResponseAnswer
+from twolane.server.responses.items import ReferenceItem
+from twolane.server.responses.request import (
     RENAMED,
     Included,
     InputTokensRequest,
     ResponsesRequest,
     renamed,
 )
-from twolane.server.openai.response_store import (
+from twolane.server.responses.store import (
     NOTHING_BEFORE,
     Conversation,
     ListedItem,
     OwnResponses,
     ResponseStore,
 )
-from twolane.server.openai.response_tools import called_tools
-from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
-from twolane.server.respond import begin_chat, respond
-from twolane.server.service import Service
+from twolane.server.responses.tools import called_tools
+from twolane.server.service.respond import begin_chat, respond
+from twolane.server.service.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 STORED: dict[int | str, dict[str, Any]] = {

@@ -19,7 +19,9 @@ from twolane.frontend.fields import AnswerTokens, CacheSalt, Priority, Stop, Who
 from twolane.sampling import SamplingParams
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
-from twolane.server.openai.response_items import (
+from twolane.server.openai.structured import Schema
+from twolane.server.openai.tools import ambiguous
+from twolane.server.responses.items import (
     Item,
     Items,
     MessageItem,
@@ -30,7 +32,7 @@ from twolane.server.openai.response_items import (
     joined,
     read_item,
 )
-from twolane.server.openai.response_tools import (
+from twolane.server.responses.tools import (
     AllowedTools,
     NamedTool,
     ResponseTool,
@@ -40,8 +42,6 @@ from twolane.server.openai.response_tools import (
     chat_tools,
     qualified,
 )
-from twolane.server.openai.structured import Schema
-from twolane.server.openai.tools import ambiguous
 
 SAME = (
     *("temperature", "top_p", "top_k", "seed", "priority", "stream"),

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 
 from twolane.frontend.body import PROXIES, Body, wrong
-from twolane.server.openai.response_tools import CUSTOM_INPUT, ResponseTools, qualified
+from twolane.server.responses.tools import CUSTOM_INPUT, ResponseTools, qualified
 
 Turn = dict[str, Any]
 """A message of /v1/chat/completions."""

@@ -22,11 +22,11 @@ from twolane.frontend.parsers.pieces import (
     Reasoning,
 )
 from twolane.frontend.text.output_reader import Delta
-from twolane.server.counts import AnswerCounts
 from twolane.server.http.events import named_event
 from twolane.server.openai.answers import shown_call
-from twolane.server.openai.response_items import PREFIX
-from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
+from twolane.server.responses.items import PREFIX
+from twolane.server.responses.tools import CUSTOM_INPUT, CalledTool
+from twolane.server.service.counts import AnswerCounts
 
 
 class ResponseAnswer:
