@@ -16,22 +16,24 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import open_standard_files
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
+from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.body import Body, read
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.fields import (
     Rendering,
     TextFields,
-    kept_tokens,
     read_messages,
     read_prompt,
     read_prompts,
 )
-from twolane.frontend.generation import Generation, GenerationOptions
+from twolane.frontend.generate_request import GenerateRequest
+from twolane.frontend.generation import Generation
 from twolane.frontend.other_servers import check_settings
+from twolane.frontend.prepare import Prepared, Preparer
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
-from twolane.frontend.text.texts import Texts, TokenSequences
+from twolane.frontend.text.texts import Texts
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -181,14 +183,14 @@ class LLM:
         self._closed = False
         self._process = os.getpid()
         """The process in which the loop's thread runs: one that is forked has no such thread."""
-        self._vocabulary_sent = False
-        """Whether the engine has the tokenizer, which it needs for grammars."""
         self._closing = threading.RLock()
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
             with bars as show:
                 self._engine, self._texts, sampling, _ = self._run(start_engine(config, show))
                 self._params = SamplingParams(**sampling)
+                formats = ModelFormats(self._texts.template_source)
+                self._preparer = Preparer(self._engine, self._texts, formats)
         except BaseException:
             self._stop_loop()
             raise
@@ -217,11 +219,9 @@ class LLM:
                 has the wrong type.
             EngineError, GenerationFailed: the engine died.
         """
-        listed = read_prompts(prompts)
         fields = text_fields(options)
-        tokens = [self._tokens(prompt, fields) for prompt in listed]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        return self._answer(texts, tokens, params, progress, self._options(fields, options))
+        asked = [{"prompts": [prompt]} for prompt in read_prompts(prompts)]
+        return self._answer(asked, params, progress, fields, options)
 
     def chat(
         self,
@@ -237,12 +237,11 @@ class LLM:
         missing template, and one that refuses the messages or drops a word, are ValueErrors too.
         """
         fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
-        tokens = [
-            self._conversation(turns, name, fields, rendering)
+        asked = [
+            {"conversation": rendering.conversation(read_messages(turns, name))}
             for name, turns in conversations(messages)
         ]
-        nothing = [None] * len(tokens)
-        return self._answer(nothing, tokens, params, progress, self._options(fields, options))
+        return self._answer(asked, params, progress, fields, options)
 
     def stream(
         self,
@@ -262,20 +261,15 @@ class LLM:
         Raises:
             ValueError, EngineError, GenerationFailed: see `generate`; the last two while reading.
         """
+        asked: dict[str, Any]
         if is_conversation(prompt):
             fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
-            tokens = self._conversation(prompt, "messages", fields, rendering)
+            asked = {"conversation": rendering.conversation(read_messages(prompt, "messages"))}
         else:
             fields = text_fields(options)
-            tokens = self._tokens(read_prompt(prompt), fields)
-        self._check([tokens])
-        params = params or self._params
-        check_params(params)
-        if params.prompt_logprobs is not None:
-            raise FieldError("prompt_logprobs", "cannot be streamed")
-        given = self._options(fields, options)
-        banned = self._banned(tuple(params.bad_words))
-        return self._pieces(tokens, params, given._replace(banned=banned))
+            asked = {"prompts": [read_prompt(prompt)]}
+        request = self._request(params or self._params, fields, options, stream=True, **asked)
+        return self._pieces(self._run(self._preparer.prepare(request)))
 
     def close(self) -> None:
         """End the engine process; a second call does nothing.
@@ -298,111 +292,70 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt, fields: TextFields) -> list[int]:
-        if isinstance(prompt, list):
-            return self._last(prompt, fields)
-        special = fields.add_special_tokens is not False
-        return self._last(self._run(self._texts.encode(prompt, add_special_tokens=special)), fields)
-
-    def _conversation(
-        self, turns: Conversation, name: str, fields: TextFields, rendering: Rendering
-    ) -> list[int]:
-        special = bool(fields.add_special_tokens)
-        read = read_messages(turns, name)
-        options = {"add_special_tokens": special, **rendering.rendering}
-        return self._last(self._run(self._texts.chat(read, **options)), fields)
-
-    def _last(self, tokens: list[int], fields: TextFields) -> list[int]:
-        """Return the last tokens of a prompt that `truncate_prompt_tokens` keeps."""
-        if fields.truncate_prompt_tokens is None:
-            return tokens
-        context = self._engine.ready.max_model_len
-        return tokens[-kept_tokens(fields.truncate_prompt_tokens, context, None) :]
-
-    def _check(self, prompts: Sequence[list[int]]) -> None:
-        ready = self._engine.ready
-        for index, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < ready.max_model_len:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; it must have at least 1 and at "
-                    f"most {ready.max_model_len - 1}"
-                )
-            check_type(prompt, list[int], f"prompt {index}")
-            if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
-                raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
-
-    def _options(self, fields: TextFields, options: GenerateOptions) -> GenerationOptions:
-        self._texts.codec.check_stop(fields.stop_strings)
+    def _request(
+        self, params: SamplingParams, fields: TextFields, options: GenerateOptions, **more: Any
+    ) -> GenerateRequest:
+        check_params(params)
         lora = chosen(AdapterChoice, options).lora
-        return GenerationOptions(
-            fields.choices, fields.text_options, cache_salt=fields.cache_salt, lora=lora
-        )
-
-    def _banned(self, words: tuple[str, ...]) -> TokenSequences:
-        return self._run(self._texts.sequences(words))
+        return GenerateRequest(sampling=params, adapter=lora, **fields.answering, **more)
 
     def _answer(
         self,
-        texts: Sequence[str | None],
-        tokens: Sequence[list[int]],
+        asked: Sequence[Mapping[str, Any]],
         params: Params,
         progress: bool | None,
-        options: GenerationOptions,
+        fields: TextFields,
+        options: GenerateOptions,
     ) -> list[RequestOutput]:
+        """Answer all; each of `asked` has the fields of `GenerateRequest` that are its own."""
         if params is None or isinstance(params, SamplingParams):
-            params = [params or self._params] * len(tokens)
-        if len(params) != len(tokens):
-            raise ValueError(f"{len(params)} sampling parameters for {len(tokens)} prompts")
-        self._check(tokens)
-        for one in params:
-            check_params(one)
-        shown = self._progress and len(tokens) > 1 if progress is None else progress
-        words = [tuple(one.bad_words) for one in params]
-        banned = {each: self._banned(each) for each in set(words)}
-        given = [options._replace(banned=banned[each]) for each in words]
-        with AnswerBar(len(tokens), shown=shown) as bar:
-            work = self._answer_all(list(zip(texts, tokens, params, given, strict=True)), bar)
-            return self._run(work)
+            params = [params or self._params] * len(asked)
+        if len(params) != len(asked):
+            raise ValueError(f"{len(params)} sampling parameters for {len(asked)} prompts")
+        requests = [
+            self._request(one, fields, options, label=f"prompt {index}", **own)
+            for index, (one, own) in enumerate(zip(params, asked, strict=True))
+        ]
+        shown = self._progress and len(asked) > 1 if progress is None else progress
+        prepared = self._run(self._prepare_all(requests))
+        with AnswerBar(len(asked), shown=shown) as bar:
+            return self._run(self._answer_all(prepared, bar))
+
+    async def _prepare_all(self, requests: Sequence[GenerateRequest]) -> list[Prepared]:
+        return [await self._preparer.prepare(request) for request in requests]
 
     async def _answer_all(
-        self,
-        prompts: Sequence[tuple[str | None, list[int], SamplingParams, GenerationOptions]],
-        bar: AnswerBar,
+        self, requests: Sequence[Prepared], bar: AnswerBar
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
         answers: dict[int, RequestOutput] = {}
-        waiting = iter(enumerate(prompts))
+        waiting = iter(enumerate(requests))
 
         async def work() -> None:
-            for index, prompt in waiting:  # shared: each prompt is taken once
-                answers[index] = answer = await self._one(*prompt)
+            for index, prepared in waiting:  # shared: each prompt is taken once
+                answers[index] = answer = await self._one(prepared)
                 made = sum(len(output.token_ids) for output in answer.outputs)
                 bar.add(len(answer.prompt_token_ids), made)
 
-        most = max((options.n for *_, options in prompts), default=1)
-        workers = min(len(prompts), max(1, MAX_OPEN // most))
+        most = max((prepared.request.n for prepared in requests), default=1)
+        workers = min(len(requests), max(1, MAX_OPEN // most))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
                     group.create_task(work())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [answers[index] for index in range(len(prompts))]
+        return [answers[index] for index in range(len(requests))]
 
-    async def _one(
-        self,
-        text: str | None,
-        tokens: list[int],
-        params: SamplingParams,
-        options: GenerationOptions,
-    ) -> RequestOutput:
-        choices = [CollectedAnswer(tokens) for _ in range(options.n)]
-        with self._generation(tokens, params, options) as generation:
+    async def _one(self, prepared: Prepared) -> RequestOutput:
+        [prompt] = prepared.prompts
+        choices = [CollectedAnswer(prompt.tokens) for _ in range(prepared.request.n)]
+        with Generation(self._engine, self._texts.codec, prepared) as generation:
             async for delta in generation:
                 choices[delta.index].add(delta)
         return RequestOutput(
-            prompt=text,
-            prompt_token_ids=tokens,
+            prompt=next((text for text in prepared.request.prompts if isinstance(text, str)), None),
+            prompt_token_ids=prompt.tokens,
             prompt_logprobs=unpacked(choices[0].prompt_logprobs),
             outputs=[
                 CompletionOutput(i, c.text, c.tokens, c.finish, c.stop_reason, unpacked(c.logprobs))
@@ -411,13 +364,11 @@ class LLM:
             cached_tokens=choices[0].cached,
         )
 
-    def _pieces(
-        self, tokens: list[int], params: SamplingParams, options: GenerationOptions
-    ) -> Iterator[CompletionOutput]:
+    def _pieces(self, prepared: Prepared) -> Iterator[CompletionOutput]:
         """Yield the deltas of one prompt from the loop's thread."""
 
         async def begin() -> Generation:
-            return self._generation(tokens, params, options)
+            return Generation(self._engine, self._texts.codec, prepared)
 
         async def more() -> Delta | None:
             return await anext(deltas, None)
@@ -439,21 +390,9 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # closed: it ended with the engine
                 self._loop.call_soon_threadsafe(generation.close)
 
-    def _generation(
-        self, tokens: list[int], params: SamplingParams, options: GenerationOptions
-    ) -> Generation:
-        if (
-            params.grammar is not None
-            and self._texts.codec.has_tokenizer
-            and not self._vocabulary_sent
-        ):
-            self._engine.send_vocabulary(self._texts.codec.tokenizer_json)
-            self._vocabulary_sent = True
-        return Generation(self._engine, self._texts.codec, [tokens], [params], options)
-
     async def _end(self) -> None:
         """Stop the engine and fail all waiting calls, before the loop stops."""
-        await self._texts.close()
+        await self._preparer.close()
         await self._engine.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
@@ -468,7 +407,7 @@ class LLM:
         if self._process != os.getpid():  # before the lock, which a thread of that process may hold
             work.close()
             raise RuntimeError("this LLM belongs to the process that this one was forked from")
-        with self._closing:  # nothing comes to the loop behind `_end`
+        with self._closing:  # nothing comes to the loop after `_end`
             if self._closed:
                 work.close()
                 raise RuntimeError("this LLM is closed")

@@ -1,7 +1,7 @@
 """Sampling parameters, with the names of vLLM and SGLang, and log-probabilities of tokens."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -195,6 +195,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
         return within and all(len(word) in lengths for word in words)
 
     @property
+    def token_ids(self) -> dict[str, Collection[int]]:
+        """Token ids by the field that has them."""
+        return {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
@@ -207,6 +216,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def check_token_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Refuse token ids that a model does not have.
+
+    Args:
+        field: the field that has them.
+        ids: the token ids.
+        vocab_size: number of tokens in the model's vocabulary.
+
+    Raises:
+        FieldError: the vocabulary has no such token.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise FieldError(field, f"has a token id outside 0 to {vocab_size - 1}")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -21,6 +21,7 @@ from twolane.engine.messages import (
     Outputs,
     Submit,
     ToEngine,
+    TokenRules,
     decode_from_engine,
     decode_to_engine,
     encode,
@@ -91,7 +92,7 @@ def submits(draw: st.DrawFn) -> Submit:
         priority=draw(edges(0, -(2**63), HUGE)),
         slo=draw(slos),
         leader=draw(edges(None, None, "a", "b", "nobody")),
-        banned=draw(st.one_of(st.just(()), sequences)),
+        rules=TokenRules(banned=draw(st.one_of(st.just(()), sequences))),
     )
 
 
@@ -139,7 +140,7 @@ class Front:
         params = submit.params
         assert all(token in range(VOCAB) for token in got)
         assert params.allowed_token_ids is None or {*got} <= {*params.allowed_token_ids}
-        for sequence in submit.banned:
+        for sequence in submit.rules.banned:
             parts = zip(*(got[place:] for place in range(len(sequence))), strict=False)
             assert sequence not in parts
         assert len(got) <= (params.max_tokens or HUGE)

@@ -12,6 +12,7 @@ from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.manager import KVCacheManager
+from twolane.engine.messages import TokenRules
 from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Sampled, Step, Ticket
@@ -133,7 +134,7 @@ def test_banned_sequences_wait_for_a_token_and_for_the_grammars_beside_them(
     lanes: Any = Lanes()
     engine = engine_of(lanes)
     banned = ((7, 8), (9, 8, 10), (999,))
-    engine.take([submit("a", 20, 8), replace(submit("b", 20, 8), banned=banned)])
+    engine.take([submit("a", 20, 8), replace(submit("b", 20, 8), rules=TokenRules(banned=banned))])
     a, b = (engine.state.requests[name] for name in "ab")
     a.constraint, a.mask = Free(), b"first"
     every = b"\xff" * 124 + b"\x7f"

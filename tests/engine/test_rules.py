@@ -14,7 +14,7 @@ from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.manager import KVCacheManager
-from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
+from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, TokenRules, Watch
 from twolane.engine.pacing import Pacer
 from twolane.engine.state import State
 from twolane.engine.waiting_queue import OLDEST_EVERY
@@ -272,9 +272,9 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "prompt has 64 tokens": asks([1] * 64),
         "grammar needs a model with a tokenizer": asks([1], grammar="x"),
         "allowed_token_ids has a token id": asks([1], allowed_token_ids=(1000,)),
-        "bad_words has a token id": replace(asks([1]), banned=((1, 1000),)),
+        "bad_words has a token id": replace(asks([1]), rules=TokenRules(banned=((1, 1000),))),
         "bad_words may leave no token": replace(
-            asks([1], allowed_token_ids=(7,)), banned=((1, 7),)
+            asks([1], allowed_token_ids=(7,)), rules=TokenRules(banned=((1, 7),))
         ),
     }
     for message, request in bad.items():

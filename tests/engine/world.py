@@ -31,6 +31,7 @@ from twolane.engine.messages import (
     Output,
     Submit,
     ToEngine,
+    TokenRules,
     UnloadAdapter,
 )
 from twolane.engine.pacing import Pacer
@@ -121,7 +122,7 @@ def alone(submit: Submit, adapter: str | None = None) -> Answer:
     params = msgspec.structs.replace(submit.params, seed=None)
     encoded = msgspec.json.encode(params)
     prompt, seed = tuple(submit.prompt), submit.params.seed or 0
-    return _alone(prompt, encoded, seed, adapter, submit.banned)
+    return _alone(prompt, encoded, seed, adapter, submit.rules.banned)
 
 
 @cache
@@ -248,10 +249,11 @@ class World:
         if i % 2 == 0:
             a, b, c, d = few = tuple(range(i, 250, 60))[:4]
             banned = ((a, b), (b, b), (d, d, a), (d, a, c, c), (c, c))
-            return change(drawn, params=change(drawn.params, allowed_token_ids=few), banned=banned)
-        said = alone(change(drawn, banned=())).tokens
+            rules = TokenRules(banned=banned)
+            return change(drawn, params=change(drawn.params, allowed_token_ids=few), rules=rules)
+        said = alone(change(drawn, rules=TokenRules())).tokens
         parts = (said[:1], said[1:3], said[2:5], said[8:10])
-        return change(drawn, banned=tuple(tuple(part) for part in parts if part))
+        return change(drawn, rules=TokenRules(banned=tuple(tuple(part) for part in parts if part)))
 
     def _path(self, name: str) -> str:
         """Where the version of an adapter is that is to be loaded."""
@@ -511,7 +513,7 @@ class World:
     def _note_kind(self, submit: Submit) -> None:
         params = submit.params
         self.seen["penalised"] += params.penalises
-        self.seen["banned"] += len(submit.banned) > 1
+        self.seen["banned"] += len(submit.rules.banned) > 1
         self.seen["biased"] += bool(params.logit_bias)
         self.seen["scored"] += params.logprobs is not None
         self.seen["scored prompts"] += params.prompt_logprobs is not None

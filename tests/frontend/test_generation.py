@@ -5,15 +5,35 @@ import random
 from itertools import pairwise
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twolane.engine.messages import Output, Refused
-from twolane.frontend.generation import Generation, GenerationOptions, GenerationRefused
+from twolane.engine.messages import Output, Refused, TokenRules
+from twolane.frontend.answer_formats import AnswerFormat
+from twolane.frontend.generate_request import GenerateRequest
+from twolane.frontend.generation import Generation, GenerationRefused
 from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
+from twolane.frontend.prepare import Prepared, Prompt
+from twolane.frontend.structured.jobs import GrammarJob, Regex
 from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.output_reader import TextOptions
 from twolane.sampling import SamplingParams
+
+PARAMS = SamplingParams()
+
+
+def prepared(*prompts, n=1, params=PARAMS):
+    """A request of tokens alone, as `Preparer.prepare` makes it."""
+    return Prepared(
+        request=GenerateRequest(prompts=prompts, sampling=params, n=n),
+        prompts=[Prompt(tokens) for tokens in prompts],
+        params=params,
+        format=AnswerFormat(),
+        text=TextOptions(),
+        rules=TokenRules(),
+    )
 
 
 class Engine:
@@ -70,9 +90,7 @@ def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
 
     async def run():
         engine = Engine()
-        with Generation(
-            engine, TextCodec(None), [[5]], [SamplingParams()], observer=observer
-        ) as generation:
+        with Generation(engine, TextCodec(None), prepared([5]), observer) as generation:
             generation.offer(take)
             sending = asyncio.create_task(iterate(generation))
             for token in range(300):
@@ -96,7 +114,7 @@ def test_an_error_of_the_sink_ends_the_iteration_alone():
 
     async def run():
         engine = Engine()
-        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()]) as generation:
+        with Generation(engine, TextCodec(None), prepared([5])) as generation:
             generation.offer(take)
             first = asyncio.ensure_future(anext(aiter(generation)))
             await asyncio.sleep(0)
@@ -110,8 +128,10 @@ def test_an_error_of_the_sink_ends_the_iteration_alone():
 
 def test_a_grammar_that_fails_on_the_way_is_told_by_the_name_of_the_clients_field():
     async def run():
-        engine, options = Engine(), GenerationOptions(asks_for_grammar="response_format")
-        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()], options) as generation:
+        job = GrammarJob("response_format", Regex("a"))
+        request = msgspec.structs.replace(prepared([5]), format=AnswerFormat(job))
+        engine = Engine()
+        with Generation(engine, TextCodec(None), request) as generation:
             engine.refuse("grammar is hard", "grammar")
             with pytest.raises(GenerationRefused, match=r"^response_format is hard$") as told:
                 await anext(aiter(generation))
@@ -122,20 +142,22 @@ def test_a_grammar_that_fails_on_the_way_is_told_by_the_name_of_the_clients_fiel
 
 def test_answers_to_a_prompt_follow_the_first_of_them_and_have_seeds_of_their_own():
     engine = Engine()
-    params = [SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(seed=None)]
+    params = SamplingParams(seed=1, prompt_logprobs=0)
 
     async def run():
-        Generation(engine, TextCodec(None), [[5], [6]], params, GenerationOptions(n=3)).close()
+        Generation(engine, TextCodec(None), prepared([5], [6], n=3, params=params)).close()
+        free = prepared([7], n=2, params=SamplingParams(seed=None))
+        Generation(engine, TextCodec(None), free).close()
 
     asyncio.run(run())
-    first, *_, second, _, _ = ids = [submit.id for submit in engine.submits]
+    first, _, _, second, _, _, third, _ = ids = [submit.id for submit in engine.submits]
     leaders = [submit.leader for submit in engine.submits]
-    assert leaders == [None, first, first, None, second, second]
-    assert len(set(ids)) == 6
-    assert [submit.prompt for submit in engine.submits] == [[5]] * 3 + [[6]] * 3
+    assert leaders == [None, first, first, None, second, second, None, third]
+    assert len(set(ids)) == 8
+    assert [submit.prompt for submit in engine.submits] == [[5]] * 3 + [[6]] * 3 + [[7]] * 2
     chosen = [submit.params for submit in engine.submits]
-    assert [each.seed for each in chosen] == [1, 2, 3, None, None, None]
-    assert [each.prompt_logprobs for each in chosen] == [0, *[None] * 5]
+    assert [each.seed for each in chosen] == [1, 2, 3, 1, 2, 3, None, None]
+    assert [each.prompt_logprobs for each in chosen] == [0, None, None, 0, *[None] * 4]
 
 
 @given(

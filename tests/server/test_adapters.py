@@ -209,9 +209,9 @@ def test_the_endpoints_are_off_by_default(tiny):
 def test_every_way_to_ask_names_the_model():
     message = {"role": "user", "content": "Hi"}
     asked = ResponsesRequest.model_validate({"model": "a", "input": "Hi"})
-    assert asked.as_chat([]).model == "a"
+    assert asked.request([]).adapter == "a"
     given = {"model": "a", "messages": [message], "max_tokens": 5}
-    assert MessagesRequest.model_validate(given).as_chat(lambda _: False).model == "a"
+    assert MessagesRequest.model_validate(given).request(lambda _: False).adapter == "a"
 
 
 def test_an_llm_answers_with_an_adapter(folder, expected):

@@ -281,9 +281,9 @@ def test_an_engine_that_dies_raises(tmp_path):
 
 
 def test_wrong_prompts_are_value_errors(tiny):
-    with pytest.raises(ValueError, match="prompt 1 has 0 tokens"):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
         tiny.generate([[1], []])
-    with pytest.raises(ValueError, match=r"outside 0\.\.127"):
+    with pytest.raises(ValueError, match="outside 0 to 127"):
         tiny.generate([[128]])
     with pytest.raises(ValueError, match="without a tokenizer"):
         tiny.generate("text")

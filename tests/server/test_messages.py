@@ -152,13 +152,14 @@ def test_the_system_speaks_in_front_wherever_it_is_written(client):
     answer = whole(client, "x", messages=[asked, *more], system="Be brief.")
     assert answer.content[-1].text == whole(client, "And Spain?").content[-1].text
     fields = {"model": "x", "max_tokens": 1, "messages": [asked, *more], "system": "Be brief."}
-    chat = MessagesRequest.model_validate(fields).as_chat(lambda _: False)
-    assert [(turn.role, turn.text) for turn in chat.messages] == [
+    chat = MessagesRequest.model_validate(fields).request(lambda _: False).conversation
+    assert [(turn["role"], turn["content"]) for turn in chat.turns] == [
         ("system", every),
         ("user", "And Spain?"),
     ]
     alone = MessagesRequest.model_validate({**fields, "messages": more[:1], "system": None})
-    assert [turn.text for turn in alone.as_chat(lambda _: False).messages] == ["Agents: none."]
+    [turn] = alone.request(lambda _: False).conversation.turns
+    assert turn["content"] == "Agents: none."
 
 
 def test_what_claude_code_says_of_itself_is_not_for_the_model(client):

@@ -4,13 +4,15 @@ from collections.abc import Iterable
 import pytest
 from pydantic import ValidationError
 
+from twolane.frontend.generate_request import text_of
 from twolane.frontend.messages import turns_of
+from twolane.frontend.prepare import effort_variables
 from twolane.sampling import SamplingParams
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai import protocol
-from twolane.server.openai.embeddings import EmbeddingRequest, embedded_texts
+from twolane.server.openai.embeddings import EmbeddingRequest
 from twolane.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -19,7 +21,6 @@ from twolane.server.openai.protocol import (
 )
 from twolane.server.responses.items import PREFIX, read_item
 from twolane.server.responses.request import InputTokensRequest, ResponsesRequest
-from twolane.server.service.prompts import effort_variables
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -155,7 +156,7 @@ def test_texts_to_embed_are_refused_by_the_field_of_their_own_body(field, value)
     except ValidationError as error:
         assert from_validation(error.errors()).param == field
     else:
-        embedded_texts(body)
+        body.request()
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, [1, "a"], [[1], "a"], [[1.5]], [True]])
@@ -176,7 +177,7 @@ def test_a_wrong_prompt_is_one_clear_error(prompt):
     ],
 )
 def test_prompt_forms(prompt, prompts):
-    assert CompletionRequest.model_validate({"prompt": prompt}).prompts == prompts
+    assert CompletionRequest.model_validate({"prompt": prompt}).request().prompts == prompts
 
 
 def test_messages_as_templates_know_them():
@@ -194,7 +195,7 @@ def test_messages_as_templates_know_them():
         {"role": "user", "content": ["a", "b"]},
         {"role": "assistant", "content": "c"},
     ]
-    assert [m.text for m in body.messages] == ["Be brief.", "a\nb", "c"]
+    assert [text_of(turn) for turn in turns_of(body.messages)] == ["Be brief.", "a\nb", "c"]
 
 
 @pytest.mark.parametrize(
@@ -506,9 +507,9 @@ def test_thinking_and_effort_of_messages_reach_a_template_by_the_variables_that_
 
     def variables(known, **fields):
         given = {"model": "m", "max_tokens": 5, "messages": MESSAGES, **fields}
-        chat = MessagesRequest.model_validate(given).as_chat(known.__contains__)
-        assert chat.reasoning_effort is None
-        return chat.chat_template_kwargs
+        chat = MessagesRequest.model_validate(given).request(known.__contains__).conversation
+        assert chat.effort is None
+        return chat.variables
 
     all_known = {"reasoning_effort", "enable_thinking", "thinking"}
     low = {"output_config": {"effort": "low"}}
@@ -534,16 +535,14 @@ def test_two_tools_of_one_name_are_refused():
         (ResponsesRequest, items, as_items),
         (InputTokensRequest, items, as_items),
         (ResponsesRequest, items, [in_space]),
+        (MessagesRequest, messages, as_messages),
+        (CountTokensRequest, chat, as_messages),
     ):
         error = refusal(form, {**body, "tools": tools})
         assert (error.status_code, error.param) == (400, "tools")
         assert error.message.endswith(f"of the name {'n.f' if tools == [in_space] else 'f'}")
         same = tools[:1] * 2 if len(tools) > 1 else [{**in_space, "tools": as_items[:1] * 2}]
         form.model_validate({**body, "tools": same})
-    with pytest.raises(ApiError, match="two different functions of the name f"):
-        MessagesRequest.model_validate({**messages, "tools": as_messages}).as_chat(lambda _: False)
-    with pytest.raises(ApiError, match="two different functions of the name f"):
-        CountTokensRequest.model_validate({**chat, "tools": as_messages}).as_chat(lambda _: False)
     both = {"input": [{"type": "additional_tools", "tools": as_items}]}
     assert refusal(ResponsesRequest, both).param == "input[0].tools"
     free = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -552,8 +551,8 @@ def test_two_tools_of_one_name_are_refused():
     added = [{"type": "additional_tools", "tools": [tool]} for tool in as_items]
     user = {"role": "user", "content": "Hi"}
     asked = ResponsesRequest.model_validate({"input": [*added, user], "tools": as_items[:1]})
-    [told] = asked.as_chat([]).tools
-    assert told.function.description == "new"
+    [told] = asked.request([]).format.tools
+    assert told.description == "new"
 
 
 TEXTS = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
@@ -602,10 +601,8 @@ def test_what_proxies_add_to_the_parts_of_a_history_says_nothing():
     answer = {"role": "assistant", "content": [thinking, text, call]}
     said = [*MESSAGES, answer, {"role": "user", "content": [result]}]
     chat = MessagesRequest.model_validate({"max_tokens": 5, "messages": said})
-    assert [turn.role for turn in chat.as_chat(lambda _: False).messages][-2:] == [
-        "assistant",
-        "tool",
-    ]
+    turns = chat.request(lambda _: False).conversation.turns
+    assert [turn["role"] for turn in turns][-2:] == ["assistant", "tool"]
     assistant = {"role": "assistant", "content": [thinking, text]}
     [_, turn] = turns_of(ChatRequest.model_validate({"messages": [*MESSAGES, assistant]}).messages)
     assert (turn["content"], turn["reasoning_content"]) == (["Yes."], "Hm.")

@@ -108,20 +108,19 @@ async def answer(
     chat: bool | None,
 ) -> None:
     """Write one answer to standard output; a terminal gets its control characters as escapes."""
+    from twolane.frontend.answer_formats import ModelFormats
+    from twolane.frontend.generate_request import Conversation, GenerateRequest
     from twolane.frontend.generation import Generation
+    from twolane.frontend.prepare import Preparer
 
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # in place of what its encoding lacks
+    asked: dict[str, Any] = {"prompts": [prompt]}
     if texts.has_chat_template if chat is None else chat:
-        tokens = await texts.chat([{"role": "user", "content": prompt}])
-    else:
-        tokens = await texts.encode(prompt)
-    if not 0 < len(tokens) < engine.ready.max_model_len:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens; it must have at least 1 and at most "
-            f"{engine.ready.max_model_len - 1}"
-        )
-    with Generation(engine, texts.codec, [tokens], [params]) as generation:
+        asked = {"conversation": Conversation(turns=[{"role": "user", "content": prompt}])}
+    preparer = Preparer(engine, texts, ModelFormats(texts.template_source))
+    prepared = await preparer.prepare(GenerateRequest(sampling=params, **asked))
+    with Generation(engine, texts.codec, prepared) as generation:
         async for delta in generation:
             write(delta.text)
     write("\n")

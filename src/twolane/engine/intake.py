@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from twolane.engine.messages import Refused, Submit, Vocabulary
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.lanes.work import Sampling
+from twolane.sampling import check_token_ids
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Intake:
         allowed, size = message.params.allowed_token_ids, self._model.vocab_size
         if allowed is not None:
             request.mask = with_tokens(no_token(size), allowed)
-        if message.banned:
-            banned = Banned(message.banned, request.mask or every_token(size))
+        if message.rules.banned:
+            banned = Banned(message.rules.banned, request.mask or every_token(size))
             request.mask = banned.mask(request.tokens, request.prompt_tokens)
             request.banned = banned if banned.changes else None
 
@@ -159,26 +160,20 @@ class Intake:
         """
         if not message.prompt:
             raise FieldError("prompt", "is empty")
-        params, known = message.params, range(self._model.vocab_size)
-        named: dict[str, Collection[int]] = {
-            "prompt": message.prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias,
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "bad_words": [token for sequence in message.banned for token in sequence],
-        }
+        params, banned, size = message.params, message.rules.banned, self._model.vocab_size
+        words = [token for sequence in banned for token in sequence]
+        named = {"prompt": message.prompt, **params.token_ids, "bad_words": words}
         for name, tokens in named.items():
-            if tokens and not (min(tokens) in known and max(tokens) in known):
-                raise FieldError(name, f"has a token id outside 0 to {known[-1]}")
+            check_token_ids(name, tokens, size)
         if params.grammar is not None and self._grammars is None:
             raise FieldError("grammar", "needs a model with a tokenizer")
-        allowed = known if params.allowed_token_ids is None else params.allowed_token_ids
+        allowed = range(size) if params.allowed_token_ids is None else params.allowed_token_ids
         ends = {*params.stop_token_ids, *self._eos_token_ids}
         if params.min_tokens and all(token in ends for token in allowed):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
-        masked = {sequence[-1] for sequence in message.banned}
+        masked = {sequence[-1] for sequence in banned}
         masked |= ends if params.min_tokens else set()
-        if message.banned and all(token in masked for token in allowed):
+        if banned and all(token in masked for token in allowed):
             raise FieldError("bad_words", "may leave no token to choose")
 
     def _sampling(self, message: Submit) -> Sampling:

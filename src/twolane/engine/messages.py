@@ -23,6 +23,13 @@ FinishReason = Literal["stop", "length", "abort"]
 RefusedCode = Literal["invalid", "too_long", "refused", "broken", "unknown_model"]
 
 
+class TokenRules(msgspec.Struct, frozen=True):
+    """Rules on an answer's tokens that the API process has made with the tokenizer."""
+
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Tokens of `bad_words`: sequences that the output does not contain, none empty."""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """A new request. `id` is unique over the life of the engine."""
 
@@ -40,8 +47,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Prefixes are shared with requests of the same salt alone."""
     lora: str | None = None
     """Name of the adapter that answers; None: the base model does."""
-    banned: tuple[tuple[int, ...], ...] = ()
-    """Tokens of `params.bad_words`: sequences that the output does not contain, none empty."""
+    rules: TokenRules = TokenRules()
+    """Rules on the output's tokens that follow from `params`."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -53,12 +53,35 @@ class FormatOptions(NamedTuple):
     """Whether more than one call may be made."""
     constraint: tuple[str, OutputConstraint] | None = None
     """Field that asks for a constraint, and the constraint."""
+    reads: bool = True
+    """Whether thinking and calls are read in the answer; if not, all of it is text."""
 
+    @classmethod
+    def of(
+        cls,
+        tools: Sequence[Tool],
+        mode: str | None,
+        constraint: tuple[str, OutputConstraint] | None,
+        *,
+        named: str | None = None,
+        several: bool = True,
+    ) -> Self:
+        """Return the format of a conversation's answers.
 
-def grammar_alone(options: FormatOptions) -> AnswerFormat:
-    """Return the format of an answer to a plain prompt, which only a grammar constrains."""
-    assert options.constraint is not None
-    return AnswerFormat(GrammarJob(*options.constraint))
+        Args:
+            tools: the tools that the request offers.
+            mode: "none" hides them, "required" asks for a call; anything else leaves it open.
+            constraint: see the field.
+            named: name of the one tool to call; None: the model chooses.
+            several: see the field.
+        """
+        if mode == "none" or not tools:
+            return cls(constraint=constraint)
+        if named is not None:
+            enforced: Sequence[Tool] = [tool for tool in tools if tool.name == named]
+        else:
+            enforced = tools if mode == "required" else ()
+        return cls(tools, enforced, named is not None, several, constraint)
 
 
 class ModelFormats:
@@ -89,13 +112,17 @@ class ModelFormats:
         """Return the format of the answers to a conversation.
 
         Args:
-            options: of the request.
+            options: the format that the request asks for.
             prompt: the end of the rendered prompt.
-            continued: the text of the message that the answer goes on with; None: it is a new one.
+            continued: the text of the message that the answer continues; None: it is a new one.
 
         Raises:
             FieldError: a field asks for what the model cannot do.
         """
+        if not options.reads:
+            return (
+                AnswerFormat(GrammarJob(*options.constraint)) if options.constraint else FREE_TEXT
+            )
         if options.enforced and options.constraint is not None:
             raise FieldError("tool_choice", f"cannot be combined with {options.constraint[0]}")
         if not (self.thinking or options.tools or options.constraint):

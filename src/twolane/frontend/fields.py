@@ -1,6 +1,6 @@
 """Request fields that `LLM` and the HTTP endpoints share: prompts, rendering, text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 from pydantic import (
@@ -14,9 +14,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, first_finding, one_message, wrong
+from twolane.frontend.generate_request import Conversation
 from twolane.frontend.messages import Messages, Turn, turns_of
+from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRING_LENGTH, MAX_STRINGS
+from twolane.sampling import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    SamplingParams,
+)
 
 INT32_MAX = 2**31 - 1
 
@@ -58,6 +66,26 @@ Stop = Annotated[
         f"must be a string of 1 to {MAX_STRING_LENGTH} characters, or up to {MAX_STRINGS} of them"
     ),
 ]
+Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
+LogprobCount = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01)]
+"""Divisor of logits; it has a minimum because what is almost 0 in float64 is 0 in float32."""
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
+BadWords = Annotated[
+    Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)],
+    one_message(f"must be up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_LENGTH} characters"),
+]
+LogitBias = Annotated[
+    dict[
+        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    one_message("must map token ids to numbers between -100 and 100"),
+]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
+MAX_TOOLS = 1024
+"""Most tools of a request. OpenAI's API takes 128; users of MCP have hundreds."""
 Prompts = Annotated[
     str
     | TokenIds
@@ -67,6 +95,15 @@ Prompts = Annotated[
         "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
     ),
 ]
+INERT = frozenset(
+    {
+        *("user", "metadata", "store", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier"),
+    }
+)
+"""Fields accepted with any value: they concern the client's bookkeeping."""
+
+Schema = Annotated[dict[str, Any] | bool, one_message("must be a JSON object or a boolean")]
 _MESSAGES = TypeAdapter(Messages)
 _PROMPTS = TypeAdapter(Prompts)
 
@@ -78,16 +115,17 @@ class Rendering(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def rendering(self) -> dict[str, Any]:
-        """The fields as arguments of `TextCodec.chat`."""
+    def conversation(self, turns: Sequence[Turn], effort: str | None = None) -> Conversation:
+        """Return a conversation that is rendered by these options."""
         continued = bool(self.continue_final_message)
         prompted = self.add_generation_prompt
-        return {
-            "add_generation_prompt": not continued if prompted is None else prompted,
-            "continue_final_message": continued,
-            "variables": self.chat_template_kwargs,
-        }
+        return Conversation(
+            turns=turns,
+            add_generation_prompt=not continued if prompted is None else prompted,
+            continue_final_message=continued,
+            variables=self.chat_template_kwargs,
+            effort=effort,
+        )
 
     @model_validator(mode="after")
     def one_ending(self) -> "Rendering":
@@ -109,45 +147,110 @@ class TextFields(Body):
     cache_salt: CacheSalt | None = None
 
     @property
-    def choices(self) -> int:
-        """Number of answers to each prompt."""
-        return self.n or 1
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def text_options(self) -> TextOptions:
-        """The fields as `Generation` takes them."""
-        return TextOptions(
-            stop=self.stop_strings,
+    def answering(self) -> dict[str, Any]:
+        """The fields as those of `GenerateRequest`."""
+        text = TextOptions(
+            stop=stop_strings(self.stop),
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
         )
+        same = ("add_special_tokens", "truncate_prompt_tokens", "cache_salt")
+        return {"n": self.n or 1, "text": text, **{name: getattr(self, name) for name in same}}
 
 
-def kept_tokens(truncation: int, context: int, answer: int | None) -> int:
-    """Return the number of last tokens that `truncate_prompt_tokens` keeps.
+class SamplingFields(Body):
+    """Sampling parameters, with the same names in all of OpenAI's endpoints."""
+
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        """The fields that are sampling parameters, as those of `SamplingParams`; None: not
+        given."""
+        names = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
+        fields = {name: getattr(self, name) for name in sorted(names)}
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {int(id): bias for id, bias in self.logit_bias.items()}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+
+
+class LimitedFields(SamplingFields):
+    """Sampling parameters of the endpoints of completions and chat, with vLLM's additions."""
+
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: BadWords | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: LogprobCount | None = None
+
+
+def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:
+    """Return the name of two tools that differ, since nobody could say which one is called; None:
+    there are none.
 
     Args:
-        truncation: the value.
-        context: tokens of the model's context.
-        answer: tokens of the answer, for which -1 leaves room; None: one at least.
+        named: the name of each tool, and the tool. The same tool may come twice.
     """
-    return truncation if truncation > 0 else max(1, context - (answer or 1))
+    known: dict[str, object] = {}
+    return next((name for name, tool in named if known.setdefault(name, tool) != tool), None)
+
+
+def check_tools(tools: Sequence[Tool], chosen: Sequence[str] = (), *, needed: bool = False) -> None:
+    """Refuse two different tools of one name, and the choice of tools that are not there.
+
+    Args:
+        tools: the tools that a request offers.
+        chosen: names of the tools that may be called; none: all.
+        needed: whether the choice needs tools.
+
+    Raises:
+        PydanticCustomError: one of these is the case.
+    """
+    if needed and not tools:
+        raise wrong("tool_choice", "needs tools")
+    if twice := ambiguous((tool.name, tool) for tool in tools):
+        raise wrong("tools", f"has two different functions of the name {twice}")
+    names = [tool.name for tool in tools]
+    if not set(chosen).issubset(names):
+        raise wrong("tool_choice", f"is not one of the tools: {', '.join(names)[:200]}")
+
+
+def stop_strings(stop: "str | Sequence[str] | None") -> tuple[str, ...]:
+    """Return stop strings as a tuple."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def read_turns(messages: object) -> list[Turn]:
+    """Validate messages of a conversation, for the chat template.
+
+    Raises:
+        ValidationError: a message is refused.
+    """
+    return turns_of(_MESSAGES.validate_python(messages))
 
 
 def read_messages(messages: object, name: str) -> list[Turn]:
-    """Validate a conversation that a Python caller gives, for `TextCodec.chat`.
+    """Validate a conversation that a Python caller gives.
 
     Raises:
         ValueError: a message is refused; the text names its field, below `name`.
     """
     lists = [as_list(turn) for turn in messages] if isinstance(messages, list | tuple) else messages
     try:
-        return turns_of(_MESSAGES.validate_python(lists))
+        return read_turns(lists)
     except ValidationError as error:
         raise ValueError(first_finding(error.errors(), name).message) from error
 

@@ -4,17 +4,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
 from twolane.engine.messages import GRAMMAR, Output, Refused, Submit
 from twolane.frontend.backlog import Backlog
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
+from twolane.frontend.prepare import Prepared
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.output_reader import Delta, OutputReader, TextOptions
+from twolane.frontend.text.output_reader import Delta, OutputReader
 from twolane.sampling import SamplingParams
-from twolane.slo import Slo
 
 SEEDS = 2**64
 """Number of different seeds, which are signed 64-bit integers."""
@@ -22,26 +22,6 @@ SEEDS = 2**64
 
 DeltaSink = Callable[[Delta], bool]
 """Consumes a delta, or returns False."""
-
-
-class GenerationOptions(NamedTuple):
-    """Options that all answers of a request share, besides sampling parameters."""
-
-    n: int = 1
-    """Number of answers to each prompt."""
-    text: TextOptions = TextOptions()
-    priority: int = 0
-    """Requests of a lower number are served first."""
-    cache_salt: str | None = None
-    """Salt of the prefix cache: prefixes are shared only by requests with the same one."""
-    slo: Slo = Slo()
-    """The request's latency bounds, completed by the server's."""
-    lora: str | None = None
-    """Name of the adapter; None: the model itself."""
-    asks_for_grammar: str = GRAMMAR
-    """Name of the client's field for the grammar."""
-    banned: tuple[tuple[int, ...], ...] = ()
-    """Tokens of `bad_words` of the sampling parameters; see `Texts.sequences`."""
 
 
 class GenerationFailed(Exception):
@@ -99,10 +79,8 @@ class Generation:
 
     Args:
         engine: a running engine.
-        codec: the tokenizer of its model.
-        prompts: tokens of each.
-        params: one for each prompt.
-        options: of all answers.
+        codec: the tokenizer of the engine's model.
+        prepared: the request.
         observer: told of every event.
 
     Raises:
@@ -116,30 +94,26 @@ class Generation:
         self,
         engine: EngineClient,
         codec: TextCodec,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        options: GenerationOptions = GenerationOptions(),  # noqa: B008  # immutable
+        prepared: Prepared,
         observer: Observer = UNOBSERVED,
     ) -> None:
         self._engine = engine
         self._observer = observer
-        self._asks_for_grammar = options.asks_for_grammar
+        self._prepared = prepared
         self.backlog: Backlog[Event | Exception | None] = Backlog()
         """Events that have not been iterated over yet."""
         self._sink: DeltaSink | None = None
         self._awaited = False
         """Whether an iterator waits and the backlog is empty."""
         self._readers: list[OutputReader] = []
-        skips = options.text.skip_special_tokens
-        self._hidden = codec.hidden_in(options.text.stop) if skips else {}
-        base = uuid.uuid4().hex
-        self._open = {index: f"{base}-{index}" for index in range(len(prompts) * options.n)}
+        skips = prepared.text.skip_special_tokens
+        self._hidden = codec.hidden_in(prepared.text.stop) if skips else {}
+        base, answers = uuid.uuid4().hex, len(prepared.prompts) * prepared.request.n
+        self._open = {index: f"{base}-{index}" for index in range(answers)}
         try:
             for index in list(self._open):
-                prompt, place = divmod(index, options.n)
-                chosen = of_answer(params[prompt], place)
-                self._begin(index, place, codec, prompts[prompt], chosen, options)
-        except TextError as error:  # of the prompt's end, behind which the answer is read
+                self._begin(index, codec)
+        except TextError as error:  # of the prompt's end, after which the answer is read
             broken = Refused(base, "broken", str(error))
             self.close(broken)
             raise GenerationRefused(broken) from error
@@ -180,33 +154,28 @@ class Generation:
             self._engine.abort(id)
             self._end(index, reason, time.monotonic())
 
-    def _begin(
-        self,
-        index: int,
-        place: int,
-        codec: TextCodec,
-        tokens: list[int],
-        params: SamplingParams,
-        options: GenerationOptions,
-    ) -> None:
-        """Send an answer to the engine; `place` is its index among those to its prompt."""
-        ready = self._engine.ready
+    def _begin(self, index: int, codec: TextCodec) -> None:
+        """Send an answer to the engine."""
+        prepared, ready = self._prepared, self._engine.ready
+        request = prepared.request
+        prompt, place = divmod(index, request.n)  # the second among the answers to the prompt
+        tokens, params = prepared.prompts[prompt].tokens, of_answer(prepared.params, place)
         eos = ready.eos_token_ids
         # Those that only the tokenizer's files declare; the engine does not read them.
         more = [token for token in codec.ends if token not in eos and token < ready.vocab_size]
         ends = [*eos, *more]
-        reader = OutputReader(index, codec, tokens, params, options.text, ends, self._hidden)
+        reader = OutputReader(index, codec, tokens, params, prepared.text, ends, self._hidden)
         self._readers.append(reader)
         submit = Submit(
             self._open[index],
             tokens,
             ended_by(params, more),
-            options.priority,
-            options.slo,
+            request.priority,
+            request.slo,
             self._open.get(index - place) if place else None,
-            options.cache_salt,
-            options.lora,
-            options.banned,
+            request.cache_salt,
+            request.adapter,
+            prepared.rules,
         )
         self._engine.submit(submit, partial(self._receive, index))
 
@@ -232,10 +201,11 @@ class Generation:
 
     def _by_name(self, refused: Refused) -> Refused:
         """Return a refusal with the client's name of the field at fault."""
-        if refused.field != GRAMMAR:
+        job = self._prepared.format.grammar_job
+        if refused.field != GRAMMAR or job is None:
             return refused
-        message = self._asks_for_grammar + refused.message.removeprefix(GRAMMAR)
-        return msgspec.structs.replace(refused, message=message, field=self._asks_for_grammar)
+        message = job.field + refused.message.removeprefix(GRAMMAR)
+        return msgspec.structs.replace(refused, message=message, field=job.field)
 
     def _taken(self, item: Delta | Event | None) -> bool:
         if self._sink is None or not self._awaited:

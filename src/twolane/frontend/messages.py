@@ -150,14 +150,6 @@ class Message(Body):
         return self
 
     @property
-    def text(self) -> str:
-        """Text of the message, its parts joined by newlines."""
-        content = self._content()
-        if isinstance(content, str):
-            return content
-        return "\n".join(part for part in content or () if isinstance(part, str))
-
-    @property
     def thoughts(self) -> str:
         """Thinking parts of the content, joined by newlines."""
         parts = self.content if isinstance(self.content, list) else ()

@@ -35,7 +35,7 @@ class SandboxError(Exception):
 
 
 class QueueFull(Exception):
-    """Too many jobs are waiting."""
+    """Too many jobs are waiting; the message says which, and for what."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -146,14 +146,16 @@ class Sandbox:
     Args:
         module: program to run, which calls `twolane.frontend.sandboxed.run`.
         setup: argument of the program's setup.
-        limits: of each job and worker.
+        limits: limits of each job and worker.
+        jobs: the jobs and what they wait for, as a phrase for `QueueFull`.
     """
 
     setup_result: bytes
     """Result of the program's setup."""
 
-    def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
+    def __init__(self, module: str, setup: bytes, limits: Limits, jobs: str = "jobs wait") -> None:
         self.limits = limits
+        self.jobs = jobs
         self._module = module
         self._setup = LIMITS.pack(limits.seconds, limits.memory) + setup
         self._zygote: asyncio.subprocess.Process | None = None
@@ -296,7 +298,7 @@ class JobQueue:
         """
         size = sum(map(len, job))
         if self._waiting and self._waiting + size > self._sandbox.limits.waiting:
-            raise QueueFull
+            raise QueueFull(self._sandbox.jobs)
         self._waiting += size
         try:
             async with self._lock.held_by(client):

@@ -3,6 +3,7 @@
 import uuid
 from dataclasses import dataclass, field
 
+from twolane.common.checked_json import Json
 from twolane.frontend.parsers.json_call import is_object
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -23,6 +24,12 @@ class ParsedCall:
     arguments: str = ""
     """Arguments so far; JSON once the call is complete."""
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    @property
+    def shown(self) -> Json:
+        """The call in the format of a message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class AnswerReader:

@@ -29,7 +29,7 @@ class GrammarMaker:
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         setup = msgspec.msgpack.encode(GrammarSetup(tokenizer, eos_token_ids))
-        self._sandbox = Sandbox(MODULE, setup, LIMITS)
+        self._sandbox = Sandbox(MODULE, setup, LIMITS, "grammars wait to be made")
         self._queues = (
             self._sandbox.queue(SHORT_WORK_NICENESS),
             self._sandbox.queue(LONG_WORK_NICENESS),

@@ -39,6 +39,14 @@ class Tool(msgspec.Struct, frozen=True):
     """JSON schema of its arguments; None: it has none."""
     strict: bool = False
     """Whether arguments follow the schema even where a call is optional."""
+    description: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool in the format of chat templates."""
+        function = {"parameters": self.parameters or {}, "name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
 
     @property
     def schema(self) -> Mapping[str, Any]:

@@ -81,7 +81,9 @@ class Texts:
         if source.tokenizer is None:
             return cls(TextCodec(None))
         setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer)))
-        sandbox = Sandbox("twolane.frontend.text.worker", setup, limits)
+        sandbox = Sandbox(
+            "twolane.frontend.text.worker", setup, limits, "long texts wait to be tokenised"
+        )
         try:
             await sandbox.start()
             loaded = msgspec.msgpack.decode(sandbox.setup_result, type=Loaded)

@@ -1,28 +1,44 @@
-"""Request bodies of Anthropic's endpoints, and their conversion to chat requests."""
+"""Request bodies of Anthropic's endpoints, and their conversion to requests."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.structs import replace
 from pydantic import Field, ValidationError, model_validator
 
+from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import AnswerTokens, Priority, StopString, Temperature, TopK, TopP
+from twolane.frontend.fields import (
+    MAX_TOOLS,
+    AnswerTokens,
+    FunctionName,
+    Priority,
+    Rendering,
+    StopString,
+    Temperature,
+    TopK,
+    TopP,
+    check_tools,
+    read_turns,
+)
+from twolane.frontend.generate_request import (
+    NO_DEFAULTS,
+    ContextExceeded,
+    GenerateRequest,
+    sampling_params,
+)
+from twolane.frontend.messages import Turn
+from twolane.frontend.structured import jobs
+from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.codec import SWITCHES
+from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRINGS
-from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
-from twolane.server.http.errors import ApiError, ContextExceeded, from_validation
-from twolane.server.openai.protocol import ChatRequest
-from twolane.server.openai.tools import MAX_TOOLS, FunctionName
+from twolane.sampling import SamplingParams
+from twolane.server.anthropic.blocks import AnthropicMessage, Text
+from twolane.server.http.errors import ApiError, from_validation
 
-SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
-"""Fields that /v1/chat/completions has under the same name."""
-RENAMED: Mapping[str, str] = {
-    "messages": "messages",
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-}
-"""Names here of fields of /v1/chat/completions."""
+SAMPLED = ("temperature", "top_p", "top_k", "max_tokens")
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """Header that Claude Code puts before its system prompt: it is not for the model, and as it differs
 between requests, it would keep the rest out of the prefix cache."""
@@ -45,12 +61,9 @@ class AnthropicTool(Body):
     input_schema: dict[str, Any]
     strict: bool | None = None
 
-    def for_chat(self) -> dict[str, Any]:
-        """Return the tool in the format of /v1/chat/completions."""
-        function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
-        if self.description is not None:
-            function["description"] = self.description
-        return {"type": "function", "function": function}
+    def tool(self) -> Tool:
+        """Return the tool for templates, grammars and parsers."""
+        return Tool(self.name, self.input_schema, bool(self.strict), self.description)
 
 
 class ToolChoice(Body):
@@ -66,12 +79,6 @@ class ToolChoice(Body):
         if (self.type == "tool") != (self.name is not None):
             raise wrong("name", 'is required with the type "tool", and only there')
         return self
-
-    def for_chat(self) -> Any:
-        """Return the choice in the format of /v1/chat/completions."""
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name}}
-        return "required" if self.type == "any" else self.type
 
 
 class Thinking(Body):
@@ -155,11 +162,15 @@ class CountTokensRequest(Body):
     context_management: ContextManagement | None = None
 
     @model_validator(mode="after")
-    def one_form(self) -> "CountTokensRequest":
-        """Refuse a format under both of its names."""
+    def fields_agree(self) -> "CountTokensRequest":
+        """Refuse a format under both of its names, and tools that differ under one name."""
         config = self.output_config
         if self.output_format is not None and config is not None and config.format is not None:
             raise wrong("output_format", "cannot be combined with output_config.format")
+        choice = self.tool_choice
+        chosen = [choice.name] if choice is not None and choice.name is not None else []
+        needed = choice is not None and choice.type in ("any", "tool")
+        check_tools(self._tools, chosen, needed=needed)
         return self
 
     @property
@@ -173,19 +184,43 @@ class CountTokensRequest(Body):
         none = self.tool_choice is not None and self.tool_choice.type == "none"
         return bool(self.tools) and not none
 
-    def as_chat(self, has_variable: Callable[[str], bool]) -> ChatRequest:
-        """Return the request as a request of /v1/chat/completions.
+    @property
+    def _tools(self) -> list[Tool]:
+        return [tool.tool() for tool in self.tools or ()]
+
+    def request(
+        self,
+        has_variable: Callable[[str], bool],
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> GenerateRequest:
+        """Return the request of a conversation.
 
         Args:
             has_variable: says whether the chat template has a variable.
+            defaults: sampling parameters of requests that say nothing of them.
 
         Raises:
-            ApiError: 400, it cannot be served; the field is named as it is here.
+            ApiError: 400, a message cannot be served.
         """
-        try:
-            return ChatRequest.model_validate(self._chat_fields(has_variable))
-        except ValidationError as error:
-            raise renamed(from_validation(error.errors())) from error
+        system, turns = self._conversation()
+        for edit in self.context_management.edits if self.context_management else ():
+            edit.apply(turns)
+        messages = [{"role": "system", "content": system}, *turns] if system else turns
+        conversation = Rendering(continue_final_message=continues(turns)).conversation(
+            validated_turns(messages)
+        )
+        variables = self._variables(has_variable)
+        return GenerateRequest(
+            prompt_field="messages",
+            conversation=replace(conversation, variables=variables or None),
+            format=self._format,
+            sampling=self.sampling(defaults),
+            adapter=self.model,
+        )
+
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return the sampling parameters."""
+        return sampling_params({}, defaults)
 
     def _conversation(self) -> tuple[str, list[Turn]]:
         """Return the system message and the other messages.
@@ -198,32 +233,29 @@ class CountTokensRequest(Body):
         texts += [turn["content"] for turn in turns if turn["role"] == "system"]
         return "\n\n".join(filter(None, texts)), [t for t in turns if t["role"] != "system"]
 
-    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
-        system, turns = self._conversation()
-        for edit in self.context_management.edits if self.context_management else ():
-            edit.apply(turns)
-        choice, config = self.tool_choice, self.output_config or OutputConfig()
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "messages": [{"role": "system", "content": system}, *turns] if system else turns,
-            "continue_final_message": continues(turns),
-            "tools": [tool.for_chat() for tool in self.tools or ()] or None,
-            "tool_choice": None if choice is None else choice.for_chat(),
-            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-        }
-        form = config.format or self.output_format
-        if form is not None:
-            schema = {"name": "answer", "schema": form.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    @property
+    def _format(self) -> FormatOptions:
+        form = self.output_format if self.output_config is None else self.output_config.format
+        form, choice = form or self.output_format, self.tool_choice
+        mode = None if choice is None else choice.type
+        return FormatOptions.of(
+            self._tools,
+            "required" if mode == "any" else mode,
+            None if form is None else ("output_config.format", jobs.Schema(form.schema_)),
+            named=None if choice is None else choice.name,
+            several=not (choice and choice.disable_parallel_tool_use),
+        )
+
+    def _variables(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the chat template's variables."""
         variables: dict[str, Any] = {}
-        if config.effort is not None and has_variable("reasoning_effort"):
-            variables["reasoning_effort"] = config.effort
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort is not None and has_variable("reasoning_effort"):
+            variables["reasoning_effort"] = effort
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             variables |= {name: thinks for name in SWITCHES if not thinks or has_variable(name)}
-        if variables:
-            fields["chat_template_kwargs"] = variables
-        return fields
+        return variables
 
 
 class MessagesRequest(CountTokensRequest):
@@ -239,10 +271,24 @@ class MessagesRequest(CountTokensRequest):
     ) = None
     stream: bool | None = None
 
-    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
-        same = {name: getattr(self, name) for name in SAME}
-        ends = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return {**super()._chat_fields(has_variable), **same, **ends}
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """See `CountTokensRequest.sampling`."""
+        given = {name: getattr(self, name) for name in SAMPLED}
+        return sampling_params(given, defaults)
+
+    def request(
+        self,
+        has_variable: Callable[[str], bool],
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> GenerateRequest:
+        """See `CountTokensRequest.request`."""
+        return replace(
+            super().request(has_variable, defaults),
+            text=TextOptions(stop=tuple(self.stop_sequences or ())),
+            limit_field="max_tokens",
+            priority=self.priority or 0,
+            stream=bool(self.stream),
+        )
 
 
 def continues(turns: Sequence[Turn]) -> bool:
@@ -251,13 +297,25 @@ def continues(turns: Sequence[Turn]) -> bool:
     return last["role"] == "assistant" and "content" in last and "tool_calls" not in last
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Return an error of the chat request under the field's name here."""
-    param = error.param or ""
-    old = re.split(r"[.\[]", param)[0]
-    new = RENAMED.get(old) or param.replace(".function.parameters", ".input_schema")
-    new = new.replace(".function.", ".")
-    if new == param and not isinstance(error, ContextExceeded):
-        return error
-    message = error.in_anthropic_words if isinstance(error, ContextExceeded) else error.message
-    return error.about(new, message.replace(param, new))
+def validated_turns(messages: Sequence[Turn]) -> list[Turn]:
+    """Return converted messages after the checks of all conversations.
+
+    Raises:
+        ApiError: 400, one cannot be served.
+    """
+    try:
+        return read_turns(messages)
+    except ValidationError as error:
+        raise from_validation(error.errors(), "messages") from error
+
+
+def in_own_words(error: ContextExceeded) -> ApiError:
+    """Return an error in the words of Anthropic's API, by which clients shorten a conversation."""
+    field, context = error.field, error.context
+    message = f"prompt is too long: {error.tokens} tokens > {context} maximum"
+    if error.wanted is not None:
+        message = (
+            f"input length and `{field}` exceed context limit: {error.tokens} + {error.wanted} > "
+            f"{context}, decrease input length or `{field}` and try again"
+        )
+    return ApiError(400, message, code="context_length_exceeded", param=field)

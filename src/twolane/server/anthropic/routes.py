@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 
+from twolane.frontend.generate_request import ContextExceeded, GenerateRequest
+from twolane.frontend.prepare import Prepared
 from twolane.server.anthropic.answers import MessageAnswer
-from twolane.server.anthropic.request import RENAMED, CountTokensRequest, MessagesRequest, renamed
-from twolane.server.http.errors import ApiError
+from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, in_own_words
 from twolane.server.http.route import json_response
 from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
 from twolane.server.http.slo_headers import BoundedCall
-from twolane.server.openai.protocol import ChatRequest
-from twolane.server.service.respond import begin_chat, respond
+from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -34,8 +34,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def add_message_routes(app: FastAPI, service: Service) -> None:
     """Add /v1/messages and /v1/messages/count_tokens."""
 
-    def as_chat(body: CountTokensRequest) -> ChatRequest:
-        return body.as_chat(partial(service.texts.has_variable, tools=body.shows_tools))
+    def asked_by(body: CountTokensRequest) -> GenerateRequest:
+        has_variable = partial(service.texts.has_variable, tools=body.shows_tools)
+        return body.request(has_variable, service.sampling_defaults)
 
     @app.post(
         "/v1/messages",
@@ -47,14 +48,20 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
     )
     async def messages(body: MessagesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of blocks."""
-        model = service.check_model(body.model)
-        chat = as_chat(body)
+
+        def made(prepared: Prepared) -> MessageAnswer:
+            [tokens], reader = prepared.tokens, prepared.format.reader
+            return MessageAnswer(
+                service.name_of(prepared.request),
+                len(tokens),
+                reader and reader(),
+                shows_thinking=body.shows_thinking,
+            )
+
         try:
-            tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
-        except ApiError as error:
-            raise renamed(error) from error
-        answer = MessageAnswer(model, tokens, reader, shows_thinking=body.shows_thinking)
-        return await respond(request, generation, answer, streams=bool(body.stream))
+            return await answer(request, service, asked_by(body), call, made)
+        except ContextExceeded as error:
+            raise in_own_words(error) from error
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -63,9 +70,4 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
     )
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation, which may be longer than the context."""
-        service.check_model(body.model)
-        try:
-            tokens = await service.prompts.count_chat(as_chat(body))
-        except ApiError as error:
-            raise renamed(error) from error
-        return json_response({"input_tokens": tokens})
+        return json_response({"input_tokens": await service.count(asked_by(body))})

@@ -36,7 +36,7 @@ class BodyChecker:
     """Checks bodies, with clients in rotation, in a process that starts with the first body."""
 
     def __init__(self) -> None:
-        self._sandbox = Sandbox(MODULE, b"", LIMITS)
+        self._sandbox = Sandbox(MODULE, b"", LIMITS, "large bodies wait to be read")
         self._queue = self._sandbox.queue(LONG_WORK_NICENESS)
         self._closed = False
 
@@ -51,7 +51,7 @@ class BodyChecker:
         try:
             reply = await self._queue.run([name, *body], CLIENT.get())
         except QueueFull as error:
-            raise queue_full("large bodies wait to be read") from error
+            raise queue_full(str(error)) from error
         except (SandboxError, OSError, EOFError) as error:
             if self._closed:
                 message = "the server is shutting down"

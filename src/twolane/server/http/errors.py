@@ -5,7 +5,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from twolane.common.errors import FieldError
 from twolane.frontend.body import NO_OBJECT, first_finding
+from twolane.frontend.generate_request import ContextExceeded, PromptError
 
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of paths whose errors have Anthropic's format."""
@@ -24,6 +26,13 @@ WHOLE_BODY = {
     ),
 }
 """Messages for errors of a whole body, by kind."""
+
+
+PROMPT_CODES: Mapping[type[FieldError], str] = {
+    ContextExceeded: "context_length_exceeded",
+    PromptError: "invalid_prompt",
+}
+"""Codes of errors of prompts; those of all other fields are "invalid_value"."""
 
 
 class ApiError(HTTPException):
@@ -73,45 +82,10 @@ def queue_full(waiting: str) -> ApiError:
     return ApiError(429, f"too many {waiting}", code="queue_full", headers=headers)
 
 
-class ContextExceeded(ApiError):
-    """The refusal of a prompt, alone or with its answer, that exceeds the context.
-
-    Clients shorten a conversation, or ask for less, where they find the words of OpenAI's message
-    or Anthropic's.
-
-    Args:
-        param: the field at fault.
-        context: tokens that the context has.
-        tokens: number of prompt tokens as text, since only a lower bound may be known.
-        wanted: tokens that `param` asks for; None: the prompt is too long by itself.
-        name: of the prompt in the message.
-    """
-
-    def __init__(
-        self,
-        param: str,
-        context: int,
-        tokens: str,
-        wanted: int | None = None,
-        name: str = "the prompt",
-    ) -> None:
-        limit = f"This model's maximum context length is {context} tokens"
-        message = (
-            f"{limit}. However, {name} has {tokens} tokens, and at least one is for the answer. "
-            f"Please reduce the length of the {param}."
-        )
-        self.in_anthropic_words = f"prompt is too long: {tokens} tokens > {context} maximum"
-        """Message in the wording of Anthropic's API."""
-        if wanted is not None:
-            message = (
-                f"{param} is too large: {wanted}. {limit}, and {name} has {tokens} tokens "
-                f"({wanted} > {context} - {tokens})."
-            )
-            self.in_anthropic_words = (
-                f"input length and `{param}` exceed context limit: {tokens} + {wanted} > {context}"
-                f", decrease input length or `{param}` and try again"
-            )
-        super().__init__(400, message, code="context_length_exceeded", param=param)
+def from_field(error: FieldError) -> ApiError:
+    """Return the refusal of a request's field."""
+    code = PROMPT_CODES.get(type(error), "invalid_value")
+    return ApiError(400, str(error), code=code, param=error.field)
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
@@ -138,9 +112,14 @@ def error_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
     return as_anthropic(body) if path.startswith(ANTHROPIC_PATH) else body
 
 
-def from_validation(errors: Sequence[Any]) -> ApiError:
-    """Convert pydantic's findings to one error that names the first field at fault."""
-    finding = first_finding(errors)
+def from_validation(errors: Sequence[Any], prefix: str = "") -> ApiError:
+    """Convert pydantic's findings to one error that names the first field at fault.
+
+    Args:
+        errors: the errors of a `ValidationError`.
+        prefix: name of the object, if it is itself a field.
+    """
+    finding = first_finding(errors, prefix)
     message = finding.message
     if finding.param is None:
         message = WHOLE_BODY.get(finding.kind, message)

@@ -9,11 +9,12 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from twolane.common.errors import FieldError
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 from twolane.frontend.text.codec import TextError
 from twolane.server.http.calls import CLIENT_GONE, set_reason
 from twolane.server.http.disconnect import ClientGone
-from twolane.server.http.errors import ApiError, error_body, error_for, from_validation
+from twolane.server.http.errors import ApiError, error_body, error_for, from_field, from_validation
 from twolane.server.http.route import json_response
 
 log = logging.getLogger("twolane.server")
@@ -57,6 +58,10 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         return await refuse(request, error)
+
+    @app.exception_handler(FieldError)
+    async def field_error(request: Request, error: FieldError) -> Response:
+        return await refuse(request, from_field(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

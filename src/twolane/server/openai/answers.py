@@ -10,7 +10,7 @@ import msgspec
 
 from twolane.common.checked_json import Json
 from twolane.engine.messages import FinishReason, TokenLogprobs
-from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
+from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.server.http.events import event
@@ -49,12 +49,6 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the request named the tool to call, so that a call is no reason to finish."""
     reasoning_field: str = "reasoning_content"
     """Field of the thinking."""
-
-
-def shown_call(call: ParsedCall) -> Json:
-    """Return a tool call in the format of a message."""
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def add_text(deltas: list[Json], field: str, text: str) -> None:
@@ -217,7 +211,7 @@ class Answer:
         if read.thinking:
             message[self._options.reasoning_field] = read.thinking
         if read.calls:
-            message["tool_calls"] = [shown_call(call) for call in read.calls]
+            message["tool_calls"] = [call.shown for call in read.calls]
         return message
 
     def _choice_head(

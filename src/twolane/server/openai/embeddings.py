@@ -2,14 +2,14 @@
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
-from msgspec.structs import replace
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import Priority, Prompts, Truncation
+from twolane.frontend.fields import Count, Priority, Prompts, Truncation, prompt_list
+from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import vector
 from twolane.sampling import SamplingParams
@@ -18,7 +18,6 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
 from twolane.server.http.schemas import ERRORS, NO_KEY, QUEUE_FULL, EmbeddingList
 from twolane.server.http.slo_headers import BoundedCall
-from twolane.server.openai.protocol import CompletionRequest, Count
 from twolane.server.service.service import Service
 
 PATH = "/v1/embeddings"
@@ -39,13 +38,18 @@ class EmbeddingRequest(Body):
     add_special_tokens: bool | None = None
     priority: Priority | None = None
 
-
-class EmbeddedTexts(CompletionRequest):
-    """Texts as completions of one token, which is not shown."""
-
-    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
-        """See `GenerationBody.sampling`."""
-        return replace(super().sampling(), embeds=True)
+    def request(self) -> GenerateRequest:
+        """Return the request of one token, which is not shown, for each text."""
+        return GenerateRequest(
+            prompts=prompt_list(self.input),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embeds=True),
+            adapter=self.model,
+            priority=self.priority or 0,
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            prompt_field="input",
+            limit_field="max_tokens",
+        )
 
 
 def add_embedding_routes(app: FastAPI, service: Service) -> None:
@@ -59,25 +63,15 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, request: Request, call: BoundedCall) -> Response:
         """Make a vector of length 1 of each text, if the checkpoint is one of embeddings."""
         check_served(service, body)
-        model = service.check_model(body.model)
-        texts = embedded_texts(body)
-        try:
-            prompts = await unless_gone(request, service.prompts.of_completion(texts))
-            tokens = [prompt.tokens for prompt in prompts]
-            generation = service.generate(texts, tokens, call)
-        except ApiError as error:
-            raise about_input(error) from error
+        prepared = await unless_gone(request, service.prepare(body.request(), call))
+        model, tokens = service.name_of(prepared.request), prepared.tokens
+        generation = service.generate(prepared, call)
         with generation:
             states = await unless_gone(request, hidden_states(generation, len(tokens)))
         count = sum(map(len, tokens))
         if sum(map(len, states)) <= MAX_BYTES:
             return json_response(answer(body, model, states, count))
         return await asyncio.to_thread(lambda: json_response(answer(body, model, states, count)))
-
-
-def about_input(error: ApiError) -> ApiError:
-    """Return an error about `prompt` as one about `input`."""
-    return error.about("input", error.message) if error.param == "prompt" else error
 
 
 def check_served(service: Service, body: EmbeddingRequest) -> None:
@@ -91,20 +85,6 @@ def check_served(service: Service, body: EmbeddingRequest) -> None:
     if (problem := service.embedding.check_dimensions(body.dimensions)) is not None:
         message = f"dimensions {problem}"
         raise ApiError(400, message, code="invalid_value", param="dimensions")
-
-
-def embedded_texts(body: EmbeddingRequest) -> EmbeddedTexts:
-    """Return the request's texts as a completion request."""
-    return EmbeddedTexts(
-        model=body.model,
-        prompt=body.input,
-        max_tokens=1,
-        temperature=0.0,
-        ignore_eos=True,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        add_special_tokens=body.add_special_tokens,
-        priority=body.priority,
-    )
 
 
 async def hidden_states(generation: Generation, count: int) -> Sequence[bytes]:

@@ -7,54 +7,36 @@ Every other field is unknown and refused. docs/guides/api.md has the table of al
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, model_validator
 
-from twolane.common.errors import FieldError
 from twolane.frontend.answer_formats import FormatOptions
-from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import (
-    INT32_MAX,
+    INERT,
+    Count,
+    LimitedFields,
+    LogprobCount,
     Priority,
     Prompts,
     Rendering,
-    Temperature,
     TextFields,
     TokenIds,
-    TopK,
-    TopP,
     Whole,
+    check_tools,
     prompt_list,
 )
-from twolane.frontend.messages import Messages
+from twolane.frontend.generate_request import (
+    NO_DEFAULTS,
+    GenerateRequest,
+    sampling_params,
+)
+from twolane.frontend.messages import Messages, turns_of
 from twolane.frontend.structured.jobs import OutputConstraint
-from twolane.sampling import (
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_LOGPROBS,
-    SamplingParams,
-)
+from twolane.sampling import SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
-from twolane.server.openai.tools import (
-    NamedChoice,
-    ToolChoice,
-    Tools,
-    check_names,
-    chosen_names,
-    enforced,
-    offered,
-    shown,
-)
-
-INERT = frozenset(
-    {
-        *("user", "metadata", "store", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier"),
-    }
-)
-"""Fields accepted with any value: they concern the sender's bookkeeping."""
+from twolane.server.openai.tools import ToolChoice, Tools, chosen_tools
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
@@ -114,25 +96,6 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
 
 DEFAULT_MAX_TOKENS = 16
 """Default limit on a completion's tokens, as in OpenAI's API."""
-Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
-LogprobCount = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Field(ge=0.01)]
-"""Divisor of logits; it has a minimum because what is almost 0 in float64 is 0 in float32."""
-
-
-BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
-BadWords = Annotated[
-    Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)],
-    one_message(f"must be up to {MAX_BAD_WORDS} strings of 1 to {MAX_BAD_WORD_LENGTH} characters"),
-]
-LogitBias = Annotated[
-    dict[
-        Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
-        Annotated[float, Field(ge=-100, le=100)],
-    ],
-    one_message("must map token ids to numbers between -100 and 100"),
-]
 
 
 class StreamOptions(Body):
@@ -144,21 +107,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Body):
-    """Sampling parameters, with the same names in all of OpenAI's endpoints."""
-
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-
-
-class GenerationBody(TextFields, SamplingFields):
+class GenerationBody(TextFields, LimitedFields):
     """Fields of both completion endpoints."""
 
     inert = INERT
@@ -166,13 +115,6 @@ class GenerationBody(TextFields, SamplingFields):
 
     model: str | None = None
     best_of: Whole | None = None
-    max_tokens: Count | None = None
-    min_tokens: Count | None = None
-    stop_token_ids: TokenIds | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: BadWords | None = None
-    ignore_eos: bool | None = None
-    prompt_logprobs: LogprobCount | None = None
     priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -213,53 +155,54 @@ class GenerationBody(TextFields, SamplingFields):
         """Refuse fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options", "needs stream = true")
-        if self.best_of not in (None, self.choices):
+        if self.best_of not in (None, self.n or 1):
             raise wrong("best_of", "must equal n: all generated answers are returned")
         if self.structured_outputs is not None and self.response_format is not None:
             raise wrong("structured_outputs", "cannot be combined with response_format")
         if self.prompt_token_ids is not None and self.truncate_prompt_tokens is not None:
             raise wrong("prompt_token_ids", "cannot be combined with truncate_prompt_tokens")
-        if self.prompt_logprobs is not None and self.stream:
-            raise wrong("prompt_logprobs", "cannot be streamed")
         return self
 
     @property
-    def format_options(self) -> FormatOptions:
-        """Options that determine the format of the answers."""
-        return FormatOptions(constraint=self._constraint)
-
-    @property
-    def _constraint(self) -> tuple[str, OutputConstraint] | None:
+    def constraint(self) -> tuple[str, OutputConstraint] | None:
+        """Constraint on the answers and the field that sets it; None: there is none."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs.constraint()
         constraint = None if self.response_format is None else self.response_format.constraint()
         return None if constraint is None else ("response_format", constraint)
 
-    def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace fields that are not given.
 
         Raises:
             FieldError: a field is out of range.
         """
         name, limit = self.limit
-        same = (
-            *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
-            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        shown = {"logprobs": self.logprob_count, "prompt_logprobs": self.prompt_logprob_count}
+        return sampling_params({**self.sampled, **shown, "max_tokens": limit}, defaults, name)
+
+    def as_request(
+        self, defaults: Mapping[str, Any] = NO_DEFAULTS, **prompt: Any
+    ) -> GenerateRequest:
+        """Return the request of a completion or a conversation.
+
+        Args:
+            defaults: sampling parameters of requests that say nothing of them.
+            prompt: fields of `GenerateRequest` that the two have differently.
+
+        Raises:
+            FieldError: a field is out of range.
+        """
+        return GenerateRequest(
+            sampling=self.sampling(defaults),
+            limit_field=self.limit[0],
+            rendered=self.prompt_token_ids,
+            adapter=self.model,
+            priority=self.priority or 0,
+            stream=bool(self.stream),
+            **self.answering,
+            **prompt,
         )
-        fields: dict[str, Any] = {field: getattr(self, field) for field in same}
-        fields["logprobs"] = self.logprob_count
-        fields["prompt_logprobs"] = self.prompt_logprob_count
-        fields["stop_token_ids"] = tuple(self.stop_token_ids or ())
-        fields["bad_words"] = tuple(self.bad_words or ())
-        if self.allowed_token_ids is not None:
-            fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
-        fields["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}
-        chosen = {key: value for key, value in fields.items() if value is not None}
-        try:
-            return SamplingParams(max_tokens=limit, **{**defaults, **chosen})
-        except FieldError as error:
-            field = name if error.field == "max_tokens" else error.field
-            raise FieldError(field, error.problem.replace("max_tokens", name)) from error
 
 
 class CompletionRequest(GenerationBody):
@@ -295,10 +238,10 @@ class CompletionRequest(GenerationBody):
         counts = [count for count in (shown, self.prompt_logprobs) if count is not None]
         return max(counts, default=None)
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts in order."""
-        return prompt_list(self.prompt)
+    def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
+        """See `GenerationBody.as_request`."""
+        form = FormatOptions(constraint=self.constraint, reads=False)
+        return self.as_request(defaults, prompts=prompt_list(self.prompt), format=form)
 
 
 class ChatRequest(GenerationBody, Rendering):
@@ -316,28 +259,15 @@ class ChatRequest(GenerationBody, Rendering):
     reasoning_effort: str | None = None
     """Value of the chat template's variable of this name, if it has one."""
 
-    @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the chat template shows them; None: it shows none."""
-        return shown(offered(self.tools or (), self.tool_choice))
-
-    @property
-    def continued(self) -> str | None:
-        """Text of the message that the answer continues; None: it is a new one."""
-        return self.messages[-1].text if self.continue_final_message else None
-
-    @property
-    def format_options(self) -> FormatOptions:
-        """See `GenerationBody.format_options`."""
-        tools = offered(self.tools or (), self.tool_choice)
-        if not tools:
-            return FormatOptions(constraint=self._constraint)
-        return FormatOptions(
-            tools=[tool.tool() for tool in tools],
-            enforced=enforced(tools, self.tool_choice),
-            named=isinstance(self.tool_choice, NamedChoice),
-            several=self.parallel_tool_calls is not False,
-            constraint=self._constraint,
+    def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
+        """See `GenerationBody.as_request`."""
+        tools, mode, named = chosen_tools(self.tools, self.tool_choice)
+        several = self.parallel_tool_calls is not False
+        return self.as_request(
+            defaults,
+            prompt_field="messages",
+            conversation=self.conversation(turns_of(self.messages), self.reasoning_effort),
+            format=FormatOptions.of(tools, mode, self.constraint, named=named, several=several),
         )
 
     @property
@@ -361,12 +291,9 @@ class ChatRequest(GenerationBody, Rendering):
             raise wrong("max_completion_tokens", "differs from max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "needs logprobs = true")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise wrong("tool_choice", "needs tools")
-        names = [tool.function.name for tool in self.tools or ()]
-        check_names(self.tools)
-        if not set(chosen_names(self.tool_choice) or ()).issubset(names):
-            raise wrong("tool_choice", f"is not one of the tools: {', '.join(names)[:200]}")
+        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools or ()]
+        chosen = choice.names if isinstance(choice, Body) else ()
+        check_tools(tools, chosen, needed=choice not in (None, "none", "auto"))
         return self
 
 
@@ -384,17 +311,25 @@ class TokenizeRequest(Rendering):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
-    @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the chat template shows them; None: it shows none."""
-        return shown(self.tools)
+    def request(self) -> GenerateRequest:
+        """Return the request of an answer to the same text or conversation."""
+        asked: dict[str, Any] = {"prompts": [self.prompt]}
+        if self.messages is not None:
+            tools = [tool.tool() for tool in self.tools or ()]
+            asked = {
+                "prompt_field": "messages",
+                "conversation": self.conversation(turns_of(self.messages)),
+                "format": FormatOptions(tools),
+            }
+        special = self.add_special_tokens
+        return GenerateRequest(sampling=SamplingParams(), add_special_tokens=special, **asked)
 
     @model_validator(mode="after")
     def text_or_conversation(self) -> "TokenizeRequest":
         """Require either a prompt or messages, and messages for the fields of a conversation."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
-        check_names(self.tools)
+        check_tools([tool.tool() for tool in self.tools or ()])
         for name in (*Rendering.model_fields, "tools") if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise wrong(name, "needs messages")

@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.fields import Schema
 from twolane.frontend.structured import jobs
 from twolane.frontend.structured.grammar import ANY_OBJECT
 
-Schema = Annotated[dict[str, Any] | bool, one_message("must be a JSON object or a boolean")]
 SchemaOrText = Annotated[
     dict[str, Any] | bool | str, one_message("must be a JSON object, a boolean, or a text of one")
 ]

@@ -1,16 +1,13 @@
 """Request fields of tools: `tools`, `tool_choice`, `parallel_tool_calls`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.body import Body, one_message
+from twolane.frontend.fields import MAX_TOOLS, FunctionName
 from twolane.frontend.structured.tools import Tool
-
-MAX_TOOLS = 1024
-"""Most tools of a request. OpenAI's API takes 128; users of MCP have hundreds."""
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 
 
 class FunctionDefinition(Body):
@@ -34,15 +31,11 @@ class ToolDefinition(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the tool in the format of chat templates."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        return {"type": "function", "function": {"parameters": {}, **function}}
-
     def tool(self) -> Tool:
-        """Return the tool for grammars and parsers."""
+        """Return the tool for templates, grammars and parsers."""
         function = self.function
-        return Tool(function.name, function.parameters, strict=bool(function.strict))
+        strict = bool(function.strict)
+        return Tool(function.name, function.parameters, strict, function.description)
 
 
 class NamedFunction(Body):
@@ -56,6 +49,11 @@ class NamedChoice(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tools that may be called."""
+        return [self.function.name]
 
 
 class AllowedFunctions(Body):
@@ -71,6 +69,11 @@ class AllowedChoice(Body):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
 
+    @property
+    def names(self) -> list[str]:
+        """See `NamedChoice.names`."""
+        return [each.function.name for each in self.allowed_tools.tools]
+
 
 Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Annotated[
@@ -82,57 +85,17 @@ ToolChoice = Annotated[
 ]
 
 
-def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:
-    """Return the name of two tools that differ: nobody could say which one is called; None: there
-    are none.
-
-    Args:
-        named: each tool behind its name. The same tool may come twice.
-    """
-    known: dict[str, object] = {}
-    return next((name for name, tool in named if known.setdefault(name, tool) != tool), None)
-
-
-def check_names(tools: "Sequence[ToolDefinition] | None") -> None:
-    """Refuse two different functions of one name.
-
-    Raises:
-        PydanticCustomError: there are.
-    """
-    if twice := ambiguous((tool.function.name, tool) for tool in tools or ()):
-        raise wrong("tools", f"has two different functions of the name {twice}")
-
-
-def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
-    """Return tools in the format of chat templates; None: there are none."""
-    return [tool.for_template() for tool in tools] if tools else None
-
-
-def chosen_names(choice: "ToolChoice | None") -> list[str] | None:
-    """Return the names of the tools that a choice allows; None: it allows all."""
+def chosen_tools(
+    tools: Sequence[ToolDefinition] | None, choice: "ToolChoice | None"
+) -> tuple[Sequence[Tool], str | None, str | None]:
+    """Return the tools that the model may see, the mode of `FormatOptions.of`, and the name of the
+    one tool to call."""
+    offered = [each.tool() for each in tools or ()]
     match choice:
         case NamedChoice():
-            return [choice.function.name]
+            return offered, None, choice.function.name
         case AllowedChoice():
-            return [each.function.name for each in choice.allowed_tools.tools]
-    return None
-
-
-def offered(
-    tools: Sequence[ToolDefinition], choice: "ToolChoice | None"
-) -> Sequence[ToolDefinition]:
-    """Return the tools that the model sees."""
-    if choice == "none":
-        return ()
-    if not isinstance(choice, AllowedChoice):
-        return tools
-    names = chosen_names(choice) or ()
-    return [each for each in tools if each.function.name in names]
-
-
-def enforced(tools: Sequence[ToolDefinition], choice: "ToolChoice | None") -> list[Tool]:
-    """Return the tools one of which must be called; empty: none must."""
-    if isinstance(choice, NamedChoice):
-        return [each.tool() for each in tools if each.function.name == choice.function.name]
-    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
-    return [each.tool() for each in offered(tools, choice)] if mode == "required" else []
+            names = choice.names
+            allowed = [tool for tool in offered if tool.name in names]
+            return allowed, choice.allowed_tools.mode, None
+    return offered, choice, None

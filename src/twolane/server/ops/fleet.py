@@ -32,7 +32,7 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
     async def chat(body: ChatRequest, request: Request, token_ids: bool = False) -> Response:
         """Return the prompt's length and landmarks of a body of /v1/chat/completions, and its
         tokens if that is asked for."""
-        prompt = await unless_gone(request, service.prompts.of_chat(body))
+        [prompt] = await unless_gone(request, service.prompts(body.request()))
         return landmarks(service, body, prompt.tokens, token_ids)
 
     @app.post("/fleet/landmarks/completions", response_class=Response, responses=described)
@@ -40,7 +40,7 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
         body: CompletionRequest, request: Request, token_ids: bool = False
     ) -> Response:
         """Return the same of the first prompt of a body of /v1/completions."""
-        prompts = await unless_gone(request, service.prompts.of_completion(body))
+        prompts = await unless_gone(request, service.prompts(body.request()))
         shown = token_ids and len(prompts) == 1
         return landmarks(service, body, prompts[0].tokens, shown)
 
@@ -61,7 +61,9 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: 
     """Return a prompt's length and landmarks.
 
     Args:
-        tokens: of the prompt.
+        service: the served model.
+        body: the request, whose adapter and salt are part of the hashes.
+        tokens: tokens of the prompt.
         shown: whether the answer has the tokens, too, as `prompt_token_ids` takes them.
     """
     page_size = service.engine.ready.page_size

@@ -7,8 +7,10 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 import twolane
+from twolane.frontend.text.jobs import Listing
 from twolane.router.state import ReplicaState, total_load
 from twolane.server.http.disconnect import unless_gone
+from twolane.server.http.gate import CLIENT
 from twolane.server.http.route import json_response
 from twolane.server.http.schemas import (
     ERRORS,
@@ -139,7 +141,9 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         service.check_model(body.model)
-        listed = await unless_gone(request, service.prompts.tokenize(body))
+        asked, listing = body.request(), Listing(bool(body.return_token_strs))
+        work = service.preparer.listed(asked, listing, CLIENT.get())
+        listed = await unless_gone(request, service.refusing(work, asked.prompt_field))
         return json_response(
             {
                 "count": listed.count,
@@ -157,5 +161,6 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
         service.check_model(body.model)
-        text = await unless_gone(request, service.prompts.detokenize(body.tokens))
+        work = service.preparer.decoded(body.tokens, CLIENT.get())
+        text = await unless_gone(request, service.refusing(work, "tokens"))
         return json_response({"prompt": text})

@@ -23,7 +23,6 @@ from twolane.frontend.parsers.pieces import (
 )
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.events import named_event
-from twolane.server.openai.answers import shown_call
 from twolane.server.responses.items import PREFIX
 from twolane.server.responses.tools import CUSTOM_INPUT, CalledTool
 from twolane.server.service.counts import AnswerCounts
@@ -239,7 +238,7 @@ def message_of(reader: AnswerReader) -> Json:
     fields = {
         "content": reader.content,
         "reasoning_content": reader.thinking,
-        "tool_calls": [shown_call(call) for call in reader.calls],
+        "tool_calls": [call.shown for call in reader.calls],
     }
     return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
 

@@ -1,9 +1,9 @@
-"""Request body of /v1/responses, and its conversion to a chat request."""
+"""Request body of /v1/responses, and its conversion to a request."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from msgspec.structs import replace
 from pydantic import (
     Field,
     TypeAdapter,
@@ -14,13 +14,33 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import AnswerTokens, CacheSalt, Priority, Stop, Whole
+from twolane.frontend.fields import (
+    INERT,
+    AnswerTokens,
+    CacheSalt,
+    Priority,
+    SamplingFields,
+    Schema,
+    Stop,
+    Whole,
+    ambiguous,
+    read_turns,
+    stop_strings,
+)
+from twolane.frontend.generate_request import (
+    NO_DEFAULTS,
+    Conversation,
+    GenerateRequest,
+    sampling_params,
+)
+from twolane.frontend.structured import jobs
+from twolane.frontend.structured.grammar import ANY_OBJECT
+from twolane.frontend.structured.jobs import OutputConstraint
+from twolane.frontend.text.output_reader import TextOptions
 from twolane.sampling import SamplingParams
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.openai.protocol import INERT, ChatRequest, SamplingFields
-from twolane.server.openai.structured import Schema
-from twolane.server.openai.tools import ambiguous
 from twolane.server.responses.items import (
     Item,
     Items,
@@ -39,28 +59,13 @@ from twolane.server.responses.tools import (
     ResponseToolChoice,
     ResponseTools,
     by_name,
-    chat_tools,
+    chosen_tools,
     qualified,
 )
 
-SAME = (
-    *("temperature", "top_p", "top_k", "seed", "priority", "stream"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p"),
-    *("logit_bias", "stop", "cache_salt"),
-)
-"""Fields that /v1/chat/completions has under the same name."""
 REPEATED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "max_tool_calls")
 """Fields that are repeated in the response and have no other effect."""
 SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-RENAMED: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Names here of fields of /v1/chat/completions."""
-
-
 _ITEMS = TypeAdapter(Items)
 
 
@@ -103,14 +108,12 @@ class TextFormat(Body):
             raise wrong("schema", 'is required with the type "json_schema", and only there')
         return self
 
-    def response_format(self) -> dict[str, Any]:
-        """Return the format as the field `response_format` of /v1/chat/completions."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        return {
-            "type": self.type,
-            "json_schema": {"name": self.name or "answer", "schema": self.schema_},
-        }
+    @property
+    def constraint(self) -> tuple[str, OutputConstraint] | None:
+        """Constraint on the answer and the field that sets it; None: free text."""
+        if self.type == "text":
+            return None
+        return "text.format", jobs.Schema(ANY_OBJECT if self.schema_ is None else self.schema_)
 
 
 class TextConfig(Body):
@@ -171,7 +174,7 @@ class InputTokensRequest(Body):
         chosen = [choice] if isinstance(choice, NamedTool) else []
         if isinstance(choice, AllowedTools):
             chosen = choice.tools
-        shown = {one["function"]["name"] for tool in self.all_tools for one in tool.shown()}
+        shown = {one.name for tool in self.all_tools for one in tool.shown()}
         for one in chosen:
             if qualified(one.namespace, one.name) not in shown:
                 names = ", ".join(sorted(shown))[:200]
@@ -219,37 +222,44 @@ class InputTokensRequest(Body):
 
     @property
     def turns(self) -> list[Turn]:
-        """The new messages in the format of /v1/chat/completions."""
+        """The new messages, as those of /v1/chat/completions."""
         return [item.turn() for item in self.items if isinstance(item, MessagePart)]
 
-    def as_chat(self, history: Sequence[Turn]) -> ChatRequest:
-        """Return the request as a request of /v1/chat/completions.
+    def request(
+        self, history: Sequence[Turn], defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> GenerateRequest:
+        """Return the request of a conversation.
 
         Args:
             history: the messages before the new ones.
+            defaults: sampling parameters of requests that say nothing of them.
 
         Raises:
             ApiError: 400, it cannot be served; the field is named as it is here.
+            FieldError: a field is out of range.
         """
-        try:
-            return ChatRequest.model_validate(self._chat_fields(history))
-        except ValidationError as error:
-            raise renamed(from_validation(error.errors())) from error
-
-    def _chat_fields(self, history: Sequence[Turn]) -> dict[str, Any]:
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools, choice = chat_tools(self.all_tools, self.tool_choice)
+        try:
+            turns = read_turns(joined([*first, *history, *self.turns]))
+        except ValidationError as error:
+            raise renamed(from_validation(error.errors(), "messages")) from error
+        effort = None if self.reasoning is None else self.reasoning.effort
+        variables = self.chat_template_kwargs
+        return GenerateRequest(
+            prompt_field="input",
+            conversation=Conversation(turns=turns, variables=variables, effort=effort),
+            format=self._format,
+            sampling=sampling_params({}, defaults),
+            adapter=self.model,
+        )
+
+    @property
+    def _format(self) -> FormatOptions:
+        tools, mode, named = chosen_tools(self.all_tools, self.tool_choice)
         form = None if self.text is None else self.text.format
-        return {
-            "model": self.model,
-            "messages": joined([*first, *history, *self.turns]),
-            "tools": tools or None,
-            "tool_choice": choice if tools else None,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": None if form is None else form.response_format(),
-            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "chat_template_kwargs": self.chat_template_kwargs,
-        }
+        constraint = None if form is None else form.constraint
+        several = self.parallel_tool_calls is not False
+        return FormatOptions.of(tools, mode, constraint, named=named, several=several)
 
 
 class ResponsesRequest(SamplingFields, InputTokensRequest):
@@ -284,10 +294,21 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     max_tool_calls: Whole | None = None
     """Limit on calls of tools that OpenAI runs; without effect."""
 
-    def _chat_fields(self, history: Sequence[Turn]) -> dict[str, Any]:
-        same = {name: getattr(self, name) for name in SAME}
-        limit = {"max_completion_tokens": self.max_output_tokens}
-        return {**super()._chat_fields(history), **same, **limit}
+    def request(
+        self, history: Sequence[Turn], defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> GenerateRequest:
+        """See `InputTokensRequest.request`."""
+        limit = "max_output_tokens"
+        sampled = {**self.sampled, "max_tokens": self.max_output_tokens}
+        return replace(
+            super().request(history, defaults),
+            sampling=sampling_params(sampled, defaults, limit),
+            text=TextOptions(stop=stop_strings(self.stop)),
+            limit_field=limit,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            stream=bool(self.stream),
+        )
 
     def repeated(self, sampling: SamplingParams) -> dict[str, Any]:
         """Return the fields that the response repeats: all that Open Responses requires.
@@ -306,7 +327,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
             "tools": [tool.repeated for tool in self.tools or ()],
-            "text": {"format": self._format},
+            "text": {"format": self._repeated_format},
             "reasoning": {
                 "effort": None if self.reasoning is None else self.reasoning.effort,
                 "summary": None,
@@ -319,16 +340,14 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
         }
 
     @property
-    def _format(self) -> dict[str, Any]:
+    def _repeated_format(self) -> dict[str, Any]:
         if self.text is None or self.text.format is None:
             return {"type": "text"}
         return self.text.format.model_dump(exclude_none=True, by_alias=True)
 
 
 def renamed(error: ApiError) -> ApiError:
-    """Return an error of the chat request under the field's name here."""
-    old = re.split(r"[.\[]", error.param or "")[0]
-    if old not in RENAMED and old != "tools":
+    """Return an error about a converted message as one about the input."""
+    if not (error.param or "").startswith("messages"):
         return error
-    new = RENAMED.get(old) or str(error.param).replace(".function.", ".")
-    return error.about(new, error.message.replace(str(error.param), new))
+    return error.about("input", error.message.replace(str(error.param), "input"))

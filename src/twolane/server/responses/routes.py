@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 
 from twolane.common.checked_json import Json
 from twolane.frontend.body import Body
+from twolane.frontend.prepare import Prepared
 from twolane.server.http.calls import key_of
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
@@ -17,7 +18,6 @@ from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.responses.events import ResponseAnswer
 from twolane.server.responses.items import ReferenceItem
 from twolane.server.responses.request import (
-    RENAMED,
     Included,
     InputTokensRequest,
     ResponsesRequest,
@@ -31,7 +31,7 @@ from twolane.server.responses.store import (
     ResponseStore,
 )
 from twolane.server.responses.tools import called_tools
-from twolane.server.service.respond import begin_chat, respond
+from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -71,7 +71,7 @@ class InputItemsQuery(Body):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None
-    """Id of the item behind which the list begins, in its order."""
+    """Id of the item after which the list begins, in its order."""
     include: list[Included] | None = None
     """See `StoredQuery.include`."""
     included: list[Included] | None = Field(default=None, alias="include[]")
@@ -93,25 +93,28 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
     )
     async def responses(body: ResponsesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of items."""
-        model = service.check_model(body.model)
+        service.check_model(body.model)
         own = store.of(key_of(request))
         before = earlier(own, body.previous_response_id)
         body = body.resolved(own.finder())
-        chat = body.as_chat(before.turns)
+        asked = body.request(before.turns, service.sampling_defaults)
         keep = await keeper(own, body, before)
+
+        def made(prepared: Prepared) -> ResponseAnswer:
+            [tokens], reader = prepared.tokens, prepared.format.reader
+            return ResponseAnswer(
+                service.name_of(prepared.request),
+                len(tokens),
+                body.repeated(asked.sampling),
+                reader and reader(),
+                called_tools(body.all_tools),
+                keep,
+            )
+
         try:
-            tokens, reader, generation = await begin_chat(request, service, chat, call, RENAMED)
+            return await answer(request, service, asked, call, made)
         except ApiError as error:
             raise renamed(error) from error
-        answer = ResponseAnswer(
-            model,
-            tokens,
-            body.repeated(chat.sampling(service.sampling_defaults)),
-            reader,
-            called_tools(body.all_tools),
-            keep,
-        )
-        return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.post(
         "/v1/responses/input_tokens",
@@ -123,9 +126,9 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         service.check_model(body.model)
         own = store.of(key_of(request))
         before = earlier(own, body.previous_response_id)
-        chat = body.resolved(own.finder()).as_chat(before.turns)
+        asked = body.resolved(own.finder()).request(before.turns)
         try:
-            tokens = await service.prompts.count_chat(chat)
+            tokens = await service.count(asked)
         except ApiError as error:
             raise renamed(error) from error
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})

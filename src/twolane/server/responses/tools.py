@@ -7,7 +7,8 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from twolane.common.checked_json import Json
 from twolane.frontend.body import Body, one_message, wrong
-from twolane.server.openai.tools import MAX_TOOLS
+from twolane.frontend.fields import MAX_TOOLS
+from twolane.frontend.structured.tools import Tool
 
 CUSTOM_INPUT = "input"
 """Argument of the function that stands for a tool with free text as input."""
@@ -43,10 +44,10 @@ class FunctionTool(Body):
         """The tool as the response repeats it."""
         return self.model_dump()
 
-    def shown(self, namespace: str | None = None) -> list[Json]:
-        """Return the tool as functions in the format of /v1/chat/completions."""
+    def shown(self, namespace: str | None = None) -> list[Tool]:
+        """Return the tool as functions, which models know."""
         name = qualified(namespace, self.name)
-        return [_function(name, self.description, self.parameters, strict=self.strict)]
+        return [Tool(name, self.parameters, bool(self.strict), self.description)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
         """Return the tools as answers name them, by the name that the model knows."""
@@ -94,13 +95,13 @@ class CustomTool(Body):
         """See `FunctionTool.repeated`."""
         return self.model_dump(exclude_none=True)
 
-    def shown(self, namespace: str | None = None) -> list[Json]:
+    def shown(self, namespace: str | None = None) -> list[Tool]:
         """See `FunctionTool.shown`."""
         properties = {CUSTOM_INPUT: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [CUSTOM_INPUT]}
         texts = [self.description, None if self.format is None else self.format.shown]
         description = "\n\n".join(filter(None, texts)) or None
-        return [_function(qualified(namespace, self.name), description, parameters)]
+        return [Tool(qualified(namespace, self.name), parameters, description=description)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
         """See `FunctionTool.called`."""
@@ -122,7 +123,7 @@ class HostedTool(Body):
         """See `FunctionTool.repeated`."""
         return self.model_dump()
 
-    def shown(self) -> list[Json]:
+    def shown(self) -> list[Tool]:
         """See `FunctionTool.shown`."""
         return []
 
@@ -148,7 +149,7 @@ class NamespaceTool(Body):
         tools = [tool.repeated for tool in self.tools]
         return {**self.model_dump(exclude={"tools"}, exclude_none=True), "tools": tools}
 
-    def shown(self) -> list[Json]:
+    def shown(self) -> list[Tool]:
         """See `FunctionTool.shown`."""
         return [shown for tool in self.tools for shown in tool.shown(self.name)]
 
@@ -212,7 +213,7 @@ def qualified(namespace: str | None, name: str) -> str:
 
 
 def by_name(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, object]]:
-    """Yield each tool that the model sees behind its name: the kind, and what the model is told."""
+    """Yield the name of each tool that the model sees, with its kind and what the model is told."""
     for tool in tools:
         space = tool.name if isinstance(tool, NamespaceTool) else None
         for one in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
@@ -220,34 +221,23 @@ def by_name(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, object]]:
                 yield qualified(space, one.name), (one.type, one.shown(space))
 
 
-def chat_tools(
+def chosen_tools(
     tools: Sequence[ResponseTool], choice: "ResponseToolChoice | None"
-) -> tuple[list[Json], Any]:
-    """Return the tools and the choice in the format of /v1/chat/completions.
+) -> tuple[list[Tool], str | None, str | None]:
+    """Return the tools that the model may see, the mode of `FormatOptions.of`, and the name of the
+    one tool to call.
 
     Of two tools of one name the last counts: those among the items may renew an earlier one.
     """
-    named = {one["function"]["name"]: one for tool in tools for one in tool.shown()}
-    shown = [*named.values()]
+    shown = [*{one.name: one for tool in tools for one in tool.shown()}.values()]
     if isinstance(choice, NamedTool):
-        name = qualified(choice.namespace, choice.name)
-        return shown, {"type": "function", "function": {"name": name}}
+        return shown, None, qualified(choice.namespace, choice.name)
     if isinstance(choice, AllowedTools):
         allowed = {qualified(one.namespace, one.name) for one in choice.tools}
-        kept = [one for one in shown if one["function"]["name"] in allowed]
-        return kept, choice.mode
-    return shown, choice
+        return [one for one in shown if one.name in allowed], choice.mode, None
+    return shown, choice, None
 
 
 def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
     """Return all tools as answers name them, by the name that the model knows."""
     return {name: called for tool in tools for name, called in tool.called().items()}
-
-
-def _function(
-    name: str, description: str | None, parameters: Json | None, *, strict: bool | None = None
-) -> Json:
-    function: Json = {"name": name, "description": description, "parameters": parameters}
-    function["strict"] = strict
-    fields = {key: value for key, value in function.items() if value is not None}
-    return {"type": "function", "function": fields}

@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 from twolane.engine.messages import Output, Refused
 from twolane.frontend.engine_client import EngineGone, Event
-from twolane.sampling import SamplingParams
+from twolane.frontend.prepare import Prepared
 from twolane.server.http.calls import Call
-from twolane.server.openai.protocol import ChatRequest, GenerationBody
 from twolane.server.service.admission import Admission
 from twolane.server.service.availability import Availability
 
@@ -119,17 +118,18 @@ class RequestAccounting:
 
 
 def span_attributes(
-    body: GenerationBody, params: SamplingParams, model_name: str
+    prepared: Prepared, model_name: str
 ) -> dict[str, str | int | float | bool | list[str]]:
     """Return a request's parameters under OpenTelemetry's names, without those that are not set."""
-    chat = isinstance(body, ChatRequest)
+    request, params = prepared.request, prepared.params
+    chat = request.conversation is not None
     attributes = {
         "operation.name": "chat" if chat else "text_completion",
         "provider.name": "twolane",
         "request.model": model_name,
         "response.model": model_name,
-        "request.choice.count": body.choices if body.choices > 1 else None,
-        "request.stream": bool(body.stream),
+        "request.choice.count": request.n if request.n > 1 else None,
+        "request.stream": request.stream,
         "request.max_tokens": params.max_tokens,
         "request.temperature": params.temperature,
         "request.top_p": params.top_p,
@@ -137,6 +137,6 @@ def span_attributes(
         "request.seed": params.seed,
         "request.frequency_penalty": params.frequency_penalty,
         "request.presence_penalty": params.presence_penalty,
-        "request.stop_sequences": list(body.stop_strings) or None,
+        "request.stop_sequences": list(request.text.stop) or None,
     }
     return {f"gen_ai.{name}": value for name, value in attributes.items() if value is not None}

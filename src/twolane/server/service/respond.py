@@ -1,18 +1,18 @@
 """Converts the deltas of a generation to an HTTP answer: complete, or a stream of events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation, GenerationFailed, GenerationRefused
-from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.prepare import Prepared
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.calls import Call
 from twolane.server.http.connection import CONNECTION, Connection
@@ -20,10 +20,8 @@ from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.errors import error_body
 from twolane.server.http.handlers import from_engine
 from twolane.server.http.route import json_response
-from twolane.server.openai.protocol import ChatRequest
 from twolane.server.service.service import Service
 
-T = TypeVar("T")
 MAX_SCORED = 200
 """Most tokens with log-probabilities for which an answer is encoded on the event loop, in a few
 milliseconds; longer ones are encoded in a thread, so that streams go on."""
@@ -91,26 +89,30 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, unless_lost)
 
 
-async def begin_chat(
-    request: Request, service: Service, chat: ChatRequest, call: Call, names: Mapping[str, str]
-) -> tuple[int, AnswerReader | None, Generation]:
-    """Send a conversation to the engine; return the number of prompt tokens, the answer's reader
-    and the generation.
+async def answer(
+    request: Request,
+    service: Service,
+    asked: GenerateRequest,
+    call: Call,
+    make: Callable[[Prepared], Answering],
+) -> Response:
+    """Answer a request, completely or as a stream.
 
-    `names` are the client's of the chat request's fields, where they differ.
+    Args:
+        request: the HTTP request.
+        service: the served model.
+        asked: what the request asks for.
+        call: the HTTP call, which is admitted here.
+        make: makes the answer in the format of the API.
 
     Raises:
         ClientGone: the client left meanwhile.
-        ApiError: the conversation cannot be served.
+        ApiError, FieldError: the request cannot be served.
     """
-    tokens = (await unless_gone(request, service.prompts.of_chat(chat))).tokens
-    answer_format = await unless_gone(request, service.formats.resolve(chat, tokens))
-    if (job := answer_format.grammar_job) is not None:
-        field = names.get(job.field, job.field)
-        job = msgspec.structs.replace(job, field=field)
-        answer_format = answer_format._replace(grammar_job=job)
-    reader = answer_format.reader and answer_format.reader()
-    return len(tokens), reader, service.generate(chat, [tokens], call, answer_format)
+    prepared = await unless_gone(request, service.prepare(asked, call))
+    answering = make(prepared)
+    generation = service.generate(prepared, call)
+    return await respond(request, generation, answering, streams=asked.stream)
 
 
 async def respond(

@@ -1,25 +1,27 @@
 """The served model, which every endpoint asks: from a request to its generation."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
-from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats
+from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError
-from twolane.frontend.generation import Generation, GenerationOptions
+from twolane.frontend.generate_request import GenerateRequest
+from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import NO_EMBEDDING, Embedding
+from twolane.frontend.prepare import Prepared, Preparer, Prompt
+from twolane.frontend.sandbox import QueueFull
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.texts import Texts
-from twolane.sampling import SamplingParams
 from twolane.server.http.body_checks import BodyChecker
 from twolane.server.http.calls import Call
-from twolane.server.http.errors import ApiError, ContextExceeded
-from twolane.server.openai.protocol import GenerationBody
+from twolane.server.http.errors import ApiError, queue_full
+from twolane.server.http.gate import CLIENT
 from twolane.server.options import ServerOptions
 from twolane.server.service.accounting import (
     AdmissionObserver,
@@ -30,9 +32,8 @@ from twolane.server.service.accounting import (
 )
 from twolane.server.service.admission import Admission
 from twolane.server.service.availability import Availability
-from twolane.server.service.format_resolver import FormatResolver
-from twolane.server.service.prompts import PromptReader, counted_by, refused_text
 
+T = TypeVar("T")
 MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS = 1 << 20, 1 << 22
 """Most log-probabilities of prompt tokens and of output tokens in an answer that is kept in memory;
 each takes about 70 bytes, and 200 while it is encoded."""
@@ -82,9 +83,7 @@ class Service:
         self.tracing: Tracer | None = None
         """Tracing of requests; None: not traced."""
         self.availability = Availability(engine)
-        self.prompts = PromptReader(engine, texts, self.admission, self.availability)
-        formats = formats or ModelFormats(texts.template_source)
-        self.formats = FormatResolver(engine, texts.codec, formats, self.availability)
+        self.preparer = Preparer(engine, texts, formats or ModelFormats(texts.template_source))
         self.body_checker = BodyChecker()
         """Checks large bodies in a sandbox."""
 
@@ -105,138 +104,127 @@ class Service:
             )
         return name
 
-    def sampling(self, body: GenerationBody, prompts: Sequence[list[int]]) -> SamplingParams:
-        """Return the sampling parameters of a request, checked against the model's limits.
+    def name_of(self, request: GenerateRequest) -> str:
+        """Return the name of the model or adapter that answers a request."""
+        return request.adapter or self.model_name
 
-        Raises:
-            ApiError: 400, a field is out of range or the answer has no room in the context.
-        """
-        try:
-            params = body.sampling(self.sampling_defaults)
-        except FieldError as error:
-            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
-        context = self.engine.ready.max_model_len
-        longest = max(map(len, prompts))
-        name = body.limit[0] if params.max_tokens else "min_tokens"
-        wanted = params.max_tokens or params.min_tokens
-        if longest + wanted > context:
-            raise ContextExceeded(name, context, str(longest), wanted)
-        self.prompts.check_ids("stop_token_ids", params.stop_token_ids)
-        self.prompts.check_ids("logit_bias", params.logit_bias)
-        self.prompts.check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        return params
-
-    def generate(
-        self,
-        body: GenerationBody,
-        prompts: Sequence[list[int]],
-        call: Call,
-        answer_format: AnswerFormat = FREE_TEXT,
-        banned: tuple[tuple[int, ...], ...] = (),
-    ) -> Generation:
-        """Admit a request and send it to the engine.
+    async def prepare(self, asked: GenerateRequest, call: Call) -> Prepared:
+        """Return a request after all checks, with all that is derived from it.
 
         Args:
-            body: the request.
-            prompts: tokens of each prompt, which fit the context.
-            call: the HTTP call, which is admitted here.
-            answer_format: of the answers.
-            banned: token sequences of the request's `bad_words`.
+            asked: the request; its adapter is the model's name as the client gives it.
+            call: the HTTP call, whose latency bounds the request gets.
+
+        Raises:
+            ApiError: 400, 404, 429 or 503.
+            FieldError: a field is out of range.
+        """
+        request = replace(asked, adapter=self._adapter(asked), slo=call.slo)
+        self.admission.check_count(max(1, len(request.prompts)) * request.n, counted_by(request))
+        if request.priority and not self._allow_priority:  # whoever has the best one has the server
+            message = "priority: this server serves in order of arrival (see --allow-priority)"
+            raise ApiError(400, message, code="unsupported_parameter", param="priority")
+        work = self.preparer.prepare(request, CLIENT.get())
+        prepared = await self.refusing(work, request.prompt_field)
+        self._check_logprobs(prepared)
+        return prepared
+
+    async def prompts(self, asked: GenerateRequest) -> list[Prompt]:
+        """Return the prompts of a request that is not to be answered here; see `prepare`."""
+        self.admission.check_count(max(1, len(asked.prompts)) * asked.n, counted_by(asked))
+        return await self.refusing(self.preparer.prompts(asked, CLIENT.get()), asked.prompt_field)
+
+    async def count(self, asked: GenerateRequest) -> int:
+        """Return the number of tokens of a conversation; see `prepare`."""
+        self.check_model(asked.adapter)
+        return await self.refusing(self.preparer.count(asked, CLIENT.get()), asked.prompt_field)
+
+    async def refusing(self, work: Coroutine[Any, Any, T], field: str) -> T:
+        """Wait for the sandboxes, unless the server is unavailable.
+
+        Args:
+            work: a method of the preparer.
+            field: the field at fault where an error names none.
 
         Raises:
             ApiError: 400, 429 or 503.
+            FieldError: a field cannot be served.
         """
-        params = self._params(body, prompts, answer_format)
-        name = self.check_model(body.model)
-        lora = None if name == self.model_name else name
+        if self.availability.problem is not None:
+            work.close()
         self.availability.check()
-        account = self._admit(body, params, prompts, call, lora)
-        text = replace(body.text_options, thinking=answer_format.thinking)
-        if answer_format.shows_special:
-            text = replace(text, skip_special_tokens=False)
-        options = GenerationOptions(
-            body.choices, text, body.priority or 0, body.cache_salt, call.slo, lora, banned=banned
-        )
-        if answer_format.grammar_job is not None:
-            options = options._replace(asks_for_grammar=answer_format.grammar_job.field)
-        every = [params] * len(prompts)
         try:
-            if answer_format.grammar is not None:
-                self.formats.send_vocabulary()
-            return Generation(self.engine, self.codec, prompts, every, options, account)
+            return await work
+        except TextError as error:
+            self.availability.check()  # it may have been given up for that
+            param = error.param or field
+            raise ApiError(400, str(error), code="invalid_prompt", param=param) from error
+        except FieldError:
+            self.availability.check()
+            raise
+        except QueueFull as error:
+            raise queue_full(str(error)) from error
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
-    def _params(
-        self, body: GenerationBody, prompts: Sequence[list[int]], answer_format: AnswerFormat
-    ) -> SamplingParams:
-        """Return the sampling parameters of a request, with its grammar, after all checks.
+    def generate(self, prepared: Prepared, call: Call) -> Generation:
+        """Admit a request and send it to the engine.
+
+        Args:
+            prepared: the request.
+            call: the HTTP call, which is admitted here.
 
         Raises:
-            ApiError: 400, it cannot.
+            ApiError: 429 or 503.
         """
-        params = self.sampling(body, prompts)
+        self.availability.check()
+        account = self._admit(prepared, call)
         try:
-            if answer_format.grammar is not None:
-                params = replace(params, grammar=answer_format.grammar)
-            self.codec.check_stop(body.stop_strings)
-        except FieldError as error:
-            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
-        except TextError as error:
-            raise refused_text(error, "prompt") from error
-        self._check_logprobs(body, params, prompts)
-        self._check_priority(body.priority)
-        return params
+            return Generation(self.engine, self.codec, prepared, account)
+        except EngineError as error:
+            raise ApiError(503, str(error), code="unavailable") from error
 
-    def _admit(
-        self,
-        body: GenerationBody,
-        params: SamplingParams,
-        prompts: Sequence[list[int]],
-        call: Call,
-        lora: str | None,
-    ) -> RequestAccounting:
+    async def close(self) -> None:
+        """End the sandboxes."""
+        self.availability.draining = True
+        await self.body_checker.close()
+        await self.preparer.close()
+
+    def _adapter(self, asked: GenerateRequest) -> str | None:
+        name = self.check_model(asked.adapter)
+        return None if name == self.model_name else name
+
+    def _admit(self, prepared: Prepared, call: Call) -> RequestAccounting:
         """Take places in the queue; return the accounting that gives them back.
 
         Raises:
             ApiError: 429, there is no room.
         """
-        answers = [prompt for prompt in prompts for _ in range(body.choices)]
+        request = prepared.request
+        answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
         tokens = sum(map(len, answers))
-        self.admission.enter(len(answers), counted_by(body), key=call.key, tokens=tokens)
-        if lora is not None:
-            self._observer.count_adapter(lora, len(answers))
-        traces = self._traces(body, params, answers, call)
+        self.admission.enter(len(answers), counted_by(request), key=call.key, tokens=tokens)
+        if request.adapter is not None:
+            self._observer.count_adapter(request.adapter, len(answers))
+        traces = self._traces(prepared, answers, call)
         return RequestAccounting(self.admission, self.availability, answers, call, traces)
 
-    def _check_priority(self, priority: int | None) -> None:
-        """Refuse a priority unless clients may set one: whoever has the best one has the server.
-
-        Raises:
-            ApiError: 400.
-        """
-        if priority and not self._allow_priority:
-            message = "priority: this server serves in order of arrival (see --allow-priority)"
-            raise ApiError(400, message, code="unsupported_parameter", param="priority")
-
-    def _check_logprobs(
-        self, body: GenerationBody, params: SamplingParams, prompts: Sequence[list[int]]
-    ) -> None:
+    def _check_logprobs(self, prepared: Prepared) -> None:
         """Refuse an answer whose log-probabilities would take too much memory.
 
         Raises:
             ApiError: 400; its message says which field to lower.
         """
-        count = 0
+        request, params, count = prepared.request, prepared.params, 0
+        lengths = list(map(len, prepared.tokens))
         if params.prompt_logprobs is not None:
-            count = sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+            count = sum(lengths) * (params.prompt_logprobs + 1)
         self._check_amount(count, MAX_PROMPT_LOGPROBS, "prompt_logprobs")
-        if body.logprob_count is not None and not body.stream:
-            room = self.engine.ready.max_model_len - min(map(len, prompts))
-            tokens = min(params.max_tokens or room, room) * len(prompts) * body.choices
-            self._check_amount(
-                tokens * (body.logprob_count + 1), MAX_ANSWER_LOGPROBS, body.limit[0]
-            )
+        if params.logprobs is not None and not request.stream:
+            room = self.engine.ready.max_model_len - min(lengths)
+            tokens = min(params.max_tokens or room, room) * len(lengths) * request.n
+            count = tokens * (params.logprobs + 1)
+            self._check_amount(count, MAX_ANSWER_LOGPROBS, request.limit_field or "max_tokens")
 
     def _check_amount(self, count: int, most: int, param: str) -> None:
         if count > most:
@@ -245,15 +233,11 @@ class Service:
             raise ApiError(400, message, code="invalid_value", param=param)
 
     def _traces(
-        self,
-        body: GenerationBody,
-        params: SamplingParams,
-        answers: Sequence[list[int]],
-        call: Call,
+        self, prepared: Prepared, answers: Sequence[list[int]], call: Call
     ) -> list[RequestTrace]:
         if self.tracing is None:
             return []
-        attributes = span_attributes(body, params, self.check_model(body.model))
+        attributes = span_attributes(prepared, self.name_of(prepared.request))
         return [
             self.tracing.begin(
                 call.headers, call.arrival, {**attributes, "gen_ai.usage.input_tokens": len(prompt)}
@@ -261,9 +245,7 @@ class Service:
             for prompt in answers
         ]
 
-    async def close(self) -> None:
-        """End the sandboxes."""
-        self.availability.draining = True
-        await self.body_checker.close()
-        await self.formats.close()
-        await self.texts.close()
+
+def counted_by(request: GenerateRequest) -> str:
+    """Return the field to blame when a call asks for too many answers."""
+    return "n" if request.n > 1 else request.prompt_field

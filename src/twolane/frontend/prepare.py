@@ -1,0 +1,280 @@
+"""Makes requests ready for the engine: all checks, and all that is derived from a request, once."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from twolane.common.errors import FieldError
+from twolane.engine.messages import TokenRules
+from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats
+from twolane.frontend.engine_client import EngineClient
+from twolane.frontend.generate_request import (
+    ContextExceeded,
+    Conversation,
+    GenerateRequest,
+    PromptError,
+)
+from twolane.frontend.structured.maker import GrammarMaker
+from twolane.frontend.text.codec import SWITCHES, TextCodec
+from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
+from twolane.frontend.text.output_reader import TextOptions
+from twolane.frontend.text.texts import Texts
+from twolane.sampling import SamplingParams, check_token_ids
+
+MIN_TEXT, TEXT_FACTOR = 1 << 20, 64
+"""Characters of a text that are always tokenised, or this many per token of the context."""
+SEEN_TOKENS = 32
+"""Tokens at a prompt's end that are searched for marks of thinking."""
+
+
+class Prompt(NamedTuple):
+    """A prompt to answer."""
+
+    tokens: list[int]
+    text: str | None = None
+    """Text as given; None: it was not text, or was cut."""
+
+    def last(self, most: int) -> "Prompt":
+        """Return the prompt cut to its last tokens."""
+        return self if len(self.tokens) <= most else Prompt(self.tokens[-most:])
+
+    def shown(self, codec: TextCodec, skip_special_tokens: bool) -> str:
+        """Return the prompt's text, empty without a tokenizer."""
+        if self.text is not None or not codec.has_tokenizer:
+            return self.text or ""
+        return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has passed all checks, with all that the engine and the answer need."""
+
+    request: GenerateRequest
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """Sampling parameters, with the grammar of the answers."""
+    format: AnswerFormat
+    text: TextOptions
+    """Options of the text, with those that the format needs."""
+    rules: TokenRules
+    """Rules on the answers' tokens."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Tokens of each prompt."""
+        return [prompt.tokens for prompt in self.prompts]
+
+
+class Preparer:
+    """Prepares the requests of one model. All methods belong to one event loop.
+
+    Errors of all methods: a FieldError for a field that cannot be served, a TextError for a text
+    that the model's programs refuse or fail at, QueueFull where too many wait for these programs.
+
+    Args:
+        engine: a running engine, whose context and vocabulary bound a prompt.
+        texts: the model's tokenizer and chat template.
+        formats: the formats that the model can write.
+    """
+
+    def __init__(self, engine: EngineClient, texts: Texts, formats: ModelFormats) -> None:
+        self.codec = texts.codec
+        self._engine = engine
+        self._texts = texts
+        self._formats = formats
+        self._context = engine.ready.max_model_len
+        self._maker: GrammarMaker | None = None
+        """Compiles grammars; started by the first one."""
+        self._vocabulary_sent = False
+        """Whether the engine has the tokenizer, which it needs for grammars."""
+
+    async def prepare(self, request: GenerateRequest, client: str = "") -> Prepared:
+        """Return a request with all that is derived from it.
+
+        Args:
+            request: the request.
+            client: who asks; clients are served in rotation.
+
+        Raises:
+            FieldError, TextError, QueueFull: see the class.
+            EngineError: the engine is gone.
+        """
+        prompts = await self.prompts(request, client)
+        self._check_sampling(request, prompts)
+        form = await self._format(request, prompts[0].tokens, client)
+        params = request.sampling
+        if form.grammar is not None:
+            params = replace(params, grammar=form.grammar)
+        if params.grammar is not None:
+            self._send_vocabulary()
+        text = replace(request.text, thinking=form.thinking)
+        if form.shows_special:
+            text = replace(text, skip_special_tokens=False)
+        rules = TokenRules(banned=await self._texts.sequences(params.bad_words, client))
+        return Prepared(
+            request=request, prompts=prompts, params=params, format=form, text=text, rules=rules
+        )
+
+    async def prompts(self, request: GenerateRequest, client: str = "") -> list[Prompt]:
+        """Return the prompts of a request, cut as it asks; see `prepare`."""
+        if request.conversation is not None:
+            tokens = request.rendered
+            if tokens is None:
+                self._check_text(request.conversation.length, request)
+                tokens = await self._rendered(request, client)
+            return self._fitted([Prompt(tokens)], request)
+        special, prompts = request.add_special_tokens is not False, []
+        for prompt in request.prompts:
+            if not isinstance(prompt, str):
+                prompts.append(Prompt(prompt))
+            elif request.rendered is not None:
+                prompts.append(Prompt(request.rendered, prompt))
+            else:
+                self._check_text(len(prompt), request)
+                tokens = await self._texts.encode(prompt, add_special_tokens=special, client=client)
+                prompts.append(Prompt(tokens, prompt))
+        return self._fitted(prompts, request)
+
+    async def count(self, request: GenerateRequest, client: str = "") -> int:
+        """Return how many tokens a conversation has, which may be longer than the context."""
+        assert request.conversation is not None
+        self._check_length(request.conversation.length, request.prompt_field)
+        return len(await self._rendered(request, client))
+
+    async def listed(self, request: GenerateRequest, listing: Listing, client: str = "") -> Listed:
+        """Return the tokens of a text or a conversation, which may be longer than the context."""
+        job: Encode | Chat
+        if request.conversation is None:
+            [text] = request.prompts
+            assert isinstance(text, str)
+            job = Encode(text, request.add_special_tokens is not False, listing)
+            length = len(text)
+        else:
+            turns = [dict(turn) for turn in request.conversation.turns]
+            job = Chat(turns, self._rendering(request, request.conversation), listing)
+            length = request.conversation.length
+        self._check_length(length, request.prompt_field)
+        return await self._texts.listed(job, client)
+
+    async def decoded(self, tokens: Sequence[int], client: str = "") -> str:
+        """Return the text of tokens, special ones too; errors name the field `tokens`."""
+        check_token_ids("tokens", tokens, self._engine.ready.vocab_size)
+        return await self._texts.decode(tokens, client)
+
+    async def close(self) -> None:
+        """End the sandboxes."""
+        if self._maker is not None:
+            await self._maker.close()
+        await self._texts.close()
+
+    async def _rendered(self, request: GenerateRequest, client: str) -> list[int]:
+        assert request.conversation is not None
+        options = self._rendering(request, request.conversation)
+        return await self._texts.chat(request.conversation.turns, client=client, **options)
+
+    def _rendering(self, request: GenerateRequest, asked: Conversation) -> dict[str, Any]:
+        """Return the arguments of `TextCodec.chat` besides the messages."""
+        tools = [tool.for_template() for tool in request.format.tools] or None
+        variables = asked.variables
+        if asked.effort is not None:
+            known = partial(self._texts.has_variable, tools=bool(tools))
+            variables = {**effort_variables(asked.effort, known), **(variables or {})}
+        return {
+            "add_special_tokens": bool(request.add_special_tokens),
+            "add_generation_prompt": asked.add_generation_prompt,
+            "continue_final_message": asked.continue_final_message,
+            "variables": variables,
+            "tools": tools,
+        }
+
+    def _check_length(self, length: int, field: str) -> None:
+        """Refuse a text that would take too long to tokenise."""
+        most = max(MIN_TEXT, TEXT_FACTOR * self._context)
+        if length > most:
+            raise FieldError(field, f"has {length} characters; at most {most} are tokenised")
+
+    def _check_text(self, length: int, request: GenerateRequest) -> None:
+        """Refuse, by its length alone, a text that is slow to tokenise or cannot fit the
+        context."""
+        least, cut = self.codec.min_tokens_of(length), request.truncate_prompt_tokens is not None
+        if cut or least == 0:
+            self._check_length(length, request.prompt_field)
+        if least >= self._context and not cut:
+            raise self._too_long(request, f"at least {least}", request.prompt_name)
+
+    def _fitted(self, prompts: list[Prompt], request: GenerateRequest) -> list[Prompt]:
+        """Cut the prompts as the request asks, and check them."""
+        field = request.prompt_field
+        if not prompts:
+            raise PromptError(field, "there is no prompt")
+        if (kept := request.truncate_prompt_tokens) is not None:
+            if kept < 0:
+                params = request.sampling
+                wanted = params.max_tokens or params.min_tokens if request.limit_field else 0
+                kept = max(1, self._context - (wanted or 1))
+            prompts = [prompt.last(kept) for prompt in prompts]
+        for place, prompt in enumerate(prompts):
+            name = request.prompt_name if len(prompts) == 1 else f"prompt {place}"
+            if not prompt.tokens:
+                raise PromptError(field, f"{name} is empty")
+            if len(prompt.tokens) >= self._context:
+                raise self._too_long(request, str(len(prompt.tokens)), name)
+            check_token_ids(field, prompt.tokens, self._engine.ready.vocab_size)
+        return prompts
+
+    def _too_long(self, request: GenerateRequest, tokens: str, name: str) -> ContextExceeded:
+        return ContextExceeded(request.prompt_field, self._context, tokens, None, name)
+
+    def _check_sampling(self, request: GenerateRequest, prompts: Sequence[Prompt]) -> None:
+        """Refuse answers that have no room in the context, and tokens that the model lacks."""
+        params = request.sampling
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        wanted = params.max_tokens or params.min_tokens
+        if request.limit_field is not None and longest + wanted > self._context:
+            field = request.limit_field if params.max_tokens else "min_tokens"
+            raise ContextExceeded(field, self._context, str(longest), wanted, "the prompt")
+        for field, ids in params.token_ids.items():
+            check_token_ids(field, ids, self._engine.ready.vocab_size)
+        if request.stream and params.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "cannot be streamed")
+        self.codec.check_stop(request.text.stop)
+
+    async def _format(
+        self, request: GenerateRequest, tokens: Sequence[int], client: str
+    ) -> AnswerFormat:
+        """Return the format of the answers to a prompt, with its grammar compiled."""
+        options, asked = request.format, request.conversation
+        if not (options.constraint or options.tools or (options.reads and self._formats.thinking)):
+            return FREE_TEXT
+        if not self.codec.has_tokenizer:
+            field, *_ = options.constraint or ("tools",)
+            raise FieldError(field, "needs a model with a tokenizer")
+        end = self.codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
+        form = self._formats.of(options, end, None if asked is None else asked.continued)
+        if form.grammar_job is None:
+            return form
+        if self._maker is None:
+            eos = self._engine.ready.eos_token_ids
+            self._maker = GrammarMaker(self.codec.tokenizer_json, eos)
+        return form._replace(grammar=await self._maker.make(form.grammar_job, client))
+
+    def _send_vocabulary(self) -> None:
+        """Send the tokenizer to the engine, which needs it for the first request with a grammar."""
+        if self.codec.has_tokenizer and not self._vocabulary_sent:
+            self._engine.send_vocabulary(self.codec.tokenizer_json)
+            self._vocabulary_sent = True
+
+
+def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[str, object]:
+    """Return the chat template's variables for a reasoning effort.
+
+    Many templates know no efforts, but whether to think, and some think only when they are told.
+
+    Args:
+        effort: the effort; "none" is no thinking.
+        has_variable: says whether the template has a variable.
+    """
+    variables = {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
+    return {name: value for name, value in variables.items() if has_variable(name)}
