@@ -121,7 +121,7 @@ class Intake:
         if message.rules.banned:
             banned = Banned(message.rules.banned, request.mask or every_token(size))
             request.mask = banned.mask(request.tokens, request.prompt_tokens)
-            request.banned = banned if banned.changes else None
+            request.rule = banned if banned.changes else None
 
     def _compile(self, request: Request, grammar: str) -> None:
         """Hold a request back until its grammar is compiled."""

@@ -4,11 +4,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from twolane.devices import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
-from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.constraints import Constraint
 from twolane.engine.kv.manager import Allocation, Lookup
 from twolane.engine.kv.page_hash import salt_bytes
@@ -20,6 +19,29 @@ from twolane.lanes.work import PromptRow, Sampling
 from twolane.sampling import PackedLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
+
+
+class TokenRule(Protocol):
+    """A rule on one request's tokens, by which their masks depend on the output."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether later masks may differ from the latest one."""
+        ...
+
+    @property
+    def free(self) -> bool:
+        """Whether the latest mask allows every token."""
+        ...
+
+    def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
+        """Return the mask of the next token.
+
+        Args:
+            tokens: the prompt and the output so far.
+            prompt_tokens: the number of prompt tokens among them.
+        """
+        ...
 
 
 class Phase(Enum):
@@ -64,11 +86,13 @@ class Request:
     """Adapter slot of the request; -1 if the base model answers."""
     constraint: Constraint | None = None
     """Matcher of its compiled grammar; None if it has no grammar."""
-    banned: Banned | None = None
-    """Sequences that its output must not contain, if the mask depends on the output."""
+    rule: TokenRule | None = None
+    """Rule on its tokens, if the mask depends on the output."""
     mask: bytes | None = None
     """Mask of the tokens that may follow those delivered; None: all may, or it is being computed.
-    With neither a grammar nor `banned` it is the same for every token."""
+    With neither a grammar nor a rule it is the same for every token."""
+    unmasks: bool = False
+    """Whether the mask allows every token, and goes once no launch waits for it."""
     awaiting_masks: int = 0
     """Number of its launches that wait for a mask, at most `MAX_AWAITING_MASKS`."""
     looked_up: Lookup | None = None
@@ -105,7 +129,7 @@ class Request:
     @property
     def mask_changes(self) -> bool:
         """Whether the mask depends on the output."""
-        return self.constraint is not None or self.banned is not None
+        return self.constraint is not None or self.rule is not None
 
     @property
     def masked(self) -> bool:

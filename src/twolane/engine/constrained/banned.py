@@ -12,7 +12,7 @@ class Banned:
     The last token of a sequence is masked where the others are the latest tokens of the output.
 
     Args:
-        sequences: none of them empty.
+        sequences: the sequences, none of them empty.
         allowed: mask of the tokens that may be chosen where no sequence would be complete.
     """
 
@@ -24,18 +24,16 @@ class Banned:
                 ends = self._by_last_but_one.setdefault(begin[-1], [])
                 ends.append((array("q", begin), last))
 
+    free = False
+    """See `TokenRule.free`."""
+
     @property
     def changes(self) -> bool:
         """Whether the mask depends on the output."""
         return bool(self._by_last_but_one)
 
     def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
-        """Return the mask of the next token.
-
-        Args:
-            tokens: the prompt and the output so far.
-            prompt_tokens: number of those of the prompt.
-        """
+        """See `TokenRule.mask`."""
         output = len(tokens) - prompt_tokens
         begun = self._by_last_but_one.get(tokens[-1], ()) if output else ()
         ends = [

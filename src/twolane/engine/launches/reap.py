@@ -6,7 +6,7 @@ from twolane.engine.kv.manager import Allocation
 from twolane.engine.launches.overlap import OTHER, PartialOverlap, corunner_during
 from twolane.engine.messages import Launched
 from twolane.engine.prompt_work import PromptWork
-from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
+from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request, TokenRule
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
@@ -101,8 +101,10 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
         request.constraint.take(sampled.token)
         request.mask = None
         state.masks_to_compute.append(request)
-    elif request.banned is not None:
-        request.mask = request.banned.mask(request.tokens, request.prompt_tokens)
+    elif request.rule is not None:
+        _follow_rule(request, request.rule)
+    elif request.unmasks and not request.awaiting_masks:
+        request.mask, request.unmasks = None, False
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
@@ -116,6 +118,13 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
     _send(state, request, sampled, at)
     if ended:
         state.finish(request, "stop" if stopped else "length")
+
+
+def _follow_rule(request: Request, rule: TokenRule) -> None:
+    """Set the mask of a request's next token, and forget a rule that changes nothing any more."""
+    request.mask = rule.mask(request.tokens, request.prompt_tokens)
+    if not rule.changes:
+        request.rule, request.unmasks = None, rule.free
 
 
 def _send(state: State, request: Request, sampled: Sampled, at: float) -> None:
