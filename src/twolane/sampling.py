@@ -121,6 +121,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     """Words that the output does not contain: the last token of one is not chosen behind its
     others. A word has the tokens that it has at the beginning of a text, and those behind a space;
     space in front of it does not count. Log-probabilities do not depend on them."""
+    thinking_token_budget: int | None = None
+    """Number of thinking tokens after which the mark that ends the thinking is forced; None and -1
+    set no limit. The model's marks of thinking must be single tokens. Log-probabilities do not
+    depend on it."""
     embeds: bool = False
     """Whether the prompt's last hidden state is returned with the first token."""
 
@@ -165,6 +169,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     def _ending_checks(self) -> tuple[tuple[str, bool, str], ...]:
         most, counts = self.max_tokens, range(MAX_LOGPROBS + 1)
         free = self.allowed_token_ids is None
+        budget = -1 if self.thinking_token_budget is None else self.thinking_token_budget
         return (
             ("max_tokens", most is None or 1 <= most < 2**63, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens < 2**63, "at least 0"),
@@ -176,6 +181,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("allowed_token_ids", free or self.grammar is None, "absent with a grammar"),
             ("bad_words", self._bans_words(), f"up to {MAX_BAD_WORDS} words of {_LENGTHS}"),
             ("bad_words", not self.bad_words or self.grammar is None, "absent with a grammar"),
+            ("thinking_token_budget", -1 <= budget < 2**63, "-1 (no limit) or at least 0"),
+            ("thinking_token_budget", budget < 0 or self.grammar is None, "absent with a grammar"),
             ("logprobs", self.logprobs is None or self.logprobs in counts, "between 0 and 20"),
             (
                 "prompt_logprobs",

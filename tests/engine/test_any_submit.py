@@ -65,6 +65,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "min_tokens": edges(0, 0, 1, 5, HUGE),
     "stop_token_ids": edges((), (2,), (0, 0, 11), tuple(range(VOCAB)), (VOCAB,), (HUGE,)),
     "allowed_token_ids": edges(None, None, (5, 11), (2,), (0, VOCAB - 1), (VOCAB,), (HUGE,)),
+    "thinking_token_budget": edges(None, None, -1, 0, 3, HUGE),
     "ignore_eos": st.booleans(),
     "repetition_penalty": edges(5e-324, 1e-30, 1.0, 1.0, 1.5, 1e30, 1.7e308),
     "presence_penalty": edges(-2.0, 0.0, 2.0),
@@ -92,7 +93,12 @@ def submits(draw: st.DrawFn) -> Submit:
         priority=draw(edges(0, -(2**63), HUGE)),
         slo=draw(slos),
         leader=draw(edges(None, None, "a", "b", "nobody")),
-        rules=TokenRules(banned=draw(st.one_of(st.just(()), sequences))),
+        rules=TokenRules(
+            banned=draw(st.one_of(st.just(()), sequences)),
+            thinking=None
+            if params.thinking_token_budget in (None, -1)
+            else draw(st.tuples(any_token, any_token)),
+        ),
     )
 
 
@@ -143,6 +149,12 @@ class Front:
         for sequence in submit.rules.banned:
             parts = zip(*(got[place:] for place in range(len(sequence))), strict=False)
             assert sequence not in parts
+        if submit.rules.thinking is not None:
+            begin, end = submit.rules.thinking
+            if begin in got[:-1] and begin not in submit.prompt and end not in submit.prompt:
+                thought = got[got.index(begin) + 1 :]
+                place = thought.index(end) if end in thought else len(thought)
+                assert place <= (params.thinking_token_budget or 0)
         assert len(got) <= (params.max_tokens or HUGE)
         assert len(scored) == (0 if params.logprobs is None else len(got))
         prompts = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]

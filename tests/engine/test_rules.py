@@ -276,6 +276,9 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "bad_words may leave no token": replace(
             asks([1], allowed_token_ids=(7,)), rules=TokenRules(banned=((1, 7),))
         ),
+        "thinking_token_budget has a token id": thinks((3, 1000)),
+        "thinking_token_budget needs the end": thinks((3, 4), allowed_token_ids=(3, 7)),
+        "thinking_token_budget ends the answer": thinks((3, 4), stop_token_ids=(4,), min_tokens=1),
     }
     for message, request in bad.items():
         news = news_of(request)
@@ -292,6 +295,11 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
 
 def asks(prompt: list[int], name: str = "x", **params: Any) -> Submit:
     return Submit(name, prompt, SamplingParams(**{"max_tokens": 4, **params}))
+
+
+def thinks(marks: tuple[int, int], **params: Any) -> Submit:
+    asked = asks([1], thinking_token_budget=2, **params)
+    return replace(asked, rules=TokenRules(thinking=marks))
 
 
 def small_engine(

@@ -40,7 +40,7 @@ OPTIONS = {
 SPLIT = (RANDOM, "static-split", "drift", "muxwise", "bullet")
 """Who must be seen to change levels."""
 
-KINDS = ("penalised", "biased", "banned", "scored", "scored prompts")
+KINDS = ("penalised", "biased", "banned", "thinking", "scored", "scored prompts")
 
 
 def policy(system: str, seed: int) -> System:

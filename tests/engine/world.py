@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product
@@ -122,7 +122,7 @@ def alone(submit: Submit, adapter: str | None = None) -> Answer:
     params = msgspec.structs.replace(submit.params, seed=None)
     encoded = msgspec.json.encode(params)
     prompt, seed = tuple(submit.prompt), submit.params.seed or 0
-    return _alone(prompt, encoded, seed, adapter, submit.rules.banned)
+    return _alone(prompt, encoded, seed, adapter, submit.rules)
 
 
 @cache
@@ -131,7 +131,7 @@ def _alone(
     encoded: bytes,
     seed: int,
     adapter: str | None,
-    banned: tuple[tuple[int, ...], ...],
+    rules: TokenRules,
 ) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
     decoder, answer = tiny_decoder(), Answer()
@@ -144,7 +144,9 @@ def _alone(
     scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
     row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
     slots = (SlotUpdate(0, 0, pages, sampling, -1 if adapter is None else 0),)
-    masks = partial(_masks, params.allowed_token_ids, banned, answer.tokens)
+    budget = params.thinking_token_budget or 0
+    thought = partial(_forced, rules.thinking, budget, prompt, answer.tokens)
+    masks = partial(_masks, params.allowed_token_ids, rules.banned, answer.tokens, thought)
     layers = decoder.spec.layers
     prefill = PrefillWork(0, (row,), 0, layers, True, (chunk,), slots, masks=masks())
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
@@ -160,17 +162,37 @@ def _alone(
 
 
 def _masks(
-    allowed: Sequence[int] | None, banned: Sequence[tuple[int, ...]], output: Sequence[int]
+    allowed: Sequence[int] | None,
+    banned: Sequence[tuple[int, ...]],
+    output: Sequence[int],
+    forced: Callable[[], int | None],
 ) -> tuple[TokenMask, ...]:
-    """The mask of the token behind an output, if there is any."""
+    """The mask of the token after an output, if there is any."""
+    size, only = tiny_decoder().spec.vocab_size, forced()
+    if only is not None:
+        return (TokenMask(0, with_tokens(no_token(size), [only])),)
     if allowed is None and not banned:
         return ()
-    size = tiny_decoder().spec.vocab_size
     left = {*(range(size) if allowed is None else allowed)}
     for *begin, last in banned:
         if (*output,)[len(output) - len(begin) :] == (*begin,):
             left.discard(last)
     return (TokenMask(0, with_tokens(no_token(size), left)),)
+
+
+def _forced(
+    marks: tuple[int, int] | None, budget: int, prompt: Sequence[int], output: Sequence[int]
+) -> int | None:
+    """The token that ends thinking whose budget is spent; None: there is none. No prompt here has
+    the mark that ends it."""
+    if marks is None:
+        return None
+    (begin, end), whole = marks, [*prompt, *output]
+    if begin not in whole:
+        return None
+    first = len(prompt) - 1 - prompt[::-1].index(begin) if begin in prompt else whole.index(begin)
+    open = end not in whole[first + 1 :]
+    return end if open and len(whole) - first - 1 >= budget else None
 
 
 def _stops(token: int, params: SamplingParams) -> bool:
@@ -253,7 +275,11 @@ class World:
             return change(drawn, params=change(drawn.params, allowed_token_ids=few), rules=rules)
         said = alone(change(drawn, rules=TokenRules())).tokens
         parts = (said[:1], said[1:3], said[2:5], said[8:10])
-        return change(drawn, rules=TokenRules(banned=tuple(tuple(part) for part in parts if part)))
+        banned = tuple(tuple(part) for part in parts if part)
+        kept = {*drawn.prompt, *said, *EOS, *drawn.params.stop_token_ids}
+        thinking = drawn.prompt[-1], next(token for token in range(i, 250) if token not in kept)
+        params = change(drawn.params, thinking_token_budget=i % 3)
+        return change(drawn, params=params, rules=TokenRules(banned=banned, thinking=thinking))
 
     def _path(self, name: str) -> str:
         """Where the version of an adapter is that is to be loaded."""
@@ -514,6 +540,7 @@ class World:
         params = submit.params
         self.seen["penalised"] += params.penalises
         self.seen["banned"] += len(submit.rules.banned) > 1
+        self.seen["thinking"] += submit.rules.thinking is not None
         self.seen["biased"] += bool(params.logit_bias)
         self.seen["scored"] += params.logprobs is not None
         self.seen["scored prompts"] += params.prompt_logprobs is not None

@@ -208,6 +208,15 @@ def sees_bad_words(ask):
     return one not in without[0] and several not in without[1] and begun[0] == first_token(ask)
 
 
+def sees_thinking_token_budget(ask):
+    """This model does not think: a budget is refused by name, and -1 is none."""
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget needs a model"):
+        ask.raw(thinking_token_budget=3)
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+        ask.raw(thinking_token_budget=-2)
+    return ask.text(thinking_token_budget=-1) == ask.text()
+
+
 def sees_include_stop_str_in_output(ask):
     whole = ask.text()
     return (

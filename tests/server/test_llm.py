@@ -210,6 +210,15 @@ def test_an_answer_has_no_bad_words(llm):
         SamplingParams(bad_words=("x",), grammar="x")
 
 
+def test_a_model_that_does_not_think_has_no_budget_for_it(llm):
+    with pytest.raises(ValueError, match="thinking_token_budget needs a model"):
+        llm.generate("a", SamplingParams(thinking_token_budget=3))
+    assert llm.generate("a", SamplingParams(thinking_token_budget=-1))
+    for wrong in ({"thinking_token_budget": -2}, {"thinking_token_budget": 1, "grammar": "x"}):
+        with pytest.raises(ValueError, match="thinking_token_budget"):
+            SamplingParams(**wrong)
+
+
 def test_an_answer_follows_a_grammar(llm):
     grammar = LLMatcher.grammar_from_regex("(Paris|Rome)!")
     params = SamplingParams(temperature=0, grammar=grammar)

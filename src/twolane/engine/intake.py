@@ -13,6 +13,7 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.banned import Banned
 from twolane.engine.constrained.bits import every_token, no_token, with_tokens
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
+from twolane.engine.constrained.thinking import ThinkingBudget
 from twolane.engine.kv.manager import Lookup
 from twolane.engine.messages import Refused, Submit, Vocabulary
 from twolane.engine.request import Request
@@ -122,6 +123,12 @@ class Intake:
             banned = Banned(message.rules.banned, request.mask or every_token(size))
             request.mask = banned.mask(request.tokens, request.prompt_tokens)
             request.rule = banned if banned.changes else None
+        if message.rules.thinking is not None:
+            assert message.params.thinking_token_budget is not None
+            always = request.mask or every_token(size)
+            budget = message.params.thinking_token_budget, message.rules.thinking
+            request.rule = ThinkingBudget(*budget, request.tokens, always, request.rule)
+            request.mask = request.rule.mask(request.tokens, request.prompt_tokens)
 
     def _compile(self, request: Request, grammar: str) -> None:
         """Hold a request back until its grammar is compiled."""
@@ -163,6 +170,7 @@ class Intake:
         params, banned, size = message.params, message.rules.banned, self._model.vocab_size
         words = [token for sequence in banned for token in sequence]
         named = {"prompt": message.prompt, **params.token_ids, "bad_words": words}
+        named["thinking_token_budget"] = thinking = message.rules.thinking or ()
         for name, tokens in named.items():
             check_token_ids(name, tokens, size)
         if params.grammar is not None and self._grammars is None:
@@ -172,6 +180,10 @@ class Intake:
         if params.min_tokens and all(token in ends for token in allowed):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
         masked = {sequence[-1] for sequence in banned}
+        if thinking and (thinking[1] in masked or thinking[1] not in allowed):
+            raise FieldError("thinking_token_budget", "needs the end of thinking to be allowed")
+        if thinking and params.min_tokens and thinking[1] in ends:
+            raise FieldError("thinking_token_budget", "ends the answer before min_tokens")
         masked |= ends if params.min_tokens else set()
         if banned and all(token in masked for token in allowed):
             raise FieldError("bad_words", "may leave no token to choose")
@@ -180,7 +192,13 @@ class Intake:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
         # Lanes get masks instead.
-        params = replace(message.params, grammar=None, allowed_token_ids=None, bad_words=())
+        params = replace(
+            message.params,
+            grammar=None,
+            allowed_token_ids=None,
+            bad_words=(),
+            thinking_token_budget=None,
+        )
         return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:

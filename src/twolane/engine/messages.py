@@ -28,6 +28,8 @@ class TokenRules(msgspec.Struct, frozen=True):
 
     banned: tuple[tuple[int, ...], ...] = ()
     """Tokens of `bad_words`: sequences that the output does not contain, none empty."""
+    thinking: tuple[int, int] | None = None
+    """Tokens that begin and end the thinking of `thinking_token_budget`."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -193,6 +193,7 @@ class LimitedFields(SamplingFields):
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords | None = None
+    thinking_token_budget: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
 

@@ -112,7 +112,8 @@ class Preparer:
         text = replace(request.text, thinking=form.thinking)
         if form.shows_special:
             text = replace(text, skip_special_tokens=False)
-        rules = TokenRules(banned=await self._texts.sequences(params.bad_words, client))
+        banned = await self._texts.sequences(params.bad_words, client)
+        rules = TokenRules(banned=banned, thinking=self._thinking_tokens(params))
         return Prepared(
             request=request, prompts=prompts, params=params, format=form, text=text, rules=rules
         )
@@ -259,6 +260,21 @@ class Preparer:
             eos = self._engine.ready.eos_token_ids
             self._maker = GrammarMaker(self.codec.tokenizer_json, eos)
         return form._replace(grammar=await self._maker.make(form.grammar_job, client))
+
+    def _thinking_tokens(self, params: SamplingParams) -> tuple[int, int] | None:
+        """Return the tokens around thinking that has a budget; None: it has none."""
+        if params.thinking_token_budget in (None, -1):
+            return None
+        field, marks = "thinking_token_budget", self._formats.thinking
+        if marks is None:
+            raise FieldError(field, "needs a model whose chat template has marks of thinking")
+        begin, end = map(self.codec.token_of, (marks.begin, marks.end))
+        if begin is None or end is None:
+            problem = (
+                f"needs marks of thinking that are tokens; {marks.begin} or {marks.end} is none"
+            )
+            raise FieldError(field, problem)
+        return begin, end
 
     def _send_vocabulary(self) -> None:
         """Send the tokenizer to the engine, which needs it for the first request with a grammar."""

@@ -371,6 +371,10 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         return name.replace("\u2581", " ").encode()
 
+    def token_of(self, text: str) -> int | None:
+        """Return the token that a text is as a whole; None: there is none."""
+        return None if self._backend is None else self._backend.token_to_id(text)
+
     def hides(self, text: str) -> bool:
         """Return whether a text is a special token, which `skip_special_tokens` leaves out."""
         return text in self._hidden
