@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -28,7 +28,6 @@ from twolane.frontend.fields import (
 )
 from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
-from twolane.frontend.other_servers import check_settings
 from twolane.frontend.prepare import Prepared, Preparer
 from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
@@ -171,7 +170,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **settings: Any) -> None:
-        check_settings(settings, EngineConfig.__struct_fields__[1:])
+        check_settings(settings)
         config = EngineConfig(model=model, **settings)
         open_standard_files()  # which a daemon may lack
         self._progress = sys.stderr.isatty() if progress is None else progress
@@ -421,6 +420,21 @@ class LLM:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+def check_settings(settings: Collection[str]) -> None:
+    """Refuse settings that there are not.
+
+    Raises:
+        TypeError: there is one.
+    """
+    known = EngineConfig.__struct_fields__[1:]
+    for name in settings:
+        if name not in known:
+            raise TypeError(
+                f"LLM: {name} is not a setting: there are {', '.join(sorted(known))}; "
+                "docs/guides/from-vllm.md says what those of other engines are here"
+            )
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:

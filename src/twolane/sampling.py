@@ -24,47 +24,19 @@ PACKED_TOGETHER = 64
 """Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
 
 
-_TO_GENERATE = "is an argument of LLM.generate, chat and stream, beside the sampling parameters"
-_GRAMMAR = "is not a sampling parameter here: use grammar, in llguidance's form"
-_BIAS = "is not served: use logit_bias, where -100 keeps a token away and 100 prefers it"
 _LENGTHS = f"1 to {MAX_BAD_WORD_LENGTH} characters"
-_BEAMS = "is not served: there is no beam search"
-_HINTS = {
-    **dict.fromkeys(
-        (
-            "stop",
-            "n",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            "truncate_prompt_tokens",
-        ),
-        _TO_GENERATE,
-    ),
-    **dict.fromkeys(
-        ("structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf"), _GRAMMAR
-    ),
-    "logits_processors": _BIAS,
-    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), _BEAMS),
-    "best_of": "is not served: ask generate for n answers, and SamplingParams for logprobs",
-    "detokenize": "is not needed: every answer has its text and its token_ids",
-    "output_kind": "is not needed: generate returns whole answers, and stream their pieces",
-    "flat_logprobs": "is not served: logprobs has one form",
-    "spaces_between_special_tokens": "is not served: text is as the tokenizer joins it",
-    "extra_args": "is not served: every parameter has a name of its own",
-    "max_new_tokens": "has another name here: use max_tokens",
-    "min_new_tokens": "has another name here: use min_tokens",
-}
-"""A hint for each sampling parameter of vLLM and SGLang that does not exist here."""
 
 
 class _NamedParams(msgspec.StructMeta):
-    """Refuses unknown parameters with a hint."""
+    """Refuses unknown parameters by name."""
 
     def __call__(cls, *args: Any, **params: Any) -> Any:
         for name in params:
             if name not in cls.__struct_fields__:
-                hint = _HINTS.get(name, f"is none of {', '.join(cls.__struct_fields__)}")
-                raise TypeError(f"SamplingParams: {name} {hint}")
+                raise TypeError(
+                    f"SamplingParams: {name} is none of {', '.join(cls.__struct_fields__)}; "
+                    "docs/guides/from-vllm.md says what those of other engines are here"
+                )
         return super().__call__(*args, **params)
 
 

@@ -12,7 +12,6 @@ from twolane.cli.errors import INTERRUPTED, fail, message_of
 from twolane.cli.lazy import LazyCommands
 from twolane.common.log_lines import LineHandler
 from twolane.common.resources import open_standard_files
-from twolane.frontend.other_servers import unserved
 
 PLAIN = (
     ("Invalid value: ", ""),
@@ -25,6 +24,8 @@ PLAIN = (
 )
 """Phrases of the parser's error messages, each with a plain replacement."""
 
+OTHERS = "docs/guides/from-vllm.md says what the options of other servers are here"
+"""Explanation for an unknown option."""
 LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
 """Explanation for a `TWOLANE_…` variable whose value is the address of a service."""
 
@@ -97,7 +98,9 @@ def main() -> None:
 def explain(error: Any) -> int:
     """Print a parser's error in one line with the source of the value; return its exit code."""
     context = getattr(error, "ctx", None)
-    message = unserved(error) or wrong_value(error) or plain(error.format_message())
+    message = wrong_value(error) or plain(error.format_message())
+    if hasattr(error, "option_name"):  # there is no such option
+        message += f"; {OTHERS}"
     if message and context is not None:
         message += f" (see {context.command_path} --help)"
     if message:
