@@ -267,7 +267,10 @@ class LLM:
         else:
             fields = text_fields(options)
             asked = {"prompts": [read_prompt(prompt)]}
-        request = self._request(params or self._params, fields, options, stream=True, **asked)
+        params = params or self._params
+        request = self._request(params, fields, options, stream=True, **asked)
+        if params.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "cannot be streamed")
         return self._pieces(self._run(self._preparer.prepare(request)))
 
     def close(self) -> None:

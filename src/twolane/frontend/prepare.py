@@ -238,8 +238,6 @@ class Preparer:
             raise ContextExceeded(field, self._context, str(longest), wanted, "the prompt")
         for field, ids in params.token_ids.items():
             check_token_ids(field, ids, self._engine.ready.vocab_size)
-        if request.stream and params.prompt_logprobs is not None:
-            raise FieldError("prompt_logprobs", "cannot be streamed")
         self.codec.check_stop(request.text.stop)
 
     async def _format(

@@ -73,13 +73,27 @@ class TooManyPlaces(Exception):
 
 def lark_of_gbnf(text: str) -> str:
     """Return a GBNF grammar in Lark's format that allows the same texts."""
-    rules = GrammarParser().parse(text)
+    rules = plainly_named(GrammarParser().parse(text))
     resolve(rules)
     try:
         whole = reads_by_lexemes(rules)
     except (TooManyPlaces, RecursionError):
         whole = False
     return lark_text(rules, whole=whole)
+
+
+def plainly_named(rules: Mapping[str, RuleNode]) -> dict[str, RuleNode]:
+    """Return rules with names that `resolve` does not confuse: no grammar has a space in one."""
+    names = {name: f"rule {place}" for place, name in enumerate(rules) if name != "root"}
+    for rule in rules.values():
+        rule.name = names.get(rule.name, rule.name)
+        todo: list[ASTNode] = [rule]
+        while todo:
+            node = todo.pop()
+            todo += node.children()
+            if isinstance(node, RuleRefNode):
+                node.name = names.get(node.name, node.name)
+    return {rule.name: rule for rule in rules.values()}
 
 
 def lark_text(rules: Mapping[str, RuleNode], *, whole: bool) -> str:

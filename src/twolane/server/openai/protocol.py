@@ -161,6 +161,8 @@ class GenerationBody(TextFields, LimitedFields):
             raise wrong("structured_outputs", "cannot be combined with response_format")
         if self.prompt_token_ids is not None and self.truncate_prompt_tokens is not None:
             raise wrong("prompt_token_ids", "cannot be combined with truncate_prompt_tokens")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "cannot be streamed")
         return self
 
     @property
