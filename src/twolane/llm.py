@@ -159,7 +159,7 @@ class LLM:
 
     Args:
         model: an alias, a local directory, a GGUF file, a built-in shape or a Hugging Face id.
-        progress: whether to show progress bars on standard error; None shows them in a terminal.
+        progress: true if progress bars are shown on standard error; None shows them in a terminal.
         settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`.
 
     Raises:
@@ -209,7 +209,7 @@ class LLM:
             prompts: one text, texts, one list of token ids, or lists of token ids.
             params: sampling parameters of all prompts, or one for each; None takes the defaults of
                 the model's `generation_config.json`, and otherwise `SamplingParams()`.
-            progress: whether to show a progress bar; None shows it for several prompts if the LLM
+            progress: true if a progress bar is shown; None shows it for several prompts if the LLM
                 shows bars.
             options: see `GenerateOptions`.
 
@@ -485,7 +485,7 @@ def text_fields(options: GenerateOptions, *others: type[Body]) -> TextFields:
     """Return the options of answers and their text.
 
     Args:
-        options: as given, by keyword.
+        options: the keywords that the caller gives.
         others: forms that have the keywords which `TextFields` lacks.
 
     Raises:

@@ -90,8 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     """The only tokens that are chosen, at least one; None: all. An end-of-sequence or stop token
     that is not among them is not chosen either. Log-probabilities do not depend on them."""
     bad_words: tuple[str, ...] = ()
-    """Words that the output does not contain: the last token of one is not chosen behind its
-    others. A word has the tokens that it has at the beginning of a text, and those behind a space;
+    """Words that the output does not contain: a word's last token is never sampled after its
+    other tokens. It has the tokens that it has at the beginning of a text, and those after a space;
     space in front of it does not count. Log-probabilities do not depend on them."""
     thinking_token_budget: int | None = None
     """Number of thinking tokens after which the mark that ends the thinking is forced; None and -1

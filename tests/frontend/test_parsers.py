@@ -622,7 +622,7 @@ WRAPPED = "<think>So</think>\n<response>\n"
     ],
 )
 @given(places=st.lists(st.integers(0, 100), max_size=12))
-def test_marks_around_an_answer_behind_thinking_are_not_shown(text, shown, places):
+def test_marks_around_an_answer_after_thinking_are_not_shown(text, shown, places):
     """Granite 3.3 writes them."""
     template = "{{ tools }} <think></think> ... <response></response>"
     thought = "So" if text.startswith("<think>") else ""

@@ -14,7 +14,7 @@ from twolane.engine.constrained.matching import MAX_OPTIONAL, matcher_of, proble
 from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
-    behind_thinking,
+    after_thinking,
     check_grammar,
     choice_grammar,
     context_free_grammar,
@@ -339,7 +339,7 @@ def test_an_answer_may_follow_thinking(takes, way, opened):
     thinking = msgspec.structs.replace(way, opened=opened)
     plain = json_schema_grammar({"type": "integer"})
     begin, end = "" if opened else f"{way.begin}\n", f"{way.end}\n\n"
-    grammar = behind_thinking(plain, lambda _: None, thinking)
+    grammar = after_thinking(plain, lambda _: None, thinking)
     assert takes(grammar, begin + f"So 1 and {{2}}\nit is.\n{end}12")
     assert not takes(grammar, begin + f"So 1 and 2\n{end}x")
     assert takes(grammar, "12") is not opened
@@ -349,10 +349,10 @@ def test_an_answer_may_follow_thinking(takes, way, opened):
         regex_grammar("a|b"),
         context_free_grammar('start: "a"'),
     ):
-        assert takes(behind_thinking(other, lambda _: None, thinking), begin + f"hm{end}a")
+        assert takes(after_thinking(other, lambda _: None, thinking), begin + f"hm{end}a")
     calls = calls_grammar("hermes", [NOTHING], lambda _: None, several=False)
     called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert takes(behind_thinking(calls, lambda _: None, thinking), begin + f"hm{end}{called}")
+    assert takes(after_thinking(calls, lambda _: None, thinking), begin + f"hm{end}{called}")
 
 
 def nested(depth):
@@ -591,7 +591,7 @@ def test_strict_tools_follow_thinking(takes):
     calls = strict_grammar("hermes", [strict], lambda _: None, several=True)
     call = CALLS["hermes"].split("\n<tool_call>")[0]
     for opened, begin in ((True, ""), (False, "<think>\n")):
-        grammar = behind_thinking(calls, lambda _: None, ThinkingMarks(opened=opened))
+        grammar = after_thinking(calls, lambda _: None, ThinkingMarks(opened=opened))
         assert takes(grammar, f"{begin}Rome?\n</think>\n\nLooking.\n{call}")
         assert not takes(grammar, f"{begin}Rome?\n</think>\n\n" + call.replace("city", "town"))
 

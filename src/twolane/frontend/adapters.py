@@ -28,7 +28,7 @@ class Adapters:
 
     Args:
         loaded: path by name, of those that the engine starts with.
-        digests: of their files, by name.
+        digests: digests of the adapters' files, by name.
         send: sends a message to the engine.
     """
 

@@ -90,8 +90,8 @@ class ModelFormats:
     Args:
         template: the model's chat template; None: it has none.
         tool_parser: a name of `FORMATS`; None: the format is found from the template.
-        reasons: whether the thinking of a model that the template tells of comes apart.
-        hides: whether a text is a special token, which answers do not show.
+        reasons: true if thinking that the template has marks for is separated from the answer.
+        hides: returns whether a text is a special token, which answers do not show.
     """
 
     def __init__(

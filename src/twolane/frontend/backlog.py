@@ -19,7 +19,7 @@ def ignore_growth(_: int) -> None:
 class Backlog(Generic[T]):
     """A queue of the deltas and other events of a request.
 
-    Deltas that wait behind others are encoded: a reader that falls behind holds a fraction of the
+    Deltas that wait after others are encoded: a reader that falls behind holds a fraction of the
     memory that their objects would take, and how much it holds is known.
     """
 

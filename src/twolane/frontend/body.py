@@ -115,7 +115,7 @@ def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
     """Convert the first of pydantic's errors to a message that names the field's path.
 
     Args:
-        errors: of `ValidationError.errors()`.
+        errors: the result of `ValidationError.errors()`.
         prefix: name of the object, if it is itself a field of something.
     """
     error = errors[0]

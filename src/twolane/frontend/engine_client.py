@@ -89,7 +89,7 @@ class EngineClient:
     Args:
         on_progress: told the steps of the engine's start.
         hang_seconds: see `Liveness`.
-        watchdog: whether an engine that hangs for long is killed.
+        watchdog: true if an engine that hangs for long is killed.
     """
 
     arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
@@ -153,11 +153,11 @@ class EngineClient:
         """Start an engine and wait until it is ready.
 
         Args:
-            config: of the engine.
+            config: the engine's settings.
             on_progress: is told the steps of the start.
             log_level: see `EngineStart`.
             hang_seconds: without a sign of progress after which the engine counts as hung.
-            watchdog: whether a hung engine is killed; None: if it has several ranks.
+            watchdog: true if a hung engine is killed; None: killed if it has several ranks.
 
         Raises:
             FieldError: a setting does not go with the device or the model.
@@ -192,7 +192,7 @@ class EngineClient:
         """Send the model's tokenizer before the first request with a grammar.
 
         Args:
-            tokenizer: in the form of `tokenizer.json`.
+            tokenizer: the content of a `tokenizer.json`.
 
         Raises:
             EngineError: the engine is gone.

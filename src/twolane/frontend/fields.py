@@ -215,7 +215,7 @@ def check_tools(tools: Sequence[Tool], chosen: Sequence[str] = (), *, needed: bo
     Args:
         tools: the tools that a request offers.
         chosen: names of the tools that may be called; none: all.
-        needed: whether the choice needs tools.
+        needed: true if the choice needs tools.
 
     Raises:
         PydanticCustomError: one of these is the case.

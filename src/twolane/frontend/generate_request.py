@@ -89,7 +89,7 @@ class PromptError(FieldError):
 
     Args:
         field: the client's field that has the prompt.
-        message: what is wrong, as a whole sentence.
+        message: the problem as a whole sentence.
     """
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ class AnswerBar:
 
     Args:
         total: prompts.
-        shown: whether there is a bar at all.
+        shown: true if there is a bar at all.
     """
 
     def __init__(self, total: int, *, shown: bool) -> None:

@@ -94,8 +94,8 @@ class Worker:
     """A worker process.
 
     Args:
-        reader: of its answers.
-        writer: of its jobs.
+        reader: the stream of the worker's answers.
+        writer: the stream of the worker's jobs.
     """
 
     pid: int
@@ -185,8 +185,8 @@ class Sandbox:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
-                # Which is ended with all that the conversion starts. In the session of the engine,
-                # since a worker's niceness may count for nothing in one of its own (see `_spawn`).
+                # The process group lets us kill everything that the conversion starts. It is in the
+                # engine's session: niceness may count for nothing in one of its own (see `_spawn`).
                 process_group=0,
             )
         try:
@@ -276,8 +276,8 @@ class JobQueue:
     """Runs jobs in one worker, one at a time, with clients in rotation.
 
     Args:
-        sandbox: that starts its workers.
-        niceness: by how much they yield to others in their claim on the processor; see nice(2).
+        sandbox: the sandbox that starts the workers.
+        niceness: the niceness that workers add to their own; see nice(2).
     """
 
     def __init__(self, sandbox: Sandbox, niceness: int = 0) -> None:

@@ -44,9 +44,9 @@ def create_app(
 
     Args:
         service: the served model.
-        monitoring: what the server measures of itself.
+        monitoring: the server's metrics and dashboard.
         options: keys, bounds, origins, and which endpoints there are.
-        lora_endpoints: whether adapters can be loaded and unloaded.
+        lora_endpoints: true if adapters can be loaded and unloaded.
     """
     app = FastAPI(
         title="Twolane",

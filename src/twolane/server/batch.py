@@ -75,8 +75,8 @@ async def run_batch(
     """Answer a batch file; output lines come in order of completion.
 
     Args:
-        config: of the engine.
-        options: of the server; those of connections have no effect.
+        config: the engine's settings.
+        options: the server's settings; those of connections have no effect.
         source: the requests.
         target: gets the answers.
         concurrency: number of requests that are open at a time.
@@ -117,7 +117,7 @@ async def lines_of(source: IO[bytes], *, waits: bool = False) -> AsyncIterator[t
 
     Args:
         source: the file.
-        waits: whether it is a pipe, socket or terminal, whose reader may wait for its writer:
+        waits: true if the file is a pipe, socket or terminal, whose reader may wait for its writer:
             answers and signals go on meanwhile.
 
     Raises:
@@ -190,8 +190,8 @@ async def answer_line(app: ASGIApp, number: int, line: bytes, seen: set[str]) ->
 
     Args:
         app: the application.
-        number: of the line.
-        line: of the input.
+        number: the line's number.
+        line: a line of the input.
         seen: ids of the lines before it; its own is added.
     """
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}

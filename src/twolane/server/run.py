@@ -407,7 +407,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind and listen before the model is loaded, so that two servers cannot share an address.
 
     Args:
-        host: its name or address; one of IPv6 may have brackets around it, as in a URL.
+        host: the host's name or address; one of IPv6 may have brackets around it, as in a URL.
         port: 0 takes any.
 
     Raises:

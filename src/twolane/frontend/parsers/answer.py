@@ -39,7 +39,7 @@ class AnswerReader:
         reasoning: tells the thinking apart; None: the model does not think.
         tools: finds tool calls in what is left; None: there can be none.
         unclosed: finds calls with which the thinking ends; None: there can be none.
-        several: whether more than the first call is kept.
+        several: true if more than the first call is kept.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class AnswerReader:
 
         Args:
             text: new text since the last call.
-            ended: whether nothing follows it.
+            ended: true if nothing follows it.
         """
         pieces: list[Piece] = []
         for piece in self._split(text, ended=ended):

@@ -67,7 +67,7 @@ class JsonText:
         self._escape = ""
         """Escape in progress."""
         self._closing = ""
-        """Single quote that may end the string, and the white space behind it."""
+        """Single quote that may end the string, and the white space after it."""
 
     def settle(self, char: str) -> str:
         """Return the output of a single quote, if one came, now that the next character is known.
@@ -129,8 +129,8 @@ class PlainJson:
         """Process more text; return the output that is certain now.
 
         Args:
-            written: of `JsonText`.
-            quoted: whether it is of a string.
+            written: the result of `JsonText`.
+            quoted: true if the value is a string.
         """
         if quoted or not written:
             return self.rest() + written

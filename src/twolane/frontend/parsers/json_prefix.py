@@ -47,11 +47,11 @@ class ObjectPrefix:
         if not self._open:
             return char == "{" and self._next == "value" and self._opens(char)
         last = self._open[-1]
-        if self._next in ("behind", "first") and char == {"{": "}", "[": "]"}[last]:
+        if self._next in ("after", "first") and char == {"{": "}", "[": "]"}[last]:
             self._open.pop()
-            self._next = "behind"
+            self._next = "after"
             return True
-        if self._next == "behind":
+        if self._next == "after":
             self._next = "key" if last == "{" else "value"
             return char == ","
         if self._next == "colon":
@@ -66,7 +66,7 @@ class ObjectPrefix:
         """Begin a value."""
         if char in "{[":
             return self._opens(char)
-        self._next, self._string = "behind", char == '"'
+        self._next, self._string = "after", char == '"'
         self._scalar = char if char in SCALAR_BEGINS else ""
         return self._string or bool(self._scalar)
 

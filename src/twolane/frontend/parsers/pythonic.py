@@ -45,7 +45,7 @@ class PythonicCall:
         """Quote that ends the open string; empty: no string is open."""
         self._escaped = False
         self._closing = ""
-        """Such a mark and the white space behind it, while it is open whether it ends the string:
+        """Such a mark and the white space after it, while it is open whether it ends the string:
         models leave apostrophes as they are."""
         self._depth = 0
         """Number of brackets that are open within the argument."""

@@ -57,7 +57,7 @@ class NamedCall:
 
     Args:
         header: matches all that is before the object; its group `name` is the tool's.
-        end: mark behind the header of a call without arguments; None: it has none.
+        end: mark after the header of a call without arguments; None: it has none.
     """
 
     def __init__(self, header: str, end: str | None = None) -> None:
@@ -222,7 +222,7 @@ def listed_call(_: Types) -> CallReader:
 
 
 def listed_object(types: Types) -> CallReader:
-    """Return what reads Llama's call: an object, alone or of a list, or behind `<function=` the
+    """Return what reads Llama's call: an object, alone or of a list, or after `<function=` the
     name of a tool, `>` and its arguments."""
     names = "|".join(map(re.escape, types))
     header = rf"(?P<name>{names})>\s*" if names else r"(?P<name>[\w.:-]+)>\s*"
@@ -230,7 +230,7 @@ def listed_object(types: Types) -> CallReader:
 
 
 def tagged_call(types: Types) -> CallReader:
-    """Return what reads the call behind `<tool_call>`, in JSON or as Qwen3-Coder writes it: models
+    """Return what reads the call after `<tool_call>`, in JSON or as Qwen3-Coder writes it: models
     were trained with both and mix them up. Objects may be in a list."""
     return ChosenCall(lambda: XmlCall(types), WHITE + "[")
 
@@ -348,7 +348,7 @@ class XmlCall:
             return
         begun = "".join(self._pieces).lstrip()
         if not begun:
-            self._pieces = []  # or else all of it is read again behind each character
+            self._pieces = []  # or else all of it is read again after each character
         known = BEGIN_FUNCTION.startswith(begun[: len(BEGIN_FUNCTION)])
         self.broken = not known or "\n" in begun or len(begun) > MAX_READ_AGAIN
 
@@ -356,7 +356,7 @@ class XmlCall:
         """Decide by the text after the name whether a call has begun."""
         begun = "".join(self._pieces).lstrip()
         if not begun:
-            self._pieces = []  # or else all of it is read again behind each character
+            self._pieces = []  # or else all of it is read again after each character
         elif begun.startswith(INSIDE):
             self.name = self._begun_name
             if begun.endswith(">"):

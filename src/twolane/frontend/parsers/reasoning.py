@@ -26,7 +26,7 @@ KNOWN_MARKS = (
 )
 """Known marks: those of most models, of Mistral's, of Granite 3.2, and of Seed-OSS."""
 AROUND_ANSWER = ("<response>", "</response>")
-"""Marks around the answers of Granite 3.3, behind thinking."""
+"""Marks around the answers of Granite 3.3, after thinking."""
 
 
 class ReasoningParser:
@@ -35,7 +35,7 @@ class ReasoningParser:
     Thinking comes first, if at all; white space around the marks belongs to neither side.
 
     Args:
-        marks: of the thinking.
+        marks: the marks around the thinking.
     """
 
     def __init__(self, marks: ThinkingMarks = KNOWN_MARKS[0]) -> None:
@@ -140,8 +140,8 @@ class _AnswerWithin:
     def _certain(self) -> int:
         """Return the number of characters that belong neither to the end mark nor to the white
         space before it."""
-        said, mark, behind = self._text.rpartition(self._end)
-        if not mark or behind.strip():
+        said, mark, rest = self._text.rpartition(self._end)
+        if not mark or rest.strip():
             said = self._text[: len(self._text) - held_back(self._text, (self._end,))]
         return len(said.rstrip())
 
@@ -149,10 +149,10 @@ class _AnswerWithin:
 class AnswerGate:
     """Separates the answer's text, in which stop strings count, from the thinking before it.
 
-    White space behind the thinking belongs to neither, and no stop string counts in it.
+    White space after the thinking belongs to neither, and no stop string counts in it.
 
     Args:
-        marks: of the thinking.
+        marks: the marks around the thinking.
     """
 
     def __init__(self, marks: ThinkingMarks) -> None:
@@ -173,7 +173,7 @@ class AnswerGate:
         if self._state == "answer":
             return "", text
         if self._state == "blank":
-            return self._behind("", text)
+            return self._after("", text)
         self._seen += text
         if self._state == "start":
             begun, mark = self._seen.lstrip(), self._marks.begin
@@ -185,11 +185,11 @@ class AnswerGate:
         if not mark:
             self._seen = self._seen[1 - len(self._marks.end) :]
             return text, ""
-        behind = len(self._seen) - len(thought) - len(mark)
+        rest = len(self._seen) - len(thought) - len(mark)
         self._state = "blank"
-        return self._behind(text[: len(text) - behind], text[len(text) - behind :])
+        return self._after(text[: len(text) - rest], text[len(text) - rest :])
 
-    def _behind(self, before: str, text: str) -> tuple[str, str]:
+    def _after(self, before: str, text: str) -> tuple[str, str]:
         """Process text after the thinking, of which only white space has come."""
         rest = text.lstrip()
         if rest:
@@ -221,7 +221,7 @@ def ends_in_thinking(marks: ThinkingMarks, prompt: str, continued: str | None = 
     """Return whether a prompt ends within thinking.
 
     Args:
-        marks: of the thinking.
+        marks: the marks around the thinking.
         prompt: the end of it.
         continued: the text of the message that the answer goes on with.
     """

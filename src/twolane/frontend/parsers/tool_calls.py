@@ -141,7 +141,7 @@ class ToolCallParser:
     White space between text and calls is dropped. What begins like a call and is none is text.
 
     Args:
-        call_format: of the model.
+        call_format: the format of the model's calls.
         types: the types of the tools' parameters.
     """
 
@@ -267,12 +267,12 @@ class ToolCallParser:
     def _refused(self) -> str:
         """Return the mark with which no call begins, and the text after it that is not parsed
         again."""
-        mark, behind = self._raw[0], "".join(self._raw[1:])
-        if not mark.strip() and behind.startswith(self._format.within):
-            mark, behind = mark + behind[:1], behind[1:]
-        again = read_again_from(behind, self.marks)
-        self._text = behind[again:] + self._text
-        return mark + behind[:again]
+        mark, rest = self._raw[0], "".join(self._raw[1:])
+        if not mark.strip() and rest.startswith(self._format.within):
+            mark, rest = mark + rest[:1], rest[1:]
+        again = read_again_from(rest, self.marks)
+        self._text = rest[again:] + self._text
+        return mark + rest[:again]
 
     def _pass_on(self, reader: CallReader, pieces: list[Piece]) -> None:
         if not self._named:

@@ -25,7 +25,7 @@ class CallsInThinking:
 
     Qwen3.5 and others begin a call at times without the mark that closes the thinking. Models also
     draft calls while they think. Whole calls of known tools are such if nothing else follows in the
-    answer; a draft has thinking or an answer behind it. What is kept back is released as soon as it
+    answer; a draft has thinking or an answer after it. What is kept back is released as soon as it
     cannot be such calls any more: a call's arguments can become no object, say, or it is too long.
 
     Invariant: what the pieces say when put together depends on the whole text alone.
@@ -98,14 +98,16 @@ class CallsInThinking:
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
         """Parse text after a mark; return the thinking, and the text to parse again."""
         most = MAX_HELD - self._held_size
-        for place, char in enumerate(text, 1):  # which one tells must not depend on the cuts
+        for place, char in enumerate(
+            text, 1
+        ):  # the result must not depend on how the text is chunked
             pieces = parser.feed(char)
             self._calls += pieces
             if place > most or not self._may_be_calls(pieces):
                 held = "".join((*self._held, text[:place]))
                 self._held, self._parser = [], None
-                behind = _read_no_more(held, self._marks)
-                return held[:behind], held[behind:] + text[place:]
+                again = _read_no_more(held, self._marks)
+                return held[:again], held[again:] + text[place:]
         self._held.append(text)
         self._held_size += len(text)
         return "", ""

@@ -1,7 +1,7 @@
 """Converts GBNF to Lark, with lexemes where that allows the same texts, else character by
 character.
 
-llguidance's parser reads lexemes, each as long as it can be, while GBNF has no such rule: behind
+llguidance's parser reads lexemes, each as long as it can be, while GBNF has no such rule: after
 `word ::= [a-z]+` an "x" may follow. A grammar is safe to read by lexemes if no lexeme could go on
 with a character that may also follow it. Any other is written with lexemes of one character, which
 takes the parser about ten times as long.
@@ -100,8 +100,8 @@ def lark_text(rules: Mapping[str, RuleNode], *, whole: bool) -> str:
     """Return a grammar in Lark's format.
 
     Args:
-        rules: of the grammar, resolved.
-        whole: whether lexemes are as long as they can be; else they have one character.
+        rules: the rules of the grammar, resolved.
+        whole: true if lexemes are as long as they can be; else they have one character.
     """
     ordered = sorted(rules.values(), key=lambda rule: rule.order)
     names = {
@@ -138,8 +138,8 @@ def reads_by_lexemes(rules: Mapping[str, RuleNode]) -> bool:
     grammar, comparison = LexemeGrammar(rules), Comparison()
     for key, lexeme in grammar.lexemes.items():
         others = [grammar.lexemes[other] for other in grammar.follow[key]]
-        behind = {other.chars[place] for other in others for place in other.first}
-        if any(comparison.goes_on(lexeme, other, behind) for other in grammar.lexemes.values()):
+        following = {other.chars[place] for other in others for place in other.first}
+        if any(comparison.goes_on(lexeme, other, following) for other in grammar.lexemes.values()):
             return False
     return True
 
@@ -150,7 +150,7 @@ class Comparison:
     def __init__(self) -> None:
         self._left = MAX_LOOKS
 
-    def goes_on(self, lexeme: Lexeme, other: Lexeme, behind: Collection[Ranges]) -> bool:
+    def goes_on(self, lexeme: Lexeme, other: Lexeme, following: Collection[Ranges]) -> bool:
         """Return whether `other` may begin with all of `lexeme` and continue with what follows.
 
         Raises:
@@ -163,7 +163,7 @@ class Comparison:
             if mine in lexeme.last and any(
                 self._overlap(other.chars[place], chars)
                 for place in other.follow[its]
-                for chars in behind
+                for chars in following
             ):
                 return True
             ahead = self._overlapping(lexeme, lexeme.follow[mine], other, other.follow[its])
@@ -191,7 +191,7 @@ class LexemeGrammar:
     """The lexemes of a grammar, and which may follow which.
 
     Args:
-        rules: of the grammar, resolved.
+        rules: the rules of the grammar, resolved.
 
     Raises:
         TooManyPlaces: there are too many lexemes.
@@ -272,21 +272,21 @@ class LexemeGrammar:
                 break
         return found
 
-    def _walk(self, node: ASTNode, behind: set[int]) -> None:
-        """Add to the follow sets of a node's lexemes and rules, which `behind` may follow."""
+    def _walk(self, node: ASTNode, after: set[int]) -> None:
+        """Add to the follow sets of a node's lexemes and rules, which `after` may follow."""
         if (key := self._lexeme(node)) is not None:
-            self.follow[key] |= behind
+            self.follow[key] |= after
         elif isinstance(node, RuleRefNode):
-            self.follow[id(node.target)] |= behind
+            self.follow[id(node.target)] |= after
         elif isinstance(node, SequenceNode):
             for child in reversed(node.nodes):
-                self._walk(child, behind)
-                behind = self._firsts(child) | (behind if self._empty(child) else set())
+                self._walk(child, after)
+                after = self._firsts(child) | (after if self._empty(child) else set())
         else:
             if isinstance(node, RepetitionNode) and node.max_times != 1:
-                behind = behind | self._firsts(node.node)
+                after = after | self._firsts(node.node)
             for child in node.children():
-                self._walk(child, behind)
+                self._walk(child, after)
 
 
 def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:

@@ -115,13 +115,13 @@ def check_object(schema: Mapping[str, Any]) -> None:
             raise ValueError(problem)
 
 
-def behind_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> str:
+def after_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> str:
     """Return the grammar of an answer that follows the model's thinking.
 
     Args:
-        grammar: of the answer.
+        grammar: the grammar of the answer.
         token_of: finds the marks of thinking among the added tokens.
-        thinking: how the model thinks; unless the prompt has opened it, it may think or not.
+        thinking: the marks of thinking; unless the prompt has opened it, it may think or not.
     """
     [answer, *others] = json.loads(grammar)["grammars"]
     end, opened = token_of(thinking.end), thinking.opened

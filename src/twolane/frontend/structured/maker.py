@@ -24,7 +24,7 @@ class GrammarMaker:
 
     Args:
         tokenizer: the model's `tokenizer.json`.
-        eos_token_ids: of the model.
+        eos_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:

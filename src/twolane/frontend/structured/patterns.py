@@ -18,7 +18,7 @@ EQUAL: Mapping[str, str] = MappingProxyType(
         "^(?!\\.)(?!.*\\.\\.)([A-Za-z0-9_'+\\-\\.]*)[A-Za-z0-9_+-]"
         "@([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$": f"^({ATOM}+\\.)*{ATOM}*[A-Za-z0-9_+\\-]"
         "@([A-Za-z0-9][A-Za-z0-9\\-]*\\.)+[A-Za-z]{2,}$",
-        # z.iso.duration(): at least one number, and one behind a T.
+        # z.iso.duration(): at least one number, and one after a T.
         "^P(?:(\\d+W)|(?!.*W)(?=\\d|T\\d)(\\d+Y)?(\\d+M)?(\\d+D)?"
         "(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$": f"^P([0-9]+W|{DATE}({TIME})?|{TIME})$",
     }
@@ -61,7 +61,7 @@ def _has_alternatives(expression: str) -> bool:
 
 
 def _marks(expression: str) -> Iterator[tuple[re.Match[str], int]]:
-    """Yield what `STRUCTURE` finds, with the number of groups that are open behind it."""
+    """Yield what `STRUCTURE` finds, with the number of groups that are open after it."""
     depth = 0
     for mark in STRUCTURE.finditer(expression):
         depth += (mark[0] == "(") - (mark[0] == ")")

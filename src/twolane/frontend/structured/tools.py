@@ -74,9 +74,9 @@ def calls_grammar(
 
     Args:
         call_format: a name of `tool_calls.FORMATS`.
-        tools: that may be called; at least one.
+        tools: the tools that may be called; at least one.
         token_of: finds the special tokens that are marks of the format.
-        several: whether more than one call may be made.
+        several: true if more than one call may be made.
     """
     marks = _Marks(token_of)
     calls = [CALLS[call_format](tool, marks) for tool in tools]
@@ -99,9 +99,9 @@ def strict_grammar(
 
     Args:
         call_format: a name of `tool_calls.FORMATS`.
-        tools: that may be called; at least one.
+        tools: the tools that may be called; at least one.
         token_of: finds the special tokens that are marks of the format.
-        several: whether more than one call may be made.
+        several: true if more than one call may be made.
     """
     marks = _Marks(token_of)
     if call_format == "glm4_0414":

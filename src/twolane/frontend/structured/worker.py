@@ -98,7 +98,7 @@ def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     make = answer_maker(job.answer, token_of)
     if (thinking := job.thinking) is None:
         return make
-    return lambda: grammars.behind_thinking(make(), token_of, thinking)
+    return lambda: grammars.after_thinking(make(), token_of, thinking)
 
 
 def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -> grammars.Maker:
@@ -123,7 +123,7 @@ def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence
     """Check that a grammar can be matched and its masks computed for some tokens.
 
     Args:
-        grammar: as the engine compiles it.
+        grammar: a grammar in the form that the engine compiles.
         field: the request's, which asks for it.
         vocabulary: the model's.
         longest: tokens of which those that the grammar allows are tried, the first one first.

@@ -62,7 +62,7 @@ class Detokenizer(Protocol):
     """Incremental detokeniser of one answer.
 
     The pieces put together are the decoded text of all tokens without the special ones, as it
-    reads behind the prompt, and no piece ends inside a character. Each call takes constant time.
+    reads after the prompt, and no piece ends inside a character. Each call takes constant time.
     """
 
     def step(self, token: int) -> str:
@@ -78,8 +78,8 @@ class ByteVocabulary:
     """Bytes of each token of a byte-level tokenizer, looked up once a token.
 
     Args:
-        tokenizer: of the tokens.
-        skip_special_tokens: whether special tokens stand for nothing.
+        tokenizer: the tokenizer that made the tokens.
+        skip_special_tokens: true if special tokens are left out of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -112,7 +112,7 @@ class ByteDetokenizer:
     """Detokeniser of byte-level tokenizers (GPT-2's kind); exact for any tokens.
 
     Args:
-        vocabulary: of the tokenizer.
+        vocabulary: the bytes of the tokenizer's tokens.
         prompt: the tokens before those that will come. The rest of a character that the prompt
             breaks off is shown as the whole character.
     """
@@ -148,10 +148,10 @@ class WindowDetokenizer:
     differ from that of a decode of the whole.
 
     Args:
-        tokenizer: of the tokens.
+        tokenizer: the tokenizer that made the tokens.
         prompt: the tokens before those that will come. Decoders drop the space that a text begins
-            with; behind a prompt it is one between two words, or of an indentation.
-        skip_special_tokens: whether special tokens stand for nothing.
+            with; after a prompt it is one between two words, or of an indentation.
+        skip_special_tokens: true if special tokens are left out of the text.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class TextCodec:
 
         Args:
             text: the prompt.
-            add_special_tokens: whether to put those around it that the model expects.
+            add_special_tokens: true if the tokens that the model expects around it are added.
 
         Raises:
             TextError: the model has no tokenizer.
@@ -414,7 +414,7 @@ class TextCodec:
 
     def sequences(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token sequences of words that an answer must not contain: of each as it is at
-        the beginning of a text, and behind a space.
+        the beginning of a text, and after a space.
 
         Raises:
             TextError: the model has no tokenizer, or it failed, or makes no tokens of a word.
@@ -586,7 +586,7 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of byte-level token names (GPT-2's table)."""
+    """Return the byte for each character of byte-level token names (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

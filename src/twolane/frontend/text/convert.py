@@ -194,7 +194,7 @@ def read_backend(
 
     Args:
         source: the directory.
-        config: its `tokenizer_config.json`.
+        config: the content of `tokenizer_config.json`.
         declared: see `declared_tokens`; those of SentencePiece's ids take the place of its pieces.
 
     Raises:

@@ -100,12 +100,12 @@ class OutputReader:
     """Converts the engine's outputs of one answer to text, and finds its stop strings.
 
     Args:
-        index: of the answer.
+        index: the index of the answer within its request.
         codec: the tokenizer.
-        prompt: its tokens.
-        params: of the answer.
-        options: of its text.
-        eos_token_ids: which end an answer without being its reason to stop.
+        prompt: the tokens of the prompt.
+        params: the sampling parameters of the answer.
+        options: the options of the answer's text.
+        eos_token_ids: tokens that end an answer without being its reason to stop.
         hidden: the texts of tokens that show nothing and yet are part of stop strings.
     """
 

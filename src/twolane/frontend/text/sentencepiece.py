@@ -35,9 +35,9 @@ def build(
     """Return byte-pair encoding by scores: the neighbours with the best-scored union merge first.
 
     Args:
-        pieces: by id.
-        scores: of the pieces; the higher, the earlier they are merged.
-        kinds: of the pieces.
+        pieces: the texts of the pieces, by id.
+        scores: scores of the pieces; those with higher ones are merged earlier.
+        kinds: types of the pieces.
         spaces: normalisation of spaces.
     """
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
@@ -97,9 +97,9 @@ def read_model(
     """Read a `tokenizer.model`.
 
     Args:
-        path: of the file.
+        path: the file.
         names: other names of some pieces, by id; each is found as it is in a text.
-        legacy: whether a space is put after each special token, too; `transformers` has a setting
+        legacy: true if a space is put after each special token, too; `transformers` has a setting
             of this name.
 
     Raises:

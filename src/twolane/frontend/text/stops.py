@@ -26,8 +26,8 @@ class StopStrings:
     character, the longer. So the outcome does not depend on how the text is cut into pieces.
 
     Args:
-        strings: to look for, none of them empty.
-        include: whether the stop string is part of the text.
+        strings: the stop strings, none of them empty.
+        include: true if the stop string is part of the text.
     """
 
     def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
@@ -42,7 +42,7 @@ class StopStrings:
 
         Args:
             piece: the text.
-            hidden: whether it is not shown; it may be part of a stop string nevertheless.
+            hidden: true if the text is not shown, though it may be part of a stop string.
         """
         if not self._matchers:
             return StopResult("" if hidden else piece)

@@ -39,7 +39,7 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"}
 
 class GenerationTag(Extension):
     """`{% generation %}`, which marks the assistant's text for training; here its content is
-    rendered. As in `transformers`, what it sets is not seen behind it."""
+    rendered. As in `transformers`, what it sets is not seen after it."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -144,8 +144,8 @@ class ChatTemplate:
 
     Args:
         source: the Jinja program.
-        special_tokens: by name; the template sees them as variables.
-        form: of the template's messages; None: it is determined when needed.
+        special_tokens: texts of special tokens by name, which are variables of the template.
+        form: the form of the template's messages; None: it is determined when needed.
 
     Raises:
         TemplateSyntaxError: it is not one.
@@ -212,12 +212,13 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Args:
-            messages: with "role" and "content" at least; the content is text, a list of texts and
-                of parts that are thinking (the parts of a message), or None beside tool calls.
+            messages: dictionaries with "role" and "content" at least; the content is text, a list
+                of texts and of parts that are thinking (the parts of a message), or None beside
+                tool calls.
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, for the model to go on with it.
             variables: further ones.
-            tools: that the model may call, in OpenAI's format.
+            tools: the tools that the model may call, in OpenAI's format.
 
         Raises:
             TemplateError: the template refuses.

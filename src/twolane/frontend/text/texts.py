@@ -107,8 +107,8 @@ class Texts:
         """Return whether `chat_template_kwargs` may set this variable of the chat template.
 
         Args:
-            name: of the variable.
-            tools: whether the template shows tools, for which there may be another one.
+            name: the name of the variable.
+            tools: true if the template shows tools, for which there may be another one.
         """
         if self._loaded is None:
             return False
@@ -121,7 +121,7 @@ class Texts:
 
         Args:
             text: the prompt.
-            add_special_tokens: whether to put those around it that the model expects.
+            add_special_tokens: true if the tokens that the model expects around it are added.
             client: who asks; clients are served in rotation.
 
         Raises:

@@ -153,7 +153,7 @@ def read_file(
 
     Args:
         data: output of `convert`.
-        decodes_only: whether the tokenizer's `backend` need not encode, which takes longer to load.
+        decodes_only: true if the tokenizer's `backend` need not encode, which takes longer to load.
 
     Raises:
         ValueError: it is damaged.

@@ -33,7 +33,7 @@ class MessageAnswer:
         model: the served model's name.
         prompt_tokens: number of the prompt's tokens.
         reader: tells thinking and calls apart; None: all of the answer is text.
-        shows_thinking: whether the thinking is part of what is shown.
+        shows_thinking: true if the thinking is part of what is shown.
     """
 
     def __init__(

@@ -225,7 +225,7 @@ class CountTokensRequest(Body):
     def _conversation(self) -> tuple[str, list[Turn]]:
         """Return the system message and the other messages.
 
-        Claude Code says things as the system behind what its user says; models know one message of
+        Claude Code says things as the system after what its user says; models know one message of
         the system, in front, and some templates refuse others.
         """
         turns = [turn for message in self.messages for turn in message.turns()]

@@ -64,8 +64,8 @@ class OutputSink(Protocol):
 class UnsentOutput:
     """Bounds the unsent output of all connections.
 
-    Where it is too much, the reader goes for which most has waited for longest, in bytes times
-    seconds: one that has just been given a long answer reads it meanwhile.
+    Where it is too much, the connection with the most unsent bytes times seconds behind is dropped:
+    one that has just been given a long answer reads it meanwhile.
 
     Args:
         most: bytes that may wait together.
@@ -124,7 +124,7 @@ class UnsentCollector(Collector):
 
     Args:
         unsent: has them.
-        prefix: of their names.
+        prefix: the prefix of the metrics' names.
     """
 
     def __init__(self, unsent: UnsentOutput, prefix: str) -> None:

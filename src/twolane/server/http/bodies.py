@@ -56,8 +56,8 @@ class BodyReader:
         receive: ASGI's.
         longest: bytes that it may have.
         arriving: counts the bytes of all bodies.
-        client: that sends it.
-        kept: whether its bytes count on when it is whole, until `end`.
+        client: the client that sends the body.
+        kept: true if the bytes of a complete body count until `end`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RestOfBody:
 
     Args:
         scope, receive, send: ASGI's.
-        most: bytes that are dropped; the answer ends behind so many in any case.
+        most: bytes to discard before the answer ends anyway.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, most: int) -> None:

@@ -76,7 +76,7 @@ class Call(Protocol):
         Args:
             reason: why, for a program.
             message: why, for a person.
-            overload: whether a good request was refused, which misses its SLO.
+            overload: true if a good request was refused, which misses its SLO.
         """
         ...
 
@@ -129,7 +129,7 @@ def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> 
     No effect on a request that is settled.
 
     Args:
-        state: of the request's ASGI scope.
+        state: the state of the request's ASGI scope.
         status: HTTP status of the answer.
         code: why, for a program.
         message: why, for a person.

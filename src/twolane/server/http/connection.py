@@ -44,7 +44,7 @@ linear time."""
 
 
 API_ROOT = re.compile(rb"v1/+")
-"""What the API's paths begin with, and clients put behind a base URL that ends with a slash."""
+"""What the API's paths begin with, and clients put after a base URL that ends with a slash."""
 OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
 """A request line of another major version, which h11 would read as HTTP/1.1."""
 
@@ -100,10 +100,10 @@ class StrictBuffer(ReceiveBuffer):
             match = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data[:1] == b"\n" or match is not None:
                 check_head(bytes(self._data[: match.end() if match else 1]))
-        behind_body = self._chunks > 0
+        after_body = self._chunks > 0
         self._chunks = self._body_bytes = 0
         lines = super().maybe_extract_lines()
-        if lines and not behind_body:
+        if lines and not after_body:
             lines[0] = bytearray(plain_line(bytes(lines[0])))
         return lines
 
@@ -372,7 +372,7 @@ def connection_class(limits: ConnectionLimits, output: UnsentOutput) -> type[Con
     """Return a protocol class for uvicorn with its own limits and state.
 
     Args:
-        limits: of all connections.
+        limits: the limits of all connections.
         output: unsent output of all connections.
     """
     shared = {"limits": limits, "output": output, "waiting": {}, "logged_at": -LOG_SECONDS}

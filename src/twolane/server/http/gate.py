@@ -56,7 +56,7 @@ class Gate:
         app: the endpoints.
         api_keys: valid keys; none: no key is needed.
         max_body_bytes: longer bodies are refused (413) without being read.
-        keeps_bodies: whether `app` holds each body until its request has ended.
+        keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
     """
 

@@ -44,7 +44,7 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
 
     Args:
         app: gets the handlers.
-        retry_after: in how many seconds a refused request may be sent again.
+        retry_after: returns the seconds after which a refused request may be sent again.
     """
 
     async def refuse(request: Request, error: ApiError) -> Response:

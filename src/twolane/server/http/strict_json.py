@@ -43,7 +43,7 @@ def parse(data: bytes, name: str = "the body") -> Any:
 
     Args:
         data: the body.
-        name: what errors call it.
+        name: the name of the value in errors.
 
     Raises:
         ApiError: 400 or 413.
@@ -84,7 +84,7 @@ def check_pairs(text: str, value: Any, name: str) -> None:
     Args:
         text: the JSON.
         made: the parsed value.
-        name: what errors call it.
+        name: the name of the value in errors.
 
     Raises:
         ApiError: 400, it has.

@@ -15,7 +15,7 @@ class UnknownFields:
     """Refuses unknown fields, or ignores them and logs each name once.
 
     Args:
-        ignore: whether they are ignored.
+        ignore: true if unknown fields are ignored.
     """
 
     def __init__(self, *, ignore: bool) -> None:
@@ -27,7 +27,7 @@ class UnknownFields:
         """Handle unknown fields of bodies parsed within the block.
 
         Args:
-            path: of the request.
+            path: the request's path.
         """
         if not self._ignore:
             yield

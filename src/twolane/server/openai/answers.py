@@ -73,11 +73,11 @@ class Answer:
     """A request's answer in progress: a choice for each answer to each prompt.
 
     Args:
-        kind: of the endpoint.
+        kind: the kind of the endpoint.
         model: the served model's name.
         prompts: the tokens of each prompt.
-        writer: of log-probabilities.
-        options: of the shown parts.
+        writer: the writer of log-probabilities.
+        options: the parts that are shown.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: 
         service: the served model.
         body: the request, whose adapter and salt are part of the hashes.
         tokens: tokens of the prompt.
-        shown: whether the answer has the tokens, too, as `prompt_token_ids` takes them.
+        shown: true if the answer has the tokens, too, as `prompt_token_ids` takes them.
     """
     page_size = service.engine.ready.page_size
     adapter = service.engine.adapters.loaded.get(body.model or "")

@@ -70,10 +70,10 @@ class EngineCollector(Collector):
 
     Args:
         stats: returns the latest ones.
-        liveness: whether the engine goes on.
+        liveness: the engine's signs of life.
         model_name: the label of all figures.
         page_size: tokens in a KV page.
-        kv_cache_dtype: in what the KV cache is kept.
+        kv_cache_dtype: the format of the KV cache.
     """
 
     def __init__(
@@ -337,8 +337,8 @@ class InFlight:
     """One of the requests in flight, until it ends. It ends once.
 
     Args:
-        metrics: of the server.
-        slo: its latency bounds, the server's where it has none.
+        metrics: the server's metrics.
+        slo: the request's latency bounds, or the server's where it has none.
     """
 
     def __init__(self, metrics: ServerMetrics, slo: Slo) -> None:
@@ -353,7 +353,7 @@ class InFlight:
         Args:
             reason: why, for a program.
             message: why, for a person.
-            overload: whether a good request was refused, which misses its SLO; no SLO covers the
+            overload: true if a good request was refused, which misses its SLO; no SLO covers the
                 client's mistakes.
         """
         if self._end():
@@ -407,10 +407,10 @@ class RequestMetrics(InFlight):
     """Records the metrics of one request in flight.
 
     Args:
-        metrics: of the server.
+        metrics: the server's metrics.
         arrival: time of arrival.
         prompt_tokens: number of prompt tokens.
-        slo: its latency bounds, the server's where it has none.
+        slo: the request's latency bounds, or the server's where it has none.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Exporter(OTLPSpanExporter):
     """Sends spans to a collector.
 
     Args:
-        endpoint: its URL for traces.
+        endpoint: the collector's URL for traces.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -113,7 +113,7 @@ class Tracing:
     """Makes the spans of requests, on the engine client's event loop.
 
     Args:
-        provider: that sends them.
+        provider: the provider that sends the spans.
         engine: is asked to tell of every launch.
     """
 
@@ -131,9 +131,9 @@ class Tracing:
         """Begin the trace of a request.
 
         Args:
-            headers: of its call; a `traceparent` among them is the span's parent.
-            arrival: in seconds on the monotonic clock.
-            attributes: of its span.
+            headers: HTTP headers of the call; a `traceparent` among them is the span's parent.
+            arrival: time of arrival in seconds on the monotonic clock.
+            attributes: attributes of the span.
         """
         return RequestTrace(self, headers, arrival, attributes)
 

@@ -314,7 +314,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
         """Return the fields that the response repeats: all that Open Responses requires.
 
         Args:
-            sampling: with the values of fields that the request does not have.
+            sampling: the sampling parameters, with defaults of fields that the request lacks.
         """
         choice = self.tool_choice
         return {

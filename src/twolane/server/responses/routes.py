@@ -182,7 +182,7 @@ def page_of(items: list[ListedItem], query: InputItemsQuery) -> Json:
 
     Args:
         items: all of them, oldest first.
-        query: of the request.
+        query: the query of the HTTP request.
 
     Raises:
         ApiError: 400, there is no item of the id `after`.

@@ -113,7 +113,7 @@ class OwnResponses:
         named: dict[str, ListedItem] = {}
         for place, item in enumerate(one.inputs):
             id = item.id
-            while id in named:  # a client may send an item twice, and pages go on behind an id
+            while id in named:  # a client may send an item twice, and pages go on after an id
                 id = f"{id}_{place}"
             named[id] = item._replace(id=id)
         return [*named.values()]

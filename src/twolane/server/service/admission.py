@@ -92,7 +92,7 @@ class Admission:
         """Give one place in the queue back.
 
         Args:
-            served: whether the request has its first token.
+            served: true if the request has its first token.
             key: see `enter`.
             tokens: prompt tokens of the request, as part of those that entered.
         """

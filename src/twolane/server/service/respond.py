@@ -50,7 +50,7 @@ class Answering(Protocol):
         """Return the events that end a stream after an error.
 
         Args:
-            error: of `error_body`.
+            error: the result of `error_body`.
         """
         ...
 
@@ -59,7 +59,7 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events that closes its generation, however it ends.
 
     Args:
-        events: of the stream.
+        events: the events of the stream.
         generation: their source.
         connection: their target; None: another server's.
     """
@@ -101,7 +101,7 @@ async def answer(
     Args:
         request: the HTTP request.
         service: the served model.
-        asked: what the request asks for.
+        asked: the request in the form of all APIs.
         call: the HTTP call, which is admitted here.
         make: makes the answer in the format of the API.
 

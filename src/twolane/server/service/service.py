@@ -44,13 +44,13 @@ class Service:
 
     Args:
         engine: a running engine.
-        texts: its tokenizer and chat template.
-        model_name: its name for clients.
+        texts: the model's tokenizer and chat template.
+        model_name: the model's name for clients.
         options: bounds of the queue, and whether requests may have a priority.
         observer: counts what is admitted.
         embedding: the model's embeddings.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
-        formats: of the model's answers; None: detected from its chat template.
+        formats: formats of the model's answers; None: detected from its chat template.
     """
 
     def __init__(

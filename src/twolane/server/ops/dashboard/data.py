@@ -25,7 +25,7 @@ class Dashboard:
     While nobody looks it costs a reading of the counters every second.
 
     Args:
-        engine: that reports launches after a query.
+        engine: the engine, which reports launches after a query.
         metrics: source of the figures.
     """
 
