@@ -20,7 +20,7 @@ def _double(part: Any) -> Any:
         return part.double()
     if isinstance(part, Matrix):
         return Matrix.plain(part.values.double())
-    if isinstance(part, Sequence):
+    if isinstance(part, Sequence) and not isinstance(part, str):
         return [_double(each) for each in part]
     if is_dataclass(part):
         return type(part)(**{f.name: _double(getattr(part, f.name)) for f in fields(part)})
