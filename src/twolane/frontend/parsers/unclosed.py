@@ -98,9 +98,8 @@ class CallsInThinking:
     def _go_on(self, parser: ToolCallParser, text: str) -> tuple[str, str]:
         """Parse text after a mark; return the thinking, and the text to parse again."""
         most = MAX_HELD - self._held_size
-        for place, char in enumerate(
-            text, 1
-        ):  # the result must not depend on how the text is chunked
+        # Characters one by one: the result must not depend on how the text is chunked.
+        for place, char in enumerate(text, 1):
             pieces = parser.feed(char)
             self._calls += pieces
             if place > most or not self._may_be_calls(pieces):
