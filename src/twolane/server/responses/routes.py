@@ -25,10 +25,10 @@ from twolane.server.responses.request import (
 )
 from twolane.server.responses.store import (
     NOTHING_BEFORE,
-    Conversation,
     ListedItem,
     OwnResponses,
     ResponseStore,
+    StoredConversation,
 )
 from twolane.server.responses.tools import called_tools
 from twolane.server.service.respond import answer
@@ -204,7 +204,7 @@ def page_of(items: list[ListedItem], query: InputItemsQuery) -> Json:
     }
 
 
-def earlier(own: OwnResponses, id: str | None) -> Conversation:
+def earlier(own: OwnResponses, id: str | None) -> StoredConversation:
     """Return the conversation up to the end of an earlier response.
 
     Raises:
@@ -220,7 +220,7 @@ def earlier(own: OwnResponses, id: str | None) -> Conversation:
 
 
 async def keeper(
-    own: OwnResponses, body: ResponsesRequest, before: Conversation
+    own: OwnResponses, body: ResponsesRequest, before: StoredConversation
 ) -> Callable[[Json, Json], None]:
     """Return what is called with the complete response and its message, to store them if the
     request says so.

@@ -32,7 +32,7 @@ class ListedItem(NamedTuple):
         return msgspec.Raw(b'{"id":' + msgspec.json.encode(self.id) + b"," + self.fields[1:])
 
 
-class Conversation(NamedTuple):
+class StoredConversation(NamedTuple):
     """What a request has before its own items."""
 
     turns: list[Json]
@@ -41,7 +41,7 @@ class Conversation(NamedTuple):
     """Its items."""
 
 
-NOTHING_BEFORE = Conversation([], ())
+NOTHING_BEFORE = StoredConversation([], ())
 
 
 class StoredResponse(NamedTuple):
@@ -137,7 +137,7 @@ class OwnResponses:
 
         return find
 
-    def conversation(self, id: str) -> Conversation | None:
+    def conversation(self, id: str) -> StoredConversation | None:
         """Return the conversation up to a response's end; None: there is none of this id."""
         one = self._stored.get(id)
         if one is None:
@@ -145,7 +145,7 @@ class OwnResponses:
         self._stored.move_to_end(id)  # who goes on with it once may do so again
         output = msgspec.json.decode(one.response, type=_Output).output
         turns = msgspec.json.decode(one.turns, type=list[Json])
-        return Conversation(turns, (*one.inputs, *map(ListedItem.of, output)))
+        return StoredConversation(turns, (*one.inputs, *map(ListedItem.of, output)))
 
     def remove(self, id: str) -> bool:
         """Delete a response; return whether it was stored."""

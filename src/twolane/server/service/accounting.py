@@ -22,7 +22,7 @@ class AdmissionObserver(Protocol):
         ...
 
 
-class RequestTrace(Protocol):
+class TracedRequest(Protocol):
     """The trace of a request in progress."""
 
     def tokens(self, count: int, now: float, cached: int | None) -> None:
@@ -39,7 +39,7 @@ class Tracer(Protocol):
 
     def begin(
         self, headers: Mapping[str, str], arrival: float, attributes: Mapping[str, Any]
-    ) -> RequestTrace:
+    ) -> TracedRequest:
         """Begin the trace of a request.
 
         Args:
@@ -69,7 +69,7 @@ class RequestAccounting:
         availability: Availability,
         prompts: Sequence[list[int]],
         call: Call,
-        traces: Sequence[RequestTrace] = (),
+        traces: Sequence[TracedRequest] = (),
     ) -> None:
         self._admission = admission
         self._availability = availability

@@ -26,7 +26,7 @@ from twolane.server.options import ServerOptions
 from twolane.server.service.accounting import (
     AdmissionObserver,
     RequestAccounting,
-    RequestTrace,
+    TracedRequest,
     Tracer,
     span_attributes,
 )
@@ -234,7 +234,7 @@ class Service:
 
     def _traces(
         self, prepared: Prepared, answers: Sequence[list[int]], call: Call
-    ) -> list[RequestTrace]:
+    ) -> list[TracedRequest]:
         if self.tracing is None:
             return []
         attributes = span_attributes(prepared, self.name_of(prepared.request))
