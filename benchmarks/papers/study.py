@@ -46,8 +46,8 @@ MAX_RUNNING = 1024
 """Most requests at a time (DuetServe §5.1); SGLang's default is what memory holds."""
 ATTAINMENT = 0.99
 """Fraction of the gaps between tokens that must keep the bound in a search."""
-OCTAVE = 6
-"""Rates that a search tries from one to its double; neighbours are 12 % apart."""
+OCTAVE = 3
+"""Rates that a search tries from one to its double; neighbours are 26 % apart."""
 SPAN = 6
 """How many times the rate where a search begins its highest one may be, and it its lowest one."""
 MIN_RATE = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
