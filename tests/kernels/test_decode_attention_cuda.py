@@ -62,10 +62,10 @@ RAGGED = [5, 1, 160, 0, 31, 32, 70]
     [
         (128, 32, 4, hopper.Tuning(2, 3)),
         pytest.param(128, 16, 5, hopper.Tuning(2, 2), marks=pytest.mark.full),
-        (128, 64, 3, hopper.Tuning(3, 3)),
+        pytest.param(128, 64, 3, hopper.Tuning(3, 3), marks=pytest.mark.full),
         (128, 32, 16, hopper.Tuning(1, 4)),
         pytest.param(64, 32, 7, hopper.Tuning(2, 3), marks=pytest.mark.full),
-        (64, 16, 1, hopper.Tuning(2, 4)),
+        pytest.param(64, 16, 1, hopper.Tuning(2, 4), marks=pytest.mark.full),
         pytest.param(64, 64, 8, hopper.Tuning(3, 2), marks=pytest.mark.full),
         (64, 16, 9, hopper.Tuning(1, 3)),
     ],
@@ -89,8 +89,8 @@ def test_against_a_reference(build, dim, page, group, tuned, lengths, units, win
     ("page", "group", "tuned"),
     [
         (32, 4, hopper.Tuning(2, 3)),
-        (16, 5, hopper.Tuning(2, 2)),
-        (64, 9, hopper.Tuning(3, 2)),
+        pytest.param(16, 5, hopper.Tuning(2, 2), marks=pytest.mark.full),
+        pytest.param(64, 9, hopper.Tuning(3, 2), marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize(
@@ -136,7 +136,9 @@ WAITS = (
 )
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize(
+    "wait", [*WAITS[:1], *(pytest.param(wait, marks=pytest.mark.full) for wait in WAITS[1:])]
+)
 def test_a_missing_wait_for_the_kernel_in_front_is_seen(build, wait: str) -> None:
     source = hopper.source()
     assert source.count(wait) == 1

@@ -34,8 +34,14 @@ def some_active(rows: int) -> ActiveRows:
     return ActiveRows(marks, 1)
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize("rows", [1, 29, 700])
+@pytest.mark.parametrize(
+    ("rows", "normalised"),
+    [
+        *((rows, normalised) for rows in (1, 29) for normalised in (False, True)),
+        (700, True),
+        pytest.param(700, False, marks=pytest.mark.full),
+    ],
+)
 def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
     """Logits are rounded, so that many are alike."""
     logits, active = (random(rows, EXPERTS) * 4).round() / 4, some_active(rows)

@@ -94,12 +94,13 @@ class Case:
         assert fault is None, fault
 
 
-CASES = [
-    Case(7, 12, 3),
+CASES = [Case(7, 12, 3), Case(11, 40, 4, rounded=True, given=True)]
+MORE = [
     Case(13, 128, 8, normalised=False, rounded=True),
-    Case(11, 40, 4, rounded=True, given=True),
+    Case(1, 128, 8),
+    Case(8, 8, 2, rounded=True),
+    Case(16, 300, 8, FP16),
 ]
-MORE = [Case(1, 128, 8), Case(8, 8, 2, rounded=True), Case(16, 300, 8, FP16)]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,9 @@ def check(case: Case) -> None:
 
 
 @no_gpu
-@pytest.mark.parametrize("rounded", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "rounded", [pytest.param(False, marks=pytest.mark.full), True], ids=["bf16", "fp8"]
+)
 def test_normalised_rows_go_where_four_launches_send_them(build, rounded: bool) -> None:
     """Logits, places, groups and rounded rows are equal bit for bit: several ranks must agree."""
     case = Case(11, 40, 4, rounded=rounded, given=True)
@@ -179,7 +182,7 @@ def test_normalised_rows_go_where_four_launches_send_them(build, rounded: bool) 
 
 
 @no_gpu
-@pytest.mark.parametrize("scheme", ["bf16", "fp8_channel"])
+@pytest.mark.parametrize("scheme", [pytest.param("bf16", marks=pytest.mark.full), "fp8_channel"])
 def test_experts_of_a_rank_are_those_of_four_launches(
     build, monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:

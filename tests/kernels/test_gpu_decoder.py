@@ -9,6 +9,7 @@ import torch
 from tests.kernels.interpreter import DEVICE
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
+from tests.model.passes import cost_of, distance
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
@@ -30,11 +31,11 @@ PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
 FAMILIES = (
-    "llama-bias",
+    pytest.param("llama-bias", marks=pytest.mark.full),
     pytest.param("mistral", marks=pytest.mark.full),
     "qwen2-sliding",
     "ministral3",
-    "qwen3",
+    pytest.param("qwen3", marks=pytest.mark.full),
     "qwen3-moe",
     "granite",
     "smollm3",
@@ -126,9 +127,17 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama-bias", "olmo2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama-bias",
+        "qwen3-moe",
+        *(pytest.param(family, marks=pytest.mark.full) for family in ("qwen3", "olmo2")),
+    ],
+)
 def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
-    """Activations and weights in e4m3; a bit that differs may round a value the other way."""
+    """Activations and weights in e4m3. Sums that differ in a bit round a few activations the other
+    way, which moves less than one rounding of all of them."""
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=2)
     spec, weights = load_weights(resolve(str(path)), quantization="fp8")
     tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
@@ -138,7 +147,7 @@ def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
         hidden = weights.embedding[tokens]
         gpu.layers(0, spec.layers, hidden, gpu.prompt())
         logits = gpu.logits(hidden)
-    assert (logits - expected).norm() / expected.norm() < 0.01
+    assert distance(logits, expected) < cost_of(1)
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("olmo2", None), ("qwen3", "fp8")])
@@ -179,8 +188,7 @@ def test_adapters_add_what_they_add_on_a_cpu(
         gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
         logits = gpu.logits(hidden)
         plain = on_cpu(right, tokens).to(DEVICE)
-    error = (logits - expected).norm() / expected.norm()
-    assert error < (1e-5 if scheme is None else 0.01)
+    assert distance(logits, expected) < (1e-5 if scheme is None else cost_of(1))
     assert (plain - expected).norm() > 0.3 * expected.norm()
 
 

@@ -147,6 +147,13 @@ def path(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=2)
 
 
+@pytest.fixture
+def shallow(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of one layer, where what is between layers does not matter."""
+    fakes(device, monkeypatch)
+    return make_checkpoint("qwen3", tmp_path / "shallow", seed=1, layers=1)
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_decode_steps(path: Path, size: int) -> None:
     on_ranks(size, path, steps)
@@ -180,19 +187,20 @@ def test_slices_take_up_where_the_last_one_ended(path: Path, graphs: bool) -> No
     on_ranks(2, path, lambda world: slices(world, graphs=graphs))
 
 
+@pytest.mark.full
 def test_passes_follow_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
     monkeypatch.setattr(fa3, "FILLED", 0.0)  # Triton's kernel would be as right, but is no graph
     on_ranks(2, path, lambda world: passes(world, split=False))
 
 
-def test_a_step_needs_the_tokens_of_rank_0(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_needs_the_tokens_of_rank_0(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Local, "broadcast", lambda self, tensor: None)
     with pytest.raises((AssertionError, threading.BrokenBarrierError)):
-        on_ranks(2, path, steps)
+        on_ranks(2, shallow, steps)
 
 
-def test_a_pass_by_layers_needs_them_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_by_layers_needs_them_too(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scenario(world: World) -> None:
         """The other rank has the embeddings of some tokens that rank 0 samples."""
         for token in range(3, 35, 8):
@@ -200,10 +208,10 @@ def test_a_pass_by_layers_needs_them_too(path: Path, monkeypatch: pytest.MonkeyP
             world.prefill(running, 2)
             world.run([running], [(other, 6)], lane="decode")
 
-    on_ranks(2, path, scenario)
+    on_ranks(2, shallow, scenario)
     monkeypatch.setattr(Local, "broadcast", lambda self, tensor: None)
     with pytest.raises((AssertionError, threading.BrokenBarrierError)):
-        on_ranks(2, path, scenario)
+        on_ranks(2, shallow, scenario)
 
 
 def masked(world: World) -> None:
@@ -219,15 +227,15 @@ def masked(world: World) -> None:
 
 
 def test_the_path_of_a_pass_follows_from_its_work_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    shallow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums have the sizes that the path asks for: graphs are padded, what has masks is not."""
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
     monkeypatch.setattr(fa3, "FILLED", 0.0)
-    on_ranks(2, path, masked)
+    on_ranks(2, shallow, masked)
     monkeypatch.setattr(LogitProcessors, "skip", lambda self, places: None)
     with pytest.raises((AssertionError, threading.BrokenBarrierError)):
-        on_ranks(2, path, masked)
+        on_ranks(2, shallow, masked)
 
 
 def either_lane(world: World) -> None:
@@ -308,7 +316,7 @@ def test_few_shares_are_timed(shares: tuple[int, ...], timed: dict[int, int]) ->
 
 
 def test_launches_that_sum_over_one_channel_exclude_each_other(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shallow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two collectives of a channel that are under way at a time stand still on a GPU."""
     heard: set[int] = set()
@@ -336,7 +344,7 @@ def test_launches_that_sum_over_one_channel_exclude_each_other(
     monkeypatch.setattr(CudaRunner, "run", noted)
     for name in ("all_reduce", "broadcast", "gather"):
         hear(name)
-    on_ranks(2, make_checkpoint("qwen3", tmp_path / "small", seed=1, layers=1), either_lane)
+    on_ranks(2, shallow, either_lane)
     assert len({channel for _, channels in ran for channel in channels}) == 2
     for (used, channels), (other_used, others) in combinations(ran, 2):
         assert used & other_used or not channels & others

@@ -363,7 +363,7 @@ def test_steps_of_requests_with_adapters(adapted: World) -> None:
     assert kinds == [True, True, False, False]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.full), True])
 def test_slices_take_up_where_the_last_one_ended(deep: World, graphs: bool) -> None:
     """A request leaves between two slices of its batch, and another batch has the lane then."""
     slices(deep, graphs=graphs)
@@ -383,7 +383,7 @@ def slices(world: World, *, graphs: bool) -> None:
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.full), True])
 def test_passes_follow_each_other(
     world: World, split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,25 +112,25 @@ class Case:
 
 
 VARIANTS = [
-    (Variant(64, 16, swap=True), 3),
     (Variant(128, 16, swap=True, gated=True), 16),
     (Variant(64, 24, swap=True, dtype=FP16), 17),
-    (Variant(256, 32, swap=True, wide=True, dtype=FP16), 21),
     (Variant(64, 64, wide=True), 50),
-    (Variant(256, 64), 64),
-    (Variant(128, 64, gated=True, dtype=FP16), 33),
     (Variant(256, 48, swap=True), 40),
-    (Variant(128, 96, swap=True, gated=True), 90),
     (Variant(128, 16, swap=True, dtype=E4M3), 9),
-    (Variant(256, 40, swap=True, dtype=E4M3), 33),
-    (Variant(128, 128, dtype=E4M3), 101),
-    (Variant(128, 32, swap=True, gated=True, dtype=E4M3), 30),
     (Variant(256, 64, gated=True, dtype=E4M3), 61),
-    (Variant(128, 16, swap=True, group=128), 9),
-    (Variant(256, 64, swap=True, group=64), 60),
     (Variant(256, 24, swap=True, gated=True, group=32), 24),
 ]
 ALL = [
+    (Variant(64, 16, swap=True), 3),
+    (Variant(256, 32, swap=True, wide=True, dtype=FP16), 21),
+    (Variant(256, 64), 64),
+    (Variant(128, 64, gated=True, dtype=FP16), 33),
+    (Variant(128, 96, swap=True, gated=True), 90),
+    (Variant(256, 40, swap=True, dtype=E4M3), 33),
+    (Variant(128, 128, dtype=E4M3), 101),
+    (Variant(128, 32, swap=True, gated=True, dtype=E4M3), 30),
+    (Variant(128, 16, swap=True, group=128), 9),
+    (Variant(256, 64, swap=True, group=64), 60),
     (Variant(128, 128), 70),
     (Variant(256, 40, swap=True), 33),
     (Variant(256, 64, dtype=E4M3), 64),
@@ -188,7 +188,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+SEEN = {"x is read too early", "a fragment changes too early"}
+"""Those that are broken in the short form, too: each is compiled."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[] if what in SEEN else pytest.mark.full) for what in BROKEN]
+)
 def test_a_missing_wait_is_seen(build, what: str) -> None:
     wait, instead = BROKEN[what]
     source = skinny_gemm.text()
@@ -205,7 +211,13 @@ def test_a_missing_wait_is_seen(build, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gated", "dtype"), [(False, BF16), (True, BF16), (False, E4M3), (True, E4M3)]
+    ("gated", "dtype"),
+    [
+        (True, BF16),
+        (False, E4M3),
+        pytest.param(False, BF16, marks=pytest.mark.full),
+        pytest.param(True, E4M3, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("counts", [[0, 3, 0, 16, 1], [0, 0, 2, 0, 0], [16] * 5])
 def test_rows_grouped_by_expert(build, counts: list[int], gated: bool, dtype: torch.dtype) -> None:
@@ -242,7 +254,7 @@ def test_rows_grouped_by_expert(build, counts: list[int], gated: bool, dtype: to
         assert bool((out[-1] == 7).all())
 
 
-@pytest.mark.parametrize("dtype", [BF16, E4M3])
+@pytest.mark.parametrize("dtype", [pytest.param(BF16, marks=pytest.mark.full), E4M3])
 def test_rows_of_a_batch_found_by_masks(build, dtype: torch.dtype) -> None:
     """A row goes to several experts; what an expert makes of its rows lies together, in order."""
     n, k, rows = 96, 208, 13

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.model.checkpoints import LAYERS, load_decoder, reference
-from tests.model.passes import close, expected, in_chunks, prompt
+from tests.model.passes import close, cost_of, distance, expected, in_chunks, prompt
 from tests.model.quantised_checkpoints import FORMATS, GROUP, edit_config, write
 from twolane.model import fp8
 from twolane.model.decoder import Decoder
@@ -57,19 +57,6 @@ def checkpoint(folders, tmp_path):
         return Path(shutil.copytree(folders(form)[0], tmp_path / form))
 
     return copy
-
-
-def cost_of(roundings: int) -> float:
-    """Return the largest relative distance after this many independent roundings to e4m3.
-
-    With three bits of mantissa, errors lie evenly within 2 ** -4 of a number or less.
-    """
-    return 2**-4 / 3**0.5 * roundings**0.5
-
-
-def distance(ours: Tensor, meant: Tensor) -> float:
-    """Return the relative distance of two tensors in the Euclidean norm."""
-    return float((ours - meant).norm() / meant.norm())
 
 
 def _rounded(x: Tensor) -> Tensor:
