@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import random
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Keep thousands of collected tests out of the garbage collector's way."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,8 +18,11 @@ from twolane.sampling import SamplingParams
 
 EOS = 2
 SYSTEMS = [
-    *("static-split", "chunked", "auto", "two-stream"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("bullet", "duetserve", "temporal")),
+    *("static-split", "chunked"),
+    *(
+        pytest.param(name, marks=pytest.mark.full)
+        for name in ("auto", "two-stream", "bullet", "duetserve", "temporal")
+    ),
 ]
 SCHEMA = {
     "type": "object",

@@ -100,12 +100,12 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("more", [200, pytest.param(1500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("more", [100, pytest.param(1500, marks=pytest.mark.full)])
 def test_memory_is_flat_and_all_pages_come_back(model: str, more: int) -> None:
-    """After the first 300 requests, which fill the caches of kernels and prefixes."""
+    """After the first 150 requests, which fill the caches of kernels and prefixes."""
 
     async def use(client: EngineClient) -> None:
-        assert await serve(client, "warm", 300) == 300
+        assert await serve(client, "warm", 150) == 150
         before = resident(client.process.pid)
         assert await serve(client, "more", more) == more
         assert resident(client.process.pid) < before + 64

@@ -137,7 +137,7 @@ def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFac
         # A team of threads crawls where other programs want the cores, too.
         cores=1 if system == "chunked" else None,
     )
-    assert asyncio.run(compare(config, (256, 100, 24), [1, 30]))
+    assert asyncio.run(compare(config, (256, 100, 16), [1, 30]))
 
 
 @pytest.mark.full

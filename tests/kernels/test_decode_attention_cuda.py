@@ -111,7 +111,7 @@ def test_rounded_pools(build, page, group, tuned, lengths, units, window) -> Non
     assert conflicts == 0
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("rounded", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_order_of_arrival_does_not_matter(build, rounded: bool) -> None:
     case = Case.make([400, 90], dim=128, page=32, dtype=torch.bfloat16)
     case = case.rounded() if rounded else case

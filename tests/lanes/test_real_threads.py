@@ -27,7 +27,7 @@ from twolane.systems.base import System
 from twolane.systems.registry import make_system
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORLDS = 12
+WORLDS = 6
 FULL_WORLDS = 300
 PATIENCE = 60.0
 

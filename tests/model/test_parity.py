@@ -26,7 +26,13 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 @families
-@pytest.mark.parametrize("cut", CHUNKS)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, marks=pytest.mark.full if cut == "token by token" else [])
+        for cut in CHUNKS
+    ],
+)
 def test_one_sequence(tiny, family, cut):
     decoder, model = tiny(family)
     tokens = prompt(150)
@@ -99,7 +105,7 @@ def test_cut_after_each_layer(tiny, family):
 
 @pytest.mark.parametrize("family", ["llama31", "qwen2-sliding", "qwen3"])
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_cut_of_any_batch(tiny, family, data):

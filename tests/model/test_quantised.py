@@ -155,9 +155,16 @@ def test_eight_bits_are_what_they_mean(folders, form):
 @pytest.mark.parametrize(
     ("form", "family"),
     [
-        *((form, "qwen3-moe") for form in (*EIGHT_BITS, "awq")),
+        *((form, "qwen3-moe") for form in ("fp8", "float-quantized-tensor", "awq")),
         ("gptq", "mixtral"),
-        ("fp8", "mixtral"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("float-quantized-channel", "qwen3-moe"),
+                ("float-quantized-block", "qwen3-moe"),
+                ("fp8", "mixtral"),
+            )
+        ),
     ],
 )
 def test_experts_are_what_they_mean(form, family, tmp_path):
@@ -654,11 +661,9 @@ def test_a_broken_pattern_is_named(checkpoint, form, change):
 
 @pytest.mark.parametrize(("asked", "scheme"), [("fp8", "fp8_channel"), ("int4", "int4_g128")])
 def test_dummy_weights_of_every_scheme(asked, scheme, checkpoint):
-    source = resolve("smollm2-135m-instruct", "dummy")
-    if asked == "int4":  # its sizes are no multiples of 128
-        path = checkpoint("fp8")
-        edit_config(path, hidden_size=256, intermediate_size=384)
-        source = resolve(str(path), "dummy")
+    path = checkpoint("fp8")
+    edit_config(path, hidden_size=256, intermediate_size=384, quantization_config=None)
+    source = resolve(str(path), "dummy")
     decoder = load_decoder(source, load_format="dummy", quantization=asked)
     layer = decoder.weights.layers[0]
     assert {m.scheme for m in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)} == {scheme}

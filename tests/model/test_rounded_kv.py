@@ -1,6 +1,7 @@
 """A KV cache in e4m3: what it holds, what that costs, and that reuse changes nothing."""
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,10 @@ from twolane.model.load.hub import resolve
 
 FAMILIES = ("qwen3", "qwen2-sliding")
 REQUESTS = random_requests(VOCAB)[::3]
+SHORT = {
+    *(("qwen3", schedule) for schedule in ("prefill-first", "static-split-k3", "every-layer")),
+    *(("qwen2-sliding", schedule) for schedule in ("chunked-48", "cut-2")),
+}
 
 
 @cache
@@ -38,8 +43,13 @@ def alone(family: str) -> list[list[int]]:
     return serve(decoder(family), system, REQUESTS, **pool).outputs
 
 
-@pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.full)
+        for case in product(FAMILIES, schedules(LAYERS))
+    ],
+)
 def test_tokens_are_the_same_whatever_is_reused(family: str, schedule: str) -> None:
     """With prefix hits, in slices and chunks, on all levels, and after preemption."""
     turn = list(schedules(LAYERS)).index(schedule)

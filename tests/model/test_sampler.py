@@ -11,7 +11,7 @@ from twolane.common.errors import FieldError
 from twolane.model.sampler import Adjustment, SampleRow, exponentials, sample, score
 from twolane.sampling import SamplingParams
 
-DRAWS = 4000
+DRAWS = 2000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.0, -3.0, 1.0, 0.0, -0.5, 1.5, -6.0])
 
 
@@ -76,11 +76,11 @@ def test_distribution_of_a_large_vocabulary():
     logits = torch.randn(49_152, generator=torch.Generator().manual_seed(0)) * 2
     for filters in ({}, {"top_p": 0.95}, {"top_k": 2000}, {"min_p": 0.01}):
         params = SamplingParams(**filters)
-        counts, p = draws(logits, params, 1000), exact(logits, params)
+        counts, p = draws(logits, params, 300), exact(logits, params)
         assert (counts[p == 0.0] == 0).all()
         bins = np.arange(len(p)) % 16
         got, want = np.bincount(bins, counts), np.bincount(bins, p)
-        assert p_value(got, 1000 * want) > 0.01
+        assert p_value(got, 300 * want) > 0.01
 
 
 def test_the_numbers_are_exponential_and_independent():

@@ -14,7 +14,11 @@ from ..engine.test_constraints import tokenizer
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pool"), [("static-split-k3", "small"), ("chunked-48", "ample")]
+    ("schedule", "pool"),
+    [
+        ("static-split-k3", "small"),
+        pytest.param("chunked-48", "ample", marks=pytest.mark.full),
+    ],
 )
 def test_tokens(
     schedule: str, pool: str, tmp_path_factory: pytest.TempPathFactory, tally: Tally

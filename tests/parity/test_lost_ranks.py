@@ -42,8 +42,8 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 @pytest.fixture
 def rounds(request: pytest.FixtureRequest) -> range:
-    """In the short form the second one alone."""
-    return range(FULL_ROUNDS) if request.config.getoption("--full") else range(1, 2)
+    """In the short form the third one alone, of two ranks."""
+    return range(FULL_ROUNDS) if request.config.getoption("--full") else range(2, 3)
 
 
 def lose(ranks: Ranks, victim: int, number: signal.Signals, after: float) -> tuple[float, str]:
@@ -160,6 +160,7 @@ def test_a_rank_without_memory_for_its_weights_says_what_to_set(
         on_cpu(checkpoint, 2, 256, 16, 8)
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
     ranks, news = on_cpu(checkpoint, 2, 256, 16, 8), threading.Event()
     ranks.wake = news.set
@@ -242,7 +243,9 @@ def test_silence_counts_from_the_end_of_work_and_only_for_ranks_that_have_begun(
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 def test_no_rank_outlives_rank_0(checkpoint: Path, number: signal.Signals, rounds: range) -> None:
     """One that was stopped is killed by the server's watchdog; until then the others sleep."""
     for turn in rounds:

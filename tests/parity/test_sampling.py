@@ -109,8 +109,8 @@ def check_scores(logits: Tensor, tokens: list[int], got: list[TokenLogprobs], to
     [
         ("static-split-k3", SMALL),
         ("chunked-48", 400),
-        ("every-layer", SMALL),
-        ("prefill-first", 400),
+        pytest.param("every-layer", SMALL, marks=pytest.mark.full),
+        pytest.param("prefill-first", 400, marks=pytest.mark.full),
     ],
 )
 def test_against_transformers(models, schedule: str, pages: int) -> None:
