@@ -153,7 +153,7 @@ def test_health_tells_of_a_lane_that_finishes_nothing(watched):
     client.leave()
 
 
-@pytest.mark.parametrize("how", ["loop", "lane"])
+@pytest.mark.parametrize("how", ["loop", pytest.param("lane", marks=pytest.mark.full)])
 def test_the_watchdog_ends_a_hung_engine_with_a_reason(start, folder, tmp_path, how):
     log = tmp_path / "log"
     with start("--watchdog", log=log) as served:
@@ -203,7 +203,10 @@ def test_a_rank_that_stands_still_at_rest_ends_the_server(how, tmp_path):
     assert "rank 1 of 2 has been stopped for" in log.read_text(), log.read_text()
 
 
-@pytest.mark.parametrize("how", [("--tensor-parallel-size", "2"), ("--disaggregated",)])
+@pytest.mark.parametrize(
+    "how",
+    [("--tensor-parallel-size", "2"), pytest.param(("--disaggregated",), marks=pytest.mark.full)],
+)
 def test_the_watchdog_is_on_with_several_ranks(start, folder, how, tmp_path):
     model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
     log = tmp_path / "log"

@@ -279,9 +279,8 @@ def test_stopping_refuses_what_is_being_tokenised():
     assert asyncio.run(run()) == {(503, "unavailable")}
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGINT]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(doomed, number):
     stream = Stream(doomed, {**LONG, "max_tokens": 300})
     stream.next_token()
@@ -383,25 +382,7 @@ def test_niceness_counts_between_the_processes_of_a_server(tiny):
         assert os.getsid(pid) == os.getsid(tiny.process.pid)
 
 
-def test_beyond_the_bound_requests_get_a_429(tiny_model):
-    with serving(str(tiny_model), *TINY, "--max-running", "1", "--max-queue", "1") as served:
-        running = Stream(served)
-        running.next_token()
-        address = urllib.parse.urlsplit(served.base)
-        queued = http.client.HTTPConnection(address.hostname, address.port)
-        headers = {"Content-Type": "application/json"}
-        queued.request("POST", "/v1/completions", json.dumps(LONG), headers)
-        wait_for(lambda: served.metrics()["requests_in_flight"] == 2)
-        for stream in (True, False):
-            status, got, body = served.request("/v1/completions", {**LONG, "stream": stream})
-            assert (status, body["error"]["code"]) == (429, "queue_full")
-            assert int(got["Retry-After"]) >= 1
-        queued.close()
-        wait_for(lambda: served.metrics()["requests_in_flight"] == 1)
-        running.close()
-        wait_for(lambda: quiet(served))
-
-
+@pytest.mark.full
 def test_256_streams_at_a_bound_of_128(tiny_model):
     """Some clients leave; in the end everything is free, and each request was counted once."""
 

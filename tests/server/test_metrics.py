@@ -551,15 +551,19 @@ class TestSlo:
             waiting = socket.create_connection((address.hostname, address.port))
             waiting.sendall(head + body)
             wait_for(lambda: served.metrics()["requests_in_flight"] == 2)
-            assert served.request("/v1/completions", json.loads(body))[0] == 429
+            for stream in (True, False):
+                asked = {**json.loads(body), "stream": stream}
+                status, headers, refused = served.request("/v1/completions", asked)
+                assert (status, refused["error"]["code"]) == (429, "queue_full")
+                assert int(headers["Retry-After"]) >= 1
             time.sleep(0.05)
             waiting.close()
             wait_for(lambda: served.metrics()["requests_in_flight"] == 1)
             running.close()
             outcomes = self.outcomes(served)
-            # One was refused, one left before its first token, which was late by then. The one that
-            # was served has a first token, whichever way it is judged.
-            assert outcomes.pop(("ttft", "missed")) + outcomes.pop(("ttft", "met"), 0) == 3
+            # Two were refused, one left before its first token, which was late by then. The one
+            # that was served has a first token, whichever way it is judged.
+            assert outcomes.pop(("ttft", "missed")) + outcomes.pop(("ttft", "met"), 0) == 4
             assert not outcomes
 
     @pytest.mark.parametrize(("code", "missed"), [("refused", 1), ("too_long", 0), ("invalid", 0)])
