@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -184,3 +185,7 @@ def rounds(count: int, seed: int) -> Counter[str]:
             seen["told of an error"] += sum(each.error for each in told)
             seen["broken off"] += sum(not each.whole and not each.error for each in told)
     return seen
+
+
+if __name__ == "__main__":
+    print(rounds(int(sys.argv[1]), int(sys.argv[2])))
