@@ -29,9 +29,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # also tries constants of whatever local modules are loaded by then, which varies with the order of
 # the files; none of them.
 providers._get_local_constants = lambda: providers._local_constants
-slow = HealthCheck.too_slow  # a busy machine is no fault of what is tested
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[slow])
-settings.load_profile("same")
+EXAMPLES, FULL_EXAMPLES = 40, 100
+"""Examples that Hypothesis tries in the short and in the long form."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +63,15 @@ def pytest_runtest_setup() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLIES] = {}
+    settings.register_profile(
+        "same",
+        derandomize=True,
+        deadline=None,
+        max_examples=FULL_EXAMPLES if config.getoption("--full") else EXAMPLES,
+        # A busy machine is no fault of what is tested.
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("same")
     if system := config.getoption("--system"):
         names.only(system)
 

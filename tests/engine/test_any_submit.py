@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.engine.random_plans import RandomPlans
@@ -168,7 +168,6 @@ class Front:
             assert not ends & set(got)
 
 
-@settings(max_examples=100, deadline=None)
 @given(script=st.lists(messages, max_size=12), seed=st.integers(0, 2**16))
 def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
     engine, lanes = small_engine(seed)

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -38,14 +38,12 @@ def pieces(detokenizer, tokens):
     return [*(detokenizer.step(token) for token in tokens), detokenizer.flush()]
 
 
-@settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
 def test_pieces_of_any_tokens_make_the_full_decode(codec, tokenizer, tokens):
     whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=80))
 def test_pieces_of_any_text_make_the_full_decode(codec, tokenizer, text):
     # A piece that ended inside a character would leave a replacement character behind.
@@ -216,7 +214,6 @@ def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
         assert "".join(pieces(detokenizer, [*rest, 258])) == "日 cat"
 
 
-@settings(max_examples=100, deadline=None)
 @given(text=st.text(alphabet="the cats é日本👍", max_size=30))
 def test_window_pieces_make_the_full_decode(sentencepiece, text):
     tokens = [byte + 1 for byte in text.encode()]

@@ -178,7 +178,6 @@ def _brute_force(here):
     return [(pace + 0.1 * here.step / gap, gap) for pace, gap in found]
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(-1, 40), st.integers(0, 50))
 def test_the_search_for_the_largest_starts_anywhere(count, last, start):
     looked_at: list[int] = []
@@ -563,7 +562,6 @@ def test_short_prompts_overtake_a_started_one_behind_which_they_would_be_late():
     assert queue(due("long", 50, 54.9, started=True), longer).order[0].id == "long"
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=30))
 def test_only_who_would_wait_twice_its_bound_is_refused(pairs):
     asked = [due(f"r{i}", s, float(d)) for i, (s, d) in enumerate(pairs)]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.estimate import synthetic
@@ -73,7 +73,6 @@ def ends(order, seconds):
     return dict(zip(order, np.cumsum([seconds[i] for i in order]), strict=True))
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(queues)
 def test_reordering_harms_no_ttft_slo_and_starves_nobody(rows):
     """§3.3.2: reordered when that does not violate TTFT SLOs for pending requests. Nobody becomes
@@ -87,7 +86,6 @@ def test_reordering_harms_no_ttft_slo_and_starves_nobody(rows):
         assert after[i] <= max(bound, before[i]) + 1e-9
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.01, 2.0), min_size=1, max_size=12))
 def test_waiting_requests_are_sorted_by_predicted_latency(seconds):
     """§3.3.2, Algorithm 1, line 5."""
@@ -187,7 +185,6 @@ def test_the_request_that_reaches_the_limit_is_in_the_batch(roofline):
 shares = st.lists(st.floats(0.1, 3.0), min_size=4, max_size=4)
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(shares, shares, st.integers(0, 3))
 def test_provisioning_is_that_of_algorithm_1(ttft, tpot, current):
     """Lines 14 to 19. TPOT falls and TTFT rises with decode's units."""

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.estimate import synthetic
@@ -49,7 +49,6 @@ sides = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=8).map(
 )
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
 @given(sides, seconds, st.integers(1, 8192), st.integers(1, 256))
 def test_the_split_is_the_arg_max_of_algorithm_1(levels, bound, prefill_tokens, decode_tokens):
     """§4.2, Algorithm 1; where it finds none, the largest S_d."""
