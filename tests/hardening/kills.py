@@ -85,7 +85,7 @@ class Client(threading.Thread):
 def of_server(served: Served) -> dict[str, int]:
     """The processes of a server by role."""
     (engine,) = [pid for pid in children(served.process.pid) if "engine" in command(pid)]
-    modules = ("cuda.follower", "cuda.prompts", "cpu.follower", "cpu.prompts")
+    modules = ("cuda_follower", "cuda_prefill", "cpu_follower", "cpu_prefill")
     followers = sorted(
         pid for pid in children(engine) if any(module in command(pid) for module in modules)
     )
