@@ -152,7 +152,7 @@ class LLM:
     `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`, `lora`.
     Methods for conversations take `ChatOptions` too.
 
-    Example:
+    Examples:
         >>> from twolane import LLM, SamplingParams
         >>> with LLM("smollm2-135m-instruct") as llm:
         ...     outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0))
@@ -253,7 +253,7 @@ class LLM:
         Each piece has the new text and tokens of one answer. Leaving the loop (`break`, or
         `close()` on the result) aborts the rest.
 
-        Example:
+        Examples:
             >>> for piece in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
             ...     print(piece.text, end="", flush=True)
 

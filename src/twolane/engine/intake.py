@@ -38,10 +38,10 @@ class Intake:
     """Makes requests of what clients submit, and holds back those that have to wait for others.
 
     Args:
-        state: where requests wait, and refusals are collected.
-        model: what is served, with a context that the KV pool holds.
+        state: The engine's state, which has the waiting requests and collects refusals.
+        model: The served model, with a context that the KV pool holds.
         adapters: those that requests may ask for.
-        seed: of requests without a seed of their own.
+        seed: Seed of requests without a seed of their own.
         notify: wakes the loop; called from another thread when a grammar has been compiled.
     """
 
