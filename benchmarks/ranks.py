@@ -38,7 +38,7 @@ from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import DecodeWork, HybridWork
 from twolane.model.load.hub import resolve
 from twolane.parallel import nccl
-from twolane.parallel.channel import Silent
+from twolane.parallel.channel import NullChannel
 from twolane.parallel.group import CHANNELS
 from twolane.results.provenance import provenance, save
 
@@ -92,7 +92,7 @@ class RankedRig(Rig):
         if alone or ranks == 1:
             self.machine = CudaMachine(*load_rank(settings, 0, progress))
             if ranks > 1:
-                self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
+                self.machine.channels = dict.fromkeys(CHANNELS, NullChannel(0, ranks))
         else:
             self.machine = RankedCudaMachine(settings, progress)
         self.load_seconds = progress.seconds

@@ -17,7 +17,7 @@ from common import Partition, Report, copy_bandwidth, partition, seconds, worst_
 from torch.nn import functional
 
 from twolane.kernels import fused, sampling
-from twolane.model.sampler import SampleRow, sample
+from twolane.lanes.cpu.sampler import SampleRow, sample
 from twolane.sampling import SamplingParams
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, PAGE = 4096, 32, 8, 128, 12_288, 151_936, 32

@@ -30,7 +30,7 @@ from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.work import TokenMask, used_by
 from twolane.model.gpu_decoder import UnsummedPart
-from twolane.parallel.channel import Channel, Silent
+from twolane.parallel.channel import Channel, NullChannel
 from twolane.parallel.two_shot import TwoShot
 
 PATIENCE = 200.0
@@ -296,8 +296,8 @@ def test_sums_are_chosen_for_the_decode_lane_and_for_the_whole_device(
     monkeypatch.setattr(DecodeGraphs, "_tune", lambda *_: None)
     monkeypatch.setattr(DecodeGraphs, "_layer_seconds", seconds)
     monkeypatch.setattr(DecodeGraphs, "_capture_level", capture)
-    steps = Timed(Silent(0, 2), dist.HashStore(), ("nccl", "joined"))
-    World(path, [Silent(0, 2), steps]).runner.steps.capture(partitions, lambda _: None)
+    steps = Timed(NullChannel(0, 2), dist.HashStore(), ("nccl", "joined"))
+    World(path, [NullChannel(0, 2), steps]).runner.steps.capture(partitions, lambda _: None)
     level = ["nccl", "nccl", "joined", "nccl"]
     assert captured == {16: level, 32: level, 48: level, 132: ["nccl"] * 4}
     assert set(timed) == {32, 132}

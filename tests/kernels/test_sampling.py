@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from twolane.kernels import sampling
-from twolane.model.sampler import SampleRow, exponentials, sample
+from twolane.lanes.cpu.sampler import SampleRow, exponentials, sample
 from twolane.sampling import SamplingParams
 
 VOCAB = 700

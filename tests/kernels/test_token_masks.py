@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from twolane.kernels.token_masks import allow_only
-from twolane.model.sampler import broken_rows, token_mask
+from twolane.lanes.cpu.sampler import broken_rows, token_mask
 
 
 @pytest.mark.parametrize("vocab", [31, 700, 4096, 9001])

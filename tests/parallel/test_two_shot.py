@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from twolane.parallel.channel import Silent
+from twolane.parallel.channel import NullChannel
 from twolane.parallel.peer_memory import SECOND_GROUP, PeerGroup
 from twolane.parallel.two_shot import MAX_BYTES, SUM_METHODS, SumMethod, TwoShot
 
@@ -15,7 +15,7 @@ WIDTH = 64
 CPU = torch.device("cpu")
 
 
-class Told(Silent):
+class Told(NullChannel):
     """A channel that notes what is summed; rank 0 has said this before."""
 
     def __init__(self, rank: int = 0, said: tuple[int, ...] = ()) -> None:

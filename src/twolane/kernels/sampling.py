@@ -1,4 +1,4 @@
-"""Choosing tokens on the device, inside a CUDA graph, as `twolane.model.sampler` chooses them.
+"""Choosing tokens on the device, inside a CUDA graph, as `twolane.lanes.cpu.sampler` chooses them.
 
 Nothing is sorted. A row's logits lie in *chunks*, one program each, so that a few rows fill a
 partition as well as many do. The logits are read
@@ -118,7 +118,7 @@ def _mix(z: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _exponentials(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """`twolane.model.sampler.exponentials`, to the last bits; `seed` is int64."""
+    """`twolane.lanes.cpu.sampler.exponentials`, to the last bits; `seed` is int64."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     stream = _mix(_mix(seed.to(tl.uint64) + golden) + (position.to(tl.uint64) + 1) * golden)
     bits = (_mix(stream + (ids.to(tl.uint64) + 1) * golden) >> 32).to(tl.uint32)

@@ -19,7 +19,7 @@ from twolane.model.products import Products
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
-from twolane.parallel.group import Alone, Group
+from twolane.parallel.group import Group, SingleRank
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Decoder:
     """
 
     def __init__(self, spec: ModelSpec, weights: Weights, group: Group | None = None) -> None:
-        self.group: Group = group or Alone()
+        self.group: Group = group or SingleRank()
         """The ranks that share the model."""
         self.shard = Shard(spec, self.group.rank, self.group.size)
         """This rank's part of the model."""

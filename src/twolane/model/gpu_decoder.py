@@ -32,7 +32,7 @@ from twolane.model.mlp import MLP_ROWS, DenseMlp
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
-from twolane.parallel.channel import Channel, Silent
+from twolane.parallel.channel import Channel, NullChannel
 from twolane.parallel.two_shot import Mapped, TwoShot
 
 TUNED_LAYERS = 4
@@ -96,7 +96,7 @@ class GpuKVCache:
                 layer.normal_()
 
 
-class Writes(Protocol):
+class KVWriter(Protocol):
     """The tokens of one forward pass, whose keys and values are written."""
 
     @property
@@ -112,7 +112,7 @@ class Writes(Protocol):
         ...
 
 
-class Rows(Writes, Protocol):
+class Rows(KVWriter, Protocol):
     """The tokens of one forward pass, with their attention."""
 
     @property
@@ -139,7 +139,7 @@ class _Blind:
         """See `Rows.attend`."""
 
 
-class Left(Protocol):
+class PendingResidual(Protocol):
     """A block's output that is not yet added to the residual stream."""
 
     def add_into(self, residual: Tensor) -> None:
@@ -161,13 +161,13 @@ class PartialSum:
     """[T, hidden]"""
 
     def add_into(self, residual: Tensor) -> None:
-        """See `Left.add_into`."""
+        """See `PendingResidual.add_into`."""
         residual.add_(self.partial)
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
-        """See `Left.add_and_norm`."""
+        """See `PendingResidual.add_and_norm`."""
         return fused.add_rms_norm(self.partial, residual, weight, eps, out)
 
 
@@ -182,13 +182,13 @@ class UnsummedPart:
     """The memory of `partial` that all ranks map."""
 
     def add_into(self, residual: Tensor) -> None:
-        """See `Left.add_into`."""
+        """See `PendingResidual.add_into`."""
         self._summed().add_into(residual)
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
-        """See `Left.add_and_norm`."""
+        """See `PendingResidual.add_and_norm`."""
         if isinstance(out, Tensor) and reduce_norm.served(self.partial, out):
             reduce_norm.reduce_norm(*self.mapped, residual, weight, eps, out)
             return out
@@ -406,13 +406,13 @@ class GpuDecoder:
             products: the matrix products for the lane's share of the SMs.
         """
         q, qkv, out = self.attended(workspace, len(residual))
-        left: Left | None = None
+        pending: PendingResidual | None = None
         for i in range(first, last):
-            self.before_attention(i, residual, rows, kv.written(i), workspace, products, left)
+            self.before_attention(i, residual, rows, kv.written(i), workspace, products, pending)
             rows.attend(q, qkv, kv.layers[i], self.spec.window(i), out)
-            left = self.after_attention(i, residual, rows.active, workspace, products)
-        if left is not None:
-            left.add_into(residual)
+            pending = self.after_attention(i, residual, rows.active, workspace, products)
+        if pending is not None:
+            pending.add_into(residual)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of attention, q and qkv, and its output: the same for every layer."""
@@ -424,20 +424,20 @@ class GpuDecoder:
         self,
         i: int,
         residual: Tensor,
-        rows: Writes,
+        rows: KVWriter,
         pool: WrittenPool,
         workspace: Workspace,
         products: GpuProducts,
-        left: "Left | None" = None,
+        pending: PendingResidual | None = None,
     ) -> None:
         """Queue layer i up to its attention: `attended` has the inputs of that, the pool the keys
         and values.
 
-        `left`: what the layer before has left to add.
+        `pending`: The output of the layer before, which is not added yet.
         """
         w = self.weights.layers[i]
         q, qkv, _ = self.attended(workspace, len(residual))
-        x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, left)
+        x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
         if self.spec.qk_norm == "whole":
             self._norm_whole(qkv, w, workspace.channel)
@@ -451,16 +451,16 @@ class GpuDecoder:
         weight: Tensor | None,
         scheme: str,
         workspace: Workspace,
-        left: "Left | None",
+        pending: PendingResidual | None,
     ) -> Activations:
-        """Return a block's input from the residual stream, to which `left` is added first."""
+        """Return a block's input from the residual stream, to which `pending` is added first."""
         norm, eps = workspace.input("norm", len(residual), scheme), self.spec.stream_eps
         if weight is None:
-            if left is not None:
-                left.add_into(residual)
+            if pending is not None:
+                pending.add_into(residual)
             return fused.quantise(residual, norm) if isinstance(norm, Quantised) else residual
-        if left is not None:
-            return left.add_and_norm(residual, weight, eps, norm)
+        if pending is not None:
+            return pending.add_and_norm(residual, weight, eps, norm)
         return fused.rms_norm(residual, weight, eps, norm)
 
     def _norm_whole(self, qkv: Tensor, w: LayerWeights, channel: Channel | None) -> None:
@@ -488,7 +488,7 @@ class GpuDecoder:
         active: ActiveRows,
         workspace: Workspace,
         products: GpuProducts,
-    ) -> "Left | None":
+    ) -> PendingResidual | None:
         """Layer i from its attention on; returns what is left to add to the residual stream."""
         w, count = self.weights.layers[i], len(residual)
         attended = workspace.get("attended", count)
@@ -501,8 +501,8 @@ class GpuDecoder:
             return w.mlp.add_into(residual, norm, active, workspace, products)
         partial = workspace.get("partial", count)
         products.linear(rounded, w.o, w.o_bias, partial)
-        left = self._end_block(partial, w.attention_out_norm, workspace)
-        x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, left)
+        pending = self._end_block(partial, w.attention_out_norm, workspace)
+        x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, pending)
         w.mlp.write_into(partial, x, active, workspace, products)
         return self._end_block(partial, w.mlp_out_norm, workspace)
 
@@ -511,7 +511,9 @@ class GpuDecoder:
         or normalised later."""
         return workspace.channel is not None or self.spec.norms_outputs
 
-    def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> Left:
+    def _end_block(
+        self, partial: Tensor, weight: Tensor | None, workspace: Workspace
+    ) -> PendingResidual:
         """Complete a block's output in place, or leave that to the kernel that adds it to the
         residual stream."""
         channel = workspace.channel
@@ -580,7 +582,7 @@ class GpuDecoder:
     def _without_attention(self, products: GpuProducts, count: int) -> Callable[[], None]:
         """Return a function that queues norms and products of the first layers, on random rows."""
         rank, ranks = self.shard.rank, self.shard.size
-        alone = Silent(rank, ranks) if ranks > 1 else None  # each rank times its own
+        alone = NullChannel(rank, ranks) if ranks > 1 else None  # each rank times its own
         workspace = Workspace(self.spec, self.dtype, self.device, alone)
         workspace.reserve(count)
         workspace.get("attended", count).normal_()

@@ -238,8 +238,8 @@ class Experts:
             return self._combined(x, active, buffers, products)
         for first in range(0, len(x), MLP_ROWS):  # the buffers are used again
             rows = slice(first, min(first + MLP_ROWS, len(x)))
-            left = self._combined(x[rows], active.part(rows), buffers, products)
-            left.add_into(residual[rows])
+            pending = self._combined(x[rows], active.part(rows), buffers, products)
+            pending.add_into(residual[rows])
         return None
 
     def _combined(

@@ -34,7 +34,7 @@ class Channel(Protocol):
         ...
 
 
-class Silent:
+class NullChannel:
     """A channel without communication, for a rank that times its own kernels."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -59,7 +59,7 @@ class Group(Protocol):
         """Return all ranks' columns [R, size * columns] on rank 0, and `part` on the others."""
 
 
-class Alone:
+class SingleRank:
     """A group of one rank."""
 
     rank = 0

@@ -27,7 +27,7 @@ from twolane.model.decoder import Decoder
 from twolane.model.load.peft import read_adapter
 from twolane.model.lora import AdapterPool
 from twolane.model.products import Products
-from twolane.model.sampler import Adjustment, SampleRow, broken_rows, sample, score
+from twolane.lanes.cpu.sampler import Adjustment, SampleRow, broken_rows, sample, score
 from twolane.sampling import TokenLogprobs
 
 SCORED_LOGITS = 2**22

@@ -35,7 +35,7 @@ class PromptRows:
         return ActiveRows(self.write_slots, 0)
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
-        """See `Writes.write`."""
+        """See `KVWriter.write`."""
         turning = self.decoder.turning(layer)
         fused.qkv_rope_write(qkv, self.positions, *turning, q, pool, self.write_slots)
 

@@ -330,9 +330,9 @@ class LayerGraphs:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
         residual, products = self.residual[:size], self._products(units, size, adapted)
         active = ActiveRows(self.write_slots[:size], 0)
-        left = self._decoder.after_attention(i, residual, active, self.workspace, products)
-        if left is not None:
-            left.add_into(residual)
+        pending = self._decoder.after_attention(i, residual, active, self.workspace, products)
+        if pending is not None:
+            pending.add_into(residual)
 
     def _before(self, units: int, size: int, adapted: bool, i: int) -> None:
         rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])

@@ -24,7 +24,7 @@ _MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 class TokenHistory:
-    """Bias and penalty state of one sequence on the device, as `model.sampler.Adjustment`.
+    """Bias and penalty state of one sequence on the device, as `lanes.cpu.sampler.Adjustment`.
 
     Args:
         sampling: Sampling of the request.
@@ -91,7 +91,7 @@ class PendingScores:
 
 
 def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
-    """`model.sampler.score` without waiting: queued on the current stream."""
+    """`lanes.cpu.sampler.score` without waiting: queued on the current stream."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(1, tokens.long()[:, None])
     ranks = (logits >= own).sum(dim=-1, keepdim=True)

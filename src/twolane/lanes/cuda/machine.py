@@ -40,7 +40,7 @@ from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_m
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
 from twolane.model.lora import MAX_RANK
 from twolane.model.spec import ModelSpec
-from twolane.parallel.channel import Channel, Silent
+from twolane.parallel.channel import Channel, NullChannel
 from twolane.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class CudaMachine:
         which the adapters have theirs already."""
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         shard, meta = self.decoder.shard, torch.device("meta")
-        channel = Silent(shard.rank, shard.size) if shard.size > 1 else None
+        channel = NullChannel(shard.rank, shard.size) if shard.size > 1 else None
         workspace = Workspace(shard.local, self.decoder.dtype, meta, channel)
         workspace.reserve(tokens)
         hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize

@@ -1,7 +1,7 @@
 """The fields of a `config.json` that are read, with the defaults of most model families."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import msgspec
 
@@ -17,12 +17,7 @@ from twolane.model.spec import (
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES: Mapping[str, RopeType] = {
-    "default": "default",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "llama3": "llama3",
-    "yarn": "yarn",
-    "longrope": "longrope",
+    name: name for name in get_args(RopeType) if name not in ("factors", "none")
 }
 
 

@@ -18,15 +18,11 @@ class MistralConfig(HFConfig, kw_only=True):
         return self.typed_layers(otherwise=range(self.num_hidden_layers))
 
 
-_MINISTRAL_3_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 64.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
+_YARN_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 16},
+    **{"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
 }
+_MINISTRAL_3 = {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _YARN_ROPE}
 
 FAMILY = Family(
     name="mistral",
@@ -36,12 +32,5 @@ FAMILY = Family(
         "ministral": {},
         "ministral3": {"sliding_window": None, "head_dim": 128, "vocab_size": 131_072},
     },
-    fixtures={
-        "mistral": {"sliding_window": 24},
-        "ministral3": {
-            "model_type": "ministral3",
-            "head_dim": 16,
-            "rope_parameters": _MINISTRAL_3_ROPE,
-        },
-    },
+    fixtures={"mistral": {"sliding_window": 24}, "ministral3": _MINISTRAL_3},
 )

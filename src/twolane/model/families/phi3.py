@@ -12,10 +12,8 @@ class Phi3Config(HFConfig, kw_only=True):
     """Phi-3's defaults. All layers have a window, if there is one."""
 
     rope_types: ClassVar[Mapping[str, RopeType]] = {
-        "default": "default",
-        "longrope": "longrope",
-        "su": "longrope",
-        "yarn": "longrope",
+        **{"default": "default", "longrope": "longrope"},
+        **{"su": "longrope", "yarn": "longrope"},
     }
 
     vocab_size: int = 32_064
@@ -37,13 +35,9 @@ class Phi3Config(HFConfig, kw_only=True):
 
 
 _PHI4_MINI_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.75,
-    "original_max_position_embeddings": 1,
-    "attention_factor": 1.1,
-    "short_factor": [1.0] * 6,
-    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
+    **{"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    **{"original_max_position_embeddings": 1, "attention_factor": 1.1},
+    **{"short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]},
 }
 """Every sequence whose rotation can be seen exceeds the original positions."""
 

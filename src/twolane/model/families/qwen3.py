@@ -17,10 +17,8 @@ class Qwen3Config(Qwen2Config, kw_only=True):
 
 
 _YARN_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "original_max_position_embeddings": 256},
     "factor": 4.0,
-    "original_max_position_embeddings": 256,
 }
 
 FAMILY = Family(

@@ -36,14 +36,9 @@ class Qwen3MoeConfig(HFConfig, kw_only=True):
         if step < 1:
             raise ValueError(f"config.json: decoder_sparse_step must be 1 or more, not {step}")
         dense = tuple(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
-        moe = MoeSpec(
-            self.num_experts or self.num_local_experts,
-            self.num_experts_per_tok,
-            self.moe_intermediate_size,
-            self.norm_topk_prob,
-            dense,
-        )
-        return {"moe": moe}
+        experts, each = self.num_experts or self.num_local_experts, self.num_experts_per_tok
+        width, normalised = self.moe_intermediate_size, self.norm_topk_prob
+        return {"moe": MoeSpec(experts, each, width, normalised, dense)}
 
 
 FAMILY = Family(
@@ -53,11 +48,8 @@ FAMILY = Family(
     qk_norm="head",
     fixtures={
         "qwen3-moe": {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [1],
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+            **{"norm_topk_prob": True, "mlp_only_layers": [1]},
         }
     },
 )

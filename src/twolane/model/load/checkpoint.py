@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from twolane.model.families.family import PARTS
 from twolane.model.load.facts import ModelFacts
-from twolane.model.load.joined import Place, place_of
 from twolane.model.load.quantization import Format, StoredTensor
 from twolane.model.load.source import TensorSource
 from twolane.model.spec import ModelSpec
@@ -33,6 +34,35 @@ class LinearModule:
     columns: int
     bias: bool
     """Whether it has a bias, [rows]."""
+
+
+class Place(NamedTuple):
+    """The place of a module that another one holds."""
+
+    module: str
+    """The name of the module that holds it."""
+    first: int
+    """The first of its rows there."""
+    rows: int
+    """The number of rows that the other one has."""
+
+
+def part_rows(joined: str, spec: ModelSpec) -> dict[str, int]:
+    """Return the modules that a module joins, and their numbers of rows."""
+    rows = {"self_attn.q_proj": spec.q_size, "self_attn.k_proj": spec.kv_size}
+    rows["self_attn.v_proj"] = spec.kv_size
+    return {part: rows.get(part, spec.intermediate_size) for part in PARTS[joined]}
+
+
+def place_of(name: str, facts: ModelFacts) -> Place | None:
+    """Return a module's place in another one, for families that join modules; else None."""
+    for joined in facts.family.joined:
+        first, parts = 0, part_rows(joined, facts.spec)
+        for part, rows in parts.items():
+            if name.endswith(part):
+                return Place(name.removesuffix(part) + joined, first, sum(parts.values()))
+            first += rows
+    return None
 
 
 def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:

@@ -13,11 +13,10 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
-from twolane.model.load.joined import Joined
+from twolane.model.load.parts import of_joined, of_stacked
 from twolane.model.load.quantization import FLOATS
 from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
-from twolane.model.load.stacked import Stacked, has_stacks
 from twolane.model.load.stored_formats import with_stored_formats
 from twolane.model.spec import skewed
 
@@ -47,11 +46,10 @@ def open_tensors(
     if source.kind == "gguf":
         tensors = GGUFModel(source.path)
     else:
-        facts, tensors = _open_directory(source.path, facts, stack)
-        if facts.spec.moe is not None and has_stacks(tensors):
-            tensors = Stacked(tensors, facts)
+        facts, stored = _open_directory(source.path, facts, stack)
+        tensors = of_stacked(stored, facts)
         facts = with_stored_formats(facts, tensors)
-    return facts, Joined(tensors, facts) if facts.family.joined else tensors
+    return facts, of_joined(tensors, facts)
 
 
 def _open_directory(

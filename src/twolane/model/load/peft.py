@@ -21,7 +21,7 @@ from twolane.common.files import is_folder
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV
 from twolane.model.families.registry import FAMILIES
 from twolane.model.load.adapter_files import CONFIG, TENSORS, digest_of_contents
-from twolane.model.load.joined import part_rows
+from twolane.model.load.checkpoint import part_rows
 from twolane.model.load.safetensors import loaded_tensors
 from twolane.model.lora import MAX_RANK, Adapter, LoraProduct, Section
 from twolane.model.rope import pair_rows

@@ -17,9 +17,9 @@ from twolane.model.load.checkpoint import (
     is_router,
     linears_of,
     module_tensors,
+    place_of,
 )
 from twolane.model.load.facts import ModelFacts
-from twolane.model.load.joined import place_of
 from twolane.model.load.quantization import Format
 from twolane.model.load.source import TensorSource
 
@@ -34,7 +34,7 @@ def with_stored_formats(facts: ModelFacts, tensors: TensorSource) -> ModelFacts:
 
     Args:
         facts: What the configs say.
-        tensors: The tensors of the files, not `Joined`.
+        tensors: The tensors of the files, before joined modules are seen apart.
     """
     quantization = facts.quantization
     if quantization is None:

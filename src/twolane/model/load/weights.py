@@ -16,6 +16,7 @@ from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
 from twolane.model.load.checkpoint import (
     EMBEDDING,
+    Place,
     WeightsError,
     check_tensors,
     linears_of,
@@ -23,7 +24,6 @@ from twolane.model.load.checkpoint import (
 )
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import ModelSource
-from twolane.model.load.joined import Place
 from twolane.model.load.opened import dummy_tensors, open_tensors
 from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.common.errors import FieldError
-from twolane.model.sampler import Adjustment, SampleRow, exponentials, sample, score
+from twolane.lanes.cpu.sampler import Adjustment, SampleRow, exponentials, sample, score
 from twolane.sampling import SamplingParams
 
 DRAWS = 2000

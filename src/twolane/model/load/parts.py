@@ -1,0 +1,147 @@
+"""Modules that checkpoints store as parts of larger tensors.
+
+Some families join modules whose rows follow each other (Phi-3, GLM). And `transformers` computes
+with all experts of a layer in one tensor, and writes it so if it is not asked for the original
+format: `mlp.experts.gate_up_proj` [experts, 2 * intermediate, hidden], the rows of the gate first,
+and `mlp.experts.down_proj` [experts, hidden, intermediate], whatever the family's own names are.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from twolane.model.families.family import PARTS
+from twolane.model.load.checkpoint import WeightsError, part_rows, refuse_tensors
+from twolane.model.load.facts import ModelFacts
+from twolane.model.load.source import TensorSource
+from twolane.model.sharding import Cut
+from twolane.model.spec import MoeSpec
+
+_STACKS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+class Part(NamedTuple):
+    """The place of a tensor in a stored one."""
+
+    stored: str
+    """The name of the stored tensor."""
+    first: int = 0
+    """The first of its rows there, or among those of its expert."""
+    rows: int | None = None
+    """The number of its rows; None: it is the whole tensor under another name."""
+    expert: int | None = None
+    """The expert whose rows these are; None: the tensor is not one of experts."""
+
+
+class InParts:
+    """A source in which parts of tensors are seen as tensors of their own.
+
+    Args:
+        source: The tensors as they are stored.
+        parts: The parts by the names under which they are seen.
+    """
+
+    def __init__(self, source: TensorSource, parts: Mapping[str, Part]) -> None:
+        self._source, self._parts = source, parts
+        hidden = {part.stored for part in parts.values()}
+        self._names = [*(name for name in source.names() if name not in hidden), *parts]
+
+    def names(self) -> list[str]:
+        """See `TensorSource.names`."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource.shape`."""
+        part = self._parts.get(name, Part(name))
+        shape = self._source.shape(part.stored)
+        columns = shape[1:] if part.expert is None else shape[2:]
+        return shape if part.rows is None else (part.rows, *columns)
+
+    def type(self, name: str) -> str:
+        """See `TensorSource.type`."""
+        return self._source.type(self._parts.get(name, Part(name)).stored)
+
+    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """See `TensorSource.get`. All rows of an expert are read; joined modules are cut by rows
+        alone."""
+        stored, first, rows, expert = self._parts.get(name, Part(name))
+        if rows is None:
+            return torch.as_tensor(self._source.get(stored, cut))
+        if expert is None:
+            start, stop = (0, rows) if cut is None else (cut.start, cut.stop)
+            return torch.as_tensor(self._source.get(stored, Cut(0, first + start, first + stop)))
+        whole = torch.as_tensor(self._source.get(stored, Cut(0, expert, expert + 1)))[0]
+        own = whole[first : first + rows]
+        return own if cut is None else own.narrow(cut.dim, cut.start, cut.stop - cut.start)
+
+
+def of_joined(source: TensorSource, facts: ModelFacts) -> TensorSource:
+    """Return a source in which modules that a family joins are seen apart, unless they are
+    quantised: of these, only the biases are.
+
+    Raises:
+        ValueError: a module has not the rows of its parts.
+    """
+    parts: dict[str, Part] = {}
+    for name in source.names() if facts.family.joined else ():
+        stem, _, end = name.rpartition(".")
+        joined = next((whole for whole in PARTS if stem.endswith(f".{whole}")), "")
+        quantised = facts.quantization is not None and facts.quantization.format(stem)
+        if not joined or (quantised and end != "bias"):
+            continue
+        first = 0
+        for part, rows in part_rows(joined, facts.spec).items():
+            parts[f"{stem.removesuffix(joined)}{part}.{end}"] = Part(name, first, rows)
+            first += rows
+        if source.shape(name)[0] != first:
+            raise ValueError(f"{name} has {source.shape(name)[0]} rows instead of {first}")
+    return InParts(source, parts) if parts else source
+
+
+def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
+    """Return a source in which experts that are one tensor are seen apart.
+
+    Raises:
+        WeightsError: a stack has another shape than the config says, or is quantised.
+    """
+    names, moe = source.names(), facts.spec.moe
+    stacked = [name for name in names if any(f".mlp.{stack}" in name for stack in _STACKS)]
+    if moe is None or not stacked:
+        return source
+    if others := [name for name in stacked if not name.endswith(_STACKS)]:
+        raise WeightsError(
+            f"{facts.name}: quantised experts in one tensor are not read, such as {others[0]}; "
+            "those that are stored one by one are"
+        )
+    experts, width, hidden = moe.experts, moe.intermediate_size, facts.spec.hidden_size
+    shapes = (experts, 2 * width, hidden), (experts, hidden, width)
+    wanted = {name: shapes[name.endswith(_STACKS[1])] for name in stacked}
+    wrong = [
+        f"{name} {list(source.shape(name))} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if source.shape(name) != shape
+    ]
+    refuse_tensors(facts.name, "misshapen", sorted(wrong))
+    parts = dict(_of_experts(facts, moe, set(stacked)))
+    own, prefixes = facts.family.experts.router, {name.split(".mlp.")[0] for name in stacked}
+    if own != "mlp.gate":
+        parts |= {f"{p}.{own}.weight": Part(f"{p}.mlp.gate.weight") for p in prefixes}
+    return InParts(source, parts)
+
+
+def _of_experts(facts: ModelFacts, moe: MoeSpec, stacked: set[str]) -> Iterator[tuple[str, Part]]:
+    """Yield the weight of each module of an expert, and where it is."""
+    names, width = facts.family.experts, moe.intermediate_size
+    places = (
+        (names.gate, _STACKS[0], 0, width),
+        (names.up, _STACKS[0], width, width),
+        (names.down, _STACKS[1], 0, facts.spec.hidden_size),
+    )
+    for layer in range(facts.spec.layers):
+        prefix = f"model.layers.{layer}"
+        for module, stack, first, rows in places:
+            if (whole := f"{prefix}.mlp.{stack}") in stacked:
+                for number in range(moe.experts):
+                    weight = f"{prefix}.{names.expert.format(number)}.{module}.weight"
+                    yield weight, Part(whole, first, rows, number)
