@@ -4,11 +4,11 @@ import random
 
 import torch
 
+from twolane.lanes.cpu.sampler import broken_rows, token_mask
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
 from twolane.lanes.work import Sampling, SlotUpdate, TokenMask
-from twolane.lanes.cpu.sampler import broken_rows, token_mask
 from twolane.sampling import SamplingParams
 
 VOCAB, SLOTS = 75, 4

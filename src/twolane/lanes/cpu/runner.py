@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twolane.devices import LaneName
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
+from twolane.lanes.cpu.sampler import Adjustment, SampleRow, broken_rows, sample, score
 from twolane.lanes.sampling_points import BatchRows, SamplingPoint, SamplingPoints, next_point
 from twolane.lanes.slot_table import SlotTable
 from twolane.lanes.work import (
@@ -27,7 +28,6 @@ from twolane.model.decoder import Decoder
 from twolane.model.load.peft import read_adapter
 from twolane.model.lora import AdapterPool
 from twolane.model.products import Products
-from twolane.lanes.cpu.sampler import Adjustment, SampleRow, broken_rows, sample, score
 from twolane.sampling import TokenLogprobs
 
 SCORED_LOGITS = 2**22
