@@ -21,7 +21,7 @@ from twolane.model.spec import MoeSpec
 _STACKS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """The place of a tensor in a stored one."""
 
     stored: str
@@ -42,7 +42,7 @@ class InParts:
         parts: The parts by the names under which they are seen.
     """
 
-    def __init__(self, source: TensorSource, parts: Mapping[str, Part]) -> None:
+    def __init__(self, source: TensorSource, parts: Mapping[str, StoredPart]) -> None:
         self._source, self._parts = source, parts
         hidden = {part.stored for part in parts.values()}
         self._names = [*(name for name in source.names() if name not in hidden), *parts]
@@ -53,19 +53,19 @@ class InParts:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource.shape`."""
-        part = self._parts.get(name, Part(name))
+        part = self._parts.get(name, StoredPart(name))
         shape = self._source.shape(part.stored)
         columns = shape[1:] if part.expert is None else shape[2:]
         return shape if part.rows is None else (part.rows, *columns)
 
     def type(self, name: str) -> str:
         """See `TensorSource.type`."""
-        return self._source.type(self._parts.get(name, Part(name)).stored)
+        return self._source.type(self._parts.get(name, StoredPart(name)).stored)
 
     def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """See `TensorSource.get`. All rows of an expert are read; joined modules are cut by rows
         alone."""
-        stored, first, rows, expert = self._parts.get(name, Part(name))
+        stored, first, rows, expert = self._parts.get(name, StoredPart(name))
         if rows is None:
             return torch.as_tensor(self._source.get(stored, cut))
         if expert is None:
@@ -83,7 +83,7 @@ def of_joined(source: TensorSource, facts: ModelFacts) -> TensorSource:
     Raises:
         ValueError: a module has not the rows of its parts.
     """
-    parts: dict[str, Part] = {}
+    parts: dict[str, StoredPart] = {}
     for name in source.names() if facts.family.joined else ():
         stem, _, end = name.rpartition(".")
         joined = next((whole for whole in PARTS if stem.endswith(f".{whole}")), "")
@@ -92,7 +92,7 @@ def of_joined(source: TensorSource, facts: ModelFacts) -> TensorSource:
             continue
         first = 0
         for part, rows in part_rows(joined, facts.spec).items():
-            parts[f"{stem.removesuffix(joined)}{part}.{end}"] = Part(name, first, rows)
+            parts[f"{stem.removesuffix(joined)}{part}.{end}"] = StoredPart(name, first, rows)
             first += rows
         if source.shape(name)[0] != first:
             raise ValueError(f"{name} has {source.shape(name)[0]} rows instead of {first}")
@@ -126,11 +126,13 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     parts = dict(_of_experts(facts, moe, set(stacked)))
     own, prefixes = facts.family.experts.router, {name.split(".mlp.")[0] for name in stacked}
     if own != "mlp.gate":
-        parts |= {f"{p}.{own}.weight": Part(f"{p}.mlp.gate.weight") for p in prefixes}
+        parts |= {f"{p}.{own}.weight": StoredPart(f"{p}.mlp.gate.weight") for p in prefixes}
     return InParts(source, parts)
 
 
-def _of_experts(facts: ModelFacts, moe: MoeSpec, stacked: set[str]) -> Iterator[tuple[str, Part]]:
+def _of_experts(
+    facts: ModelFacts, moe: MoeSpec, stacked: set[str]
+) -> Iterator[tuple[str, StoredPart]]:
     """Yield the weight of each module of an expert, and where it is."""
     names, width = facts.family.experts, moe.intermediate_size
     places = (
@@ -144,4 +146,4 @@ def _of_experts(facts: ModelFacts, moe: MoeSpec, stacked: set[str]) -> Iterator[
             if (whole := f"{prefix}.mlp.{stack}") in stacked:
                 for number in range(moe.experts):
                     weight = f"{prefix}.{names.expert.format(number)}.{module}.weight"
-                    yield weight, Part(whole, first, rows, number)
+                    yield weight, StoredPart(whole, first, rows, number)
