@@ -8,7 +8,7 @@ import pytest
 from tests.sim.durations import FixedDurations
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.devices import LaneName
-from twolane.engine.launches.costs import END_FACTOR, HALF_LIFE_SECONDS, SLICE_SECONDS, LaunchCosts
+from twolane.engine.launch_costs import END_FACTOR, HALF_LIFE_SECONDS, SLICE_SECONDS, LaunchCosts
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.sim.lanes import SimLanes

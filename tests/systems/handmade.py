@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from twolane.devices import LANES
-from twolane.engine.launches.costs import LaunchCosts
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import Gaps
 from twolane.estimate.base import Estimator
 from twolane.kernels.sizes import SIZES

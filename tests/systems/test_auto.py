@@ -23,7 +23,7 @@ from tests.systems.handmade import (
 from tests.systems.simulation import simulate as on_lanes
 from tests.systems.simulation import submit
 from twolane.engine.config import EngineConfig
-from twolane.engine.launches.costs import LaunchCosts
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import PACE_FRACTION
 from twolane.estimate.base import Estimator
 from twolane.estimate.calibrated.estimator import Calibrated

@@ -11,7 +11,7 @@ from tests.sim.durations import FixedDurations
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
 from tests.systems.test_drift import preempting
-from twolane.engine.launches.costs import LaunchCosts
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.slo import Slo

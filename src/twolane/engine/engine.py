@@ -7,10 +7,10 @@ from typing import Any
 from twolane.devices import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.constraints import Masks
-from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.intake import Intake, ServedModel
 from twolane.engine.kv.landmarks import LandmarkWatcher
 from twolane.engine.kv.publisher import KVEventPublisher
+from twolane.engine.launches.late_masks import LateMasks
 from twolane.engine.launches.launch import carry_out, decodes, joining
 from twolane.engine.launches.overlap import lane_waits
 from twolane.engine.launches.reap import learn, reap

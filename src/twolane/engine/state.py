@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from twolane.devices import EXCLUSIVE, LaneName
 from twolane.engine.kv.manager import KVCacheManager
-from twolane.engine.launches.costs import LaunchCosts
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.messages import (
     GRAMMAR,
     FinishReason,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.systems.handmade import LAYERS, UNITS, Asked, decoding, view, waiting
 from twolane.devices import LANES
-from twolane.engine.launches.costs import LaunchCosts
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Load
 from twolane.systems.auto.candidates import Candidate, Mode
