@@ -10,7 +10,7 @@ MODEL := smollm2-135m-instruct
 # both. Files go in the order of folders, which ends with short ones.
 PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What `make check` runs: the folders without a server, a real model or compiled kernels.
-FAST := $(addprefix tests/,common engine estimate frontend lanes results sim systems workload test_docs.py test_imports.py)
+FAST := $(addprefix tests/,common engine estimate frontend lanes results sim systems workload test_docs.py test_imports.py test_readability.py)
 
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
@@ -84,7 +84,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python benchmarks/house.py --check
+	$(BIN)/python tools/readability.py --check
 
 # Builds what would be published, from the files of this checkout, into dist/, and tries it.
 package: .package/.ready

@@ -57,7 +57,11 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_source_file_that_a_docstring_names_exists() -> None:
-    files = [file for top in ("src", "benchmarks", "tests") for file in (ROOT / top).rglob("*.*")]
+    files = [
+        file
+        for top in ("src", "benchmarks", "tests", "tools")
+        for file in (ROOT / top).rglob("*.*")
+    ]
     code = [file for file in files if file.suffix in (".py", ".cu", ".cuh")]
     endings = {"/".join(file.parts[-n:]) for file in code for n in range(1, len(file.parts))}
     for file in code:

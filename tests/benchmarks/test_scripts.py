@@ -211,25 +211,6 @@ def test_the_device_model_is_fitted_to_profiles(tmp_path):
         run("fit_device.py", "--card", "a100-80gb", cwd=tmp_path)
 
 
-def test_the_house_is_counted(tmp_path):
-    said = run("house.py", "--names", cwd=tmp_path)
-    assert "lines of src" in said
-    assert "at most 900" in said
-
-
-def test_what_ci_holds_of_the_house_is_found_when_it_breaks(tmp_path):
-    source = tmp_path / "src/twolane"
-    source.mkdir(parents=True)
-    body = "\n".join(f"    x{i} = {i}" for i in range(70))
-    (source / "long.py").write_text(f'"""Of nothing."""\n\n\ndef long():\n{body}\n')
-    (tmp_path / "README.md").write_text("word " * 19 + "\n")
-    command = [sys.executable, str(SCRIPTS / "house.py"), str(tmp_path), "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stdout.count("BROKEN") == 2
-    assert "long.long (71 lines)" in ended.stdout
-
-
 def test_what_sharing_a_device_costs_is_measured(tmp_path):
     few = ("--prompts", 6, "--systems", "muxwise", "--batches", "1 x 2,048")
     out = tmp_path / "sharing.json"

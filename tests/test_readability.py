@@ -1,0 +1,52 @@
+"""The figures that `tools/readability.py` counts and CI holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "tools/readability.py"
+SOURCE = f'''"""A module."""
+
+
+def long(a, b, c):
+    """Do something.
+
+    Args:
+        a: The first letter, which
+            in most alphabets stands first.
+        b: of the letters, the second.
+
+    Raises:
+        ValueError: in no case.
+    """
+{chr(10).join(f"    x{i} = {i}  # after the one before" for i in range(70))}
+    # A comment.
+    x: str = "behind no name"
+    """Said behind the others."""
+
+
+class Undocumented:
+    def _private(self): ...
+'''
+
+
+def counted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_is_above_a_bound_is_named(tmp_path: Path) -> None:
+    (tmp_path / "src/twolane").mkdir(parents=True)
+    (tmp_path / "src/twolane/module.py").write_text(SOURCE)
+    (tmp_path / "README.md").write_text("word " * 19 + "\n")
+    found = counted(str(tmp_path), "--check", "--names")
+    assert found.returncode == 1, found.stderr
+    assert found.stdout.count("BROKEN") == 3
+    assert "module.long (84 lines)" in found.stdout
+    assert "module:10: b: of the letters" in found.stdout
+    rows = [row.rsplit(None, 1) for row in found.stdout.splitlines()]
+    figures = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert figures["lines of code of src"] == "74"
+    assert figures["'behind' in docstrings"] == "1"
+    assert figures["descriptions of arguments that lean on their name"] == "1"
+    assert "    module.Undocumented" in found.stdout
