@@ -4,11 +4,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from twolane.devices import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
 from twolane.engine.constrained.constraints import Constraint
+from twolane.engine.constrained.token_rule import TokenRule
 from twolane.engine.kv.manager import Allocation, Lookup
 from twolane.engine.kv.page_hash import salt_bytes
 from twolane.engine.messages import Submit, Times
@@ -19,29 +20,6 @@ from twolane.lanes.work import PromptRow, Sampling
 from twolane.sampling import PackedLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
-
-
-class TokenRule(Protocol):
-    """A rule on one request's tokens, by which their masks depend on the output."""
-
-    @property
-    def changes(self) -> bool:
-        """Whether later masks may differ from the latest one."""
-        ...
-
-    @property
-    def free(self) -> bool:
-        """Whether the latest mask allows every token."""
-        ...
-
-    def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
-        """Return the mask of the next token.
-
-        Args:
-            tokens: the prompt and the output so far.
-            prompt_tokens: the number of prompt tokens among them.
-        """
-        ...
 
 
 class Phase(Enum):

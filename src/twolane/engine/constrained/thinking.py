@@ -3,7 +3,7 @@
 from array import array
 
 from twolane.engine.constrained.bits import every_token, no_token, with_tokens
-from twolane.engine.request import TokenRule
+from twolane.engine.constrained.token_rule import TokenRule
 
 
 class ThinkingBudget:

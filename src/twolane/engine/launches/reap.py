@@ -2,11 +2,12 @@
 
 from math import isfinite
 
+from twolane.engine.constrained.token_rule import TokenRule
 from twolane.engine.kv.manager import Allocation
 from twolane.engine.launches.overlap import OTHER, PartialOverlap, corunner_during
 from twolane.engine.messages import Launched
 from twolane.engine.prompt_work import PromptWork
-from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request, TokenRule
+from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
