@@ -19,13 +19,7 @@ from twolane.engine.messages import FinishReason
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.body import Body, read
 from twolane.frontend.engine_client import EngineClient, ignore_progress
-from twolane.frontend.fields import (
-    Rendering,
-    TextFields,
-    read_messages,
-    read_prompt,
-    read_prompts,
-)
+from twolane.frontend.fields import Rendering, TextFields, read_messages, read_prompt, read_prompts
 from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
 from twolane.frontend.prepare import Prepared, Preparer

@@ -19,12 +19,7 @@ from twolane.frontend.messages import Messages, Turn, turns_of
 from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRING_LENGTH, MAX_STRINGS
-from twolane.sampling import (
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_LOGPROBS,
-    SamplingParams,
-)
+from twolane.sampling import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 
 INT32_MAX = 2**31 - 1
 

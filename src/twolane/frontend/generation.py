@@ -51,24 +51,9 @@ class Observer(Protocol):
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """Handle new tokens of the answer; `cached` is the number of cached prompt tokens, with the
         first ones."""
-        ...
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
         """Handle the answer's last event; None: it was abandoned."""
-        ...
-
-
-class Unobserved:
-    """An observer that does nothing."""
-
-    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
-        """Do nothing."""
-
-    def ended(self, index: int, event: Event | None, now: float) -> None:
-        """Do nothing."""
-
-
-UNOBSERVED = Unobserved()
 
 
 class Generation:
@@ -81,7 +66,7 @@ class Generation:
         engine: a running engine.
         codec: the tokenizer of the engine's model.
         prepared: the request.
-        observer: told of every event.
+        observer: gets every event; None: nobody does.
 
     Raises:
         EngineError: on construction, when the engine is gone.
@@ -95,7 +80,7 @@ class Generation:
         engine: EngineClient,
         codec: TextCodec,
         prepared: Prepared,
-        observer: Observer = UNOBSERVED,
+        observer: Observer | None = None,
     ) -> None:
         self._engine = engine
         self._observer = observer
@@ -222,7 +207,7 @@ class Generation:
 
     def _read(self, reader: OutputReader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)
-        if delta.tokens:
+        if delta.tokens and self._observer is not None:
             self._observer.tokens(index, len(delta.tokens), now, output.cached)
         if reader.stopped and output.finish is None:
             self._engine.finish(self._open[index], reader.count)
@@ -230,7 +215,8 @@ class Generation:
 
     def _end(self, index: int, event: Event | None, now: float) -> None:
         del self._open[index]
-        self._observer.ended(index, event, now)
+        if self._observer is not None:
+            self._observer.ended(index, event, now)
 
 
 def ended_by(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:

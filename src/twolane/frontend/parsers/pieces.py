@@ -50,11 +50,9 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> list[Piece]:
         """Parse more text; return the pieces that are certain now."""
-        ...
 
     def finish(self) -> list[Piece]:
         """Finish; return the pieces that were held back."""
-        ...
 
 
 MAX_READ_AGAIN = 256

@@ -22,34 +22,27 @@ class CallReader(Protocol):
     @property
     def name(self) -> str | None:
         """Tool's name, once it is known."""
-        ...
 
     @property
     def done(self) -> bool:
         """Whether the call is complete."""
-        ...
 
     @property
     def broken(self) -> bool:
         """Whether the text cannot become a call any more."""
-        ...
 
     @property
     def spare(self) -> str:
         """Text that was fed and does not belong to the call."""
-        ...
 
     def feed(self, char: str) -> None:
         """Process the next character."""
-        ...
 
     def end(self) -> None:
         """Finish: the text has ended."""
-        ...
 
     def take(self) -> str:
         """Return the arguments' characters since the last call, once the name is known."""
-        ...
 
 
 class NamedCall:

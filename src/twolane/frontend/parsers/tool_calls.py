@@ -62,11 +62,7 @@ DEEPSEEK = CallFormat(
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
     {
         "hermes": CallFormat(
-            tagged_call,
-            ("<tool_call>",),
-            ("</tool_call>",),
-            separators=",]} \t\r\n",
-            again="{",
+            tagged_call, ("<tool_call>",), ("</tool_call>",), separators=",]} \t\r\n", again="{"
         ),
         "qwen3_coder": CallFormat(
             tagged_call, ("<tool_call>",), ("</tool_call>",), within=("<function=",)

@@ -79,10 +79,7 @@ def longest_tokens(vocabulary: LLTokenizer) -> Sequence[int]:
 
 
 def result(
-    job: GrammarJob,
-    token_of: grammars.TokenOf,
-    vocabulary: LLTokenizer,
-    longest: Sequence[int],
+    job: GrammarJob, token_of: grammars.TokenOf, vocabulary: LLTokenizer, longest: Sequence[int]
 ) -> Result:
     """Return the grammar, or why it cannot be served."""
     try:

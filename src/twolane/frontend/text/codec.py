@@ -67,11 +67,9 @@ class Detokenizer(Protocol):
 
     def step(self, token: int) -> str:
         """Take the next token; return the text that it completes, which may be empty."""
-        ...
 
     def flush(self) -> str:
         """Return the text that is still held back; called once, at the end."""
-        ...
 
 
 class ByteVocabulary:

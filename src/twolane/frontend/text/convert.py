@@ -332,10 +332,7 @@ def settle_bos(parts: Parts) -> Declared | None:
     begins, ends = ids[:1] != plain[:1] and ids[0] == bos, ids[-1:] != plain[-1:] and ids[-1] == eos
     wanted = [
         has if stated is None or token_id is None else stated
-        for has, stated, token_id in (
-            (begins, parts.add_bos, bos),
-            (ends, parts.add_eos, eos),
-        )
+        for has, stated, token_id in ((begins, parts.add_bos, bos), (ends, parts.add_eos, eos))
     ]
     source = parts.origin
     if wanted != [begins, ends]:

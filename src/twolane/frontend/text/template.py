@@ -266,11 +266,7 @@ def continued(content: Any) -> tuple[str, Any]:
 
 def find_form(template: ChatTemplate) -> TemplateForm:
     """Determine how a template reads messages by rendering probes and searching for their words."""
-    roles: dict[str, Sequence[Message]] = {
-        "system": (HELLO,),
-        "user": (),
-        "assistant": (HELLO,),
-    }
+    roles: dict[str, Sequence[Message]] = {"system": (HELLO,), "user": (), "assistant": (HELLO,)}
     system_tools = find_system_tools(template)
     text_roles = [role for role in roles if shows(template, role_probe(role, SEEN))]
     part_roles = [

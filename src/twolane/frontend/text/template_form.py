@@ -172,9 +172,5 @@ def to_json(
 ) -> str:
     """Return a value as JSON; unlike Jinja's own filter, without HTML escapes."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -9,13 +9,7 @@ import uuid
 from twolane.common.checked_json import Json
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.json_call import arguments_object
-from twolane.frontend.parsers.pieces import (
-    CallArguments,
-    CallStart,
-    Content,
-    Piece,
-    Reasoning,
-)
+from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.errors import as_anthropic
 from twolane.server.http.events import named_event

@@ -189,9 +189,7 @@ class CountTokensRequest(Body):
         return [tool.tool() for tool in self.tools or ()]
 
     def request(
-        self,
-        has_variable: Callable[[str], bool],
-        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        self, has_variable: Callable[[str], bool], defaults: Mapping[str, Any] = NO_DEFAULTS
     ) -> GenerateRequest:
         """Return the request of a conversation.
 
@@ -277,9 +275,7 @@ class MessagesRequest(CountTokensRequest):
         return sampling_params(given, defaults)
 
     def request(
-        self,
-        has_variable: Callable[[str], bool],
-        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        self, has_variable: Callable[[str], bool], defaults: Mapping[str, Any] = NO_DEFAULTS
     ) -> GenerateRequest:
         """See `CountTokensRequest.request`."""
         return replace(

@@ -35,12 +35,10 @@ class HeldOutput(Protocol):
     @property
     def held(self) -> int:
         """Number of bytes held."""
-        ...
 
     @property
     def empty(self) -> bool:
         """Whether no bytes are held."""
-        ...
 
 
 class OutputSink(Protocol):
@@ -49,16 +47,13 @@ class OutputSink(Protocol):
     @property
     def unsent(self) -> int:
         """Number of bytes that wait for the client."""
-        ...
 
     @property
     def seconds_behind(self) -> float:
         """Seconds for which the client has been behind."""
-        ...
 
     def drop(self, fault: Fault) -> None:
         """Disconnect the client and drop its output."""
-        ...
 
 
 class UnsentOutput:

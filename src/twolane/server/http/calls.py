@@ -34,23 +34,18 @@ class CountedRequest(Protocol):
             now: time of their arrival in seconds.
             cached: number of prompt tokens from the prefix cache, with the first tokens.
         """
-        ...
 
     def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:
         """Count a complete answer."""
-        ...
 
     def refuse(self, reason: str, message: str, *, overload: bool) -> None:
         """Count a request that the engine refused; see `Call.refuse`."""
-        ...
 
     def fail(self, reason: str) -> None:
         """Count a request that the server aborted."""
-        ...
 
     def give_up(self, reason: str, now: float) -> None:
         """Count a request that its client aborted."""
-        ...
 
 
 class Call(Protocol):
@@ -68,7 +63,6 @@ class Call(Protocol):
     def admit(self, prompts: Sequence[list[int]]) -> Sequence[CountedRequest]:
         """Count the call as one request for each of `prompts`, given once for each answer; they end
         separately."""
-        ...
 
     def refuse(self, reason: str, message: str, *, overload: bool) -> None:
         """Count the call as refused, unless it has ended.
@@ -78,11 +72,9 @@ class Call(Protocol):
             message: why, for a person.
             overload: true if a good request was refused, which misses its SLO.
         """
-        ...
 
     def abort(self, reason: str) -> None:
         """Count the call as aborted, unless it has ended."""
-        ...
 
 
 class CallObserver(Protocol):
@@ -90,11 +82,9 @@ class CallObserver(Protocol):
 
     def begin_call(self) -> Call:
         """Count a call that arrives."""
-        ...
 
     def count_http(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request that has its status."""
-        ...
 
 
 def call_of(request: Request) -> Call:

@@ -27,25 +27,19 @@ from twolane.frontend.fields import (
     check_tools,
     prompt_list,
 )
-from twolane.frontend.generate_request import (
-    NO_DEFAULTS,
-    GenerateRequest,
-    sampling_params,
-)
+from twolane.frontend.generate_request import NO_DEFAULTS, GenerateRequest, sampling_params
 from twolane.frontend.messages import Messages, turns_of
 from twolane.frontend.structured.jobs import OutputConstraint
 from twolane.sampling import SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
 from twolane.server.openai.tools import ToolChoice, Tools, chosen_tools
 
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    **dict.fromkeys(GUIDED, ()),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
@@ -71,18 +65,12 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "prompt_embeds": (),
-}
-GUIDED = "is not supported: send structured_outputs or response_format"
+UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": ()}
 TEXT_ALONE = "is not supported: answers are text"
+
 WHY_UNSUPPORTED: Mapping[str, str] = {
     "chat_template": "is not supported: only the model's own template is used",
-    "guided_json": GUIDED,
-    "guided_regex": GUIDED,
-    "guided_choice": GUIDED,
-    "guided_grammar": GUIDED,
+    **dict.fromkeys(GUIDED, "is not supported: send structured_outputs or response_format"),
     "guided_decoding_backend": "is not supported: llguidance is the only one",
     "guided_whitespace_pattern": "is not supported: white space is fixed",
     "request_id": "is not supported: send the header X-Request-Id",

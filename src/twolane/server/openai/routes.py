@@ -59,11 +59,7 @@ def completion_of(body: CompletionRequest, service: Service, prepared: Prepared)
 
 
 def answer_of(
-    kind: Kind,
-    body: GenerationBody,
-    service: Service,
-    prepared: Prepared,
-    echo: Echo | None = None,
+    kind: Kind, body: GenerationBody, service: Service, prepared: Prepared, echo: Echo | None = None
 ) -> Answer:
     """Return the answer to a request in progress."""
     options = AnswerOptions(

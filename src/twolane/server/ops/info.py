@@ -134,9 +134,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     """Add the endpoints that tokenise and detokenise, with vLLM's names."""
 
     @app.post(
-        "/tokenize",
-        response_class=Response,
-        responses={200: {"model": Tokens}, **ERRORS, **NO_KEY},
+        "/tokenize", response_class=Response, responses={200: {"model": Tokens}, **ERRORS, **NO_KEY}
     )
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
@@ -154,9 +152,7 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         )
 
     @app.post(
-        "/detokenize",
-        response_class=Response,
-        responses={200: {"model": Text}, **ERRORS, **NO_KEY},
+        "/detokenize", response_class=Response, responses={200: {"model": Text}, **ERRORS, **NO_KEY}
     )
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""

@@ -14,13 +14,7 @@ import msgspec
 
 from twolane.common.checked_json import UNREADABLE, Json
 from twolane.frontend.parsers.answer import AnswerReader
-from twolane.frontend.parsers.pieces import (
-    CallArguments,
-    CallStart,
-    Content,
-    Piece,
-    Reasoning,
-)
+from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.frontend.text.output_reader import Delta
 from twolane.server.http.events import named_event
 from twolane.server.responses.items import PREFIX

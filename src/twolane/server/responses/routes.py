@@ -17,12 +17,7 @@ from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.responses.events import ResponseAnswer
 from twolane.server.responses.items import ReferenceItem
-from twolane.server.responses.request import (
-    Included,
-    InputTokensRequest,
-    ResponsesRequest,
-    renamed,
-)
+from twolane.server.responses.request import Included, InputTokensRequest, ResponsesRequest, renamed
 from twolane.server.responses.store import (
     NOTHING_BEFORE,
     ListedItem,

@@ -19,7 +19,6 @@ class AdmissionObserver(Protocol):
 
     def count_adapter(self, name: str, requests: int) -> None:
         """Count requests that an adapter answers."""
-        ...
 
 
 class TracedRequest(Protocol):
@@ -27,11 +26,9 @@ class TracedRequest(Protocol):
 
     def tokens(self, count: int, now: float, cached: int | None) -> None:
         """See `Observer.tokens`."""
-        ...
 
     def ended(self, event: Event | None, outcome: str, now: float) -> None:
         """Handle the request's last event, and its outcome as the metrics call it."""
-        ...
 
 
 class Tracer(Protocol):
@@ -47,7 +44,6 @@ class Tracer(Protocol):
             arrival: time of arrival in seconds on the monotonic clock.
             attributes: attributes of the request's span.
         """
-        ...
 
 
 class RequestAccounting:

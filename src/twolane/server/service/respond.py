@@ -32,19 +32,15 @@ class Answering(Protocol):
 
     def add(self, delta: Delta) -> None:
         """Add a delta to an answer that does not stream."""
-        ...
 
     def whole(self) -> dict[str, Any]:
         """Return the complete answer after all deltas have been added."""
-        ...
 
     def events(self, delta: Delta) -> bytes:
         """Add a delta to a stream; return its events, which may be empty."""
-        ...
 
     def closing(self) -> bytes:
         """Return the events that end a stream."""
-        ...
 
     def failing(self, error: dict[str, Any]) -> bytes:
         """Return the events that end a stream after an error.
@@ -52,7 +48,6 @@ class Answering(Protocol):
         Args:
             error: the result of `error_body`.
         """
-        ...
 
 
 class EventStream(StreamingResponse):
@@ -152,10 +147,7 @@ async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> int:
 
 
 async def stream(
-    first: Delta,
-    deltas: AsyncIterator[Delta],
-    answer: Answering,
-    begun: Callable[[], None],
+    first: Delta, deltas: AsyncIterator[Delta], answer: Answering, begun: Callable[[], None]
 ) -> AsyncIterator[bytes]:
     """Yield the events of a streamed answer; an error becomes the last event.
 

@@ -75,9 +75,7 @@ class Service:
         self.reasoning_field = options.reasoning_field
         """Field of chat answers for the thinking."""
         self.admission = Admission(
-            options.max_queue,
-            options.max_queued_per_key,
-            lambda: engine.stats.prompt_token_seconds,
+            options.max_queue, options.max_queued_per_key, lambda: engine.stats.prompt_token_seconds
         )
         self._observer = observer
         self.tracing: Tracer | None = None
