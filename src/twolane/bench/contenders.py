@@ -21,7 +21,7 @@ from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.printable import printable
-from twolane.engine.config import KVCacheDType, Quantization
+from twolane.engine.config import TRANSPORT_SECONDS, KVCacheDType, Quantization
 from twolane.estimate.names import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
@@ -255,9 +255,9 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
     from twolane.sim.run import simulate
 
     where = msgspec.convert(search.target, _Simulated)
-    buffer: dict[str, Any] = {}
+    delivery: dict[str, Any] = {"transport": TRANSPORT_SECONDS}  # as a server plans
     if search.playout:  # never two buffers
-        buffer = {"tbt_buffer": search.playout, "tbt_buffer_at": "client"}
+        delivery |= {"tbt_buffer": search.playout, "tbt_buffer_at": "client"}
 
     def run(
         system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
@@ -274,7 +274,7 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
                 quantization=where.quantization,
                 kv_cache_dtype=where.kv_cache_dtype,
                 disaggregated=where.disaggregated,
-                **buffer,
+                **delivery,
             ),
             gpu=where.simulate,
             tp=where.tp,

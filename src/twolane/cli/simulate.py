@@ -12,7 +12,7 @@ from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
-from twolane.engine.config import KV_EVENTS, LORA, EngineConfig
+from twolane.engine.config import KV_EVENTS, LORA, TRANSPORT_SECONDS, EngineConfig
 from twolane.results.result import MEASURE, BenchConfig
 from twolane.sim.config import SimulateConfig
 
@@ -67,5 +67,6 @@ def simulate(
         bench = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
         workload = msgspec.structs.replace(bench.workload, seed=config.seed)
         bench = msgspec.structs.replace(bench, workload=workload)
-        settings = SimulateConfig(engine=config, bench=bench, **where)
+        engine = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)  # as a server plans
+        settings = SimulateConfig(engine=engine, bench=bench, **where)
         simulation.show(settings, result_file, requests_file)
