@@ -447,6 +447,7 @@ def test_other_brackets_and_ports_are_no_address(host):
         pass
 
 
+@pytest.mark.full
 def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_path, monkeypatch):
     """Not that of a living process."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
