@@ -69,15 +69,10 @@ class EnergyMeter:
     def _visible(self) -> Iterator[Any]:
         """Yield the GPUs that CUDA_VISIBLE_DEVICES leaves, or all."""
         nvml, visible = self._nvml, os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            for index in range(nvml.nvmlDeviceGetCount()):
-                yield nvml.nvmlDeviceGetHandleByIndex(index)
-            return
-        for name in filter(None, (word.strip() for word in visible.split(","))):
-            if name.isdecimal():
-                yield nvml.nvmlDeviceGetHandleByIndex(int(name))
-            else:
-                yield nvml.nvmlDeviceGetHandleByUUID(name)
+        every = ",".join(str(index) for index in range(nvml.nvmlDeviceGetCount()))
+        for name in filter(None, (every if visible is None else visible).split(",")):
+            by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+            yield by_index(int(name)) if name.strip().isdecimal() else by_uuid(name.strip())
 
     def _joules(self) -> float:
         """Return the energy of the GPUs since their driver was loaded."""

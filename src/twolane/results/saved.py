@@ -38,7 +38,7 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether the run is complete: neither interrupted nor ended by a search as hopeless."""
+        """Whether the run is complete: neither interrupted nor ended early by a search."""
         return not self.data.get("interrupted", False)
 
     def ms(self, metric: str, statistic: str) -> float | None:

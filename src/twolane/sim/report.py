@@ -1,6 +1,7 @@
 """What a simulation was of, and what its lanes did: for the result's JSON and for a terminal."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -26,20 +27,19 @@ class LaunchCounts:
     """Counts launches by lane and SMs, changes of SMs, and errors of predictions."""
 
     def __init__(self) -> None:
-        self._launches: dict[tuple[str, int], int] = {}
-        self._switches: dict[str, int] = {}
+        self._launches: Counter[tuple[str, int]] = Counter()
         self._units: dict[str, int] = {}
         """Units of the latest launch of each lane."""
         self._ratios: dict[str, list[float]] = {kind: [] for kind in KINDS}
         """Time of each launch over its prediction, by kind."""
+        self.switches: Counter[str] = Counter()
+        """Number of launches on other SMs than the lane's launch before, by lane."""
 
     def add(self, launches: Iterable[Launched]) -> None:
         """Count launches that have ended, in the order of their ends."""
         for one in launches:
-            key = one.lane, one.units
-            self._launches[key] = self._launches.get(key, 0) + 1
-            changed = self._units.get(one.lane, one.units) != one.units
-            self._switches[one.lane] = self._switches.get(one.lane, 0) + changed
+            self._launches[one.lane, one.units] += 1
+            self.switches[one.lane] += self._units.get(one.lane, one.units) != one.units
             self._units[one.lane] = one.units
             if one.predicted:
                 kind = KINDS[0 if not one.prompts else 2 if one.decoding else 1]
@@ -51,20 +51,9 @@ class LaunchCounts:
         Args:
             spent: Lane, units and the seconds of work that was done on them.
         """
-        return [
-            {
-                "lane": lane,
-                "units": units,
-                "seconds": seconds,
-                "launches": self._launches.get((lane, units), 0),
-            }
-            for lane, units, seconds in sorted(spent)
-        ]
-
-    @property
-    def switches(self) -> dict[str, int]:
-        """Number of launches on other SMs than the lane's launch before, by lane."""
-        return self._switches
+        names = "lane", "units", "seconds", "launches"
+        rows = [(*one, self._launches[one[:2]]) for one in sorted(spent)]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def predictions(self) -> dict[str, dict[str, float]]:
         """Return the number of predicted launches, the mean and the P99 of |time / prediction - 1|,
@@ -178,27 +167,30 @@ def _buffer(config: SimulateConfig) -> str:
 
 
 def _lanes(figures: Mapping[str, Any], duration: float) -> Table:
-    table = Table(title="SMs by lane", title_justify="left")
-    table.add_column("Lane")
-    for head in ("SMs", "Launches", "Busy (s)", "Of the run"):
-        table.add_column(head, justify="right")
-    lanes: Sequence[Mapping[str, Any]] = figures["lanes"]
-    for one in lanes:
-        share = one["seconds"] / duration if duration else 0.0
-        counts = str(one["units"]), str(one["launches"])
+    table = _table("SMs by lane", "Lane", "SMs", "Launches", "Busy (s)", "Of the run")
+    for one in figures["lanes"]:
         name = "whole device" if one["lane"] == "device" else one["lane"]
-        table.add_row(name, *counts, f"{one['seconds']:.2f}", f"{share:.1%}")
+        counts = str(one["units"]), str(one["launches"])
+        table.add_row(
+            name, *counts, f"{one['seconds']:.2f}", f"{one['seconds'] / (duration or 1.0):.1%}"
+        )
     switches = ", ".join(f"{lane} {count}" for lane, count in sorted(figures["switches"].items()))
     table.caption = f"Changes of SMs: {switches or 'none'}"
     return table
 
 
 def _predictions(found: Mapping[str, Mapping[str, float]]) -> Table:
-    table = Table(title="Predictions of launches", title_justify="left")
-    table.add_column("Launches")
-    for head in ("Number", "Mean error", "P99 error", "Time / prediction"):
-        table.add_column(head, justify="right")
+    heads = "Launches", "Number", "Mean error", "P99 error", "Time / prediction"
+    table = _table("Predictions of launches", *heads)
     for kind, one in found.items():
         errors = f"{one['mean_error']:.1%}", f"{one['p99_error']:.1%}"
         table.add_row(kind, f"{one['launches']:.0f}", *errors, f"{one['mean_ratio']:.3f}")
+    return table
+
+
+def _table(title: str, first: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for head in heads:
+        table.add_column(head, justify="right")
     return table

@@ -219,14 +219,14 @@ RESULTS: Sequence[tuple[str, str, str, Callable[[Saved], Figure]]] = (
         "latency-by-rate",
         "Latency against rate",
         "Latency at the search's percentile of runs at rising rates, medians over seeds; lower is "
-        "better. Hollow: the run was ended early as hopeless, and this is what it had until then.",
+        "better. Hollow: the run was ended early, and this is what it had until then.",
         latency_by_rate,
     ),
     (
         "attainment-by-rate",
         "SLO attainment against rate",
         "The share that kept each SLO, of all requests sent (of all gaps owed, for TBT). Hollow: "
-        "the run was ended early as hopeless.",
+        "the run was ended early.",
         attainment_by_rate,
     ),
     (
