@@ -24,6 +24,7 @@ from twolane.cli.serve import NO_OPTIONS
 from twolane.common.log_lines import LineHandler
 from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
+from twolane.sampling import SamplingParams
 from twolane.server.options import ServerOptions
 
 from ..server.serving import PATIENCE, write_tiny_model
@@ -155,9 +156,10 @@ def test_a_terminal_obeys_no_answer(terminal, shown, monkeypatch):
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr("twolane.frontend.generation.Generation", Answered)
-    engine = SimpleNamespace(ready=SimpleNamespace(max_model_len=9))
-    texts = SimpleNamespace(codec=None, encode=AsyncMock(return_value=[1]))
-    asyncio.run(answer(engine, texts, "x", None, chat=False))
+    preparer = SimpleNamespace(prepare=AsyncMock())
+    monkeypatch.setattr("twolane.frontend.prepare.Preparer", lambda *_: preparer)
+    texts = SimpleNamespace(codec=None, template_source=None)
+    asyncio.run(answer(None, texts, "x", SamplingParams(), chat=False))
     assert out.getvalue() == shown
 
 
