@@ -387,7 +387,7 @@ def test_an_adapter_is_had_by_all_servers_but_lost_ones_which_get_it_later() -> 
                 lost.script = saying(b"")  # what it is brought up to date with is lost, too
                 status = (await fleet.ask(LOAD, **ADAPTER | {"lora_name": name}))[0]
                 assert status == 200
-                assert name in fleet.pool.changes.adapters
+                assert name in fleet.pool.broadcast.adapters
             lost.script = picky
             fleet.pool.exclude(fleet.pool.members["replica-2"])
             await fleet.until(lambda: len(fleet.pool.serving) == 2)
@@ -397,7 +397,9 @@ def test_an_adapter_is_had_by_all_servers_but_lost_ones_which_get_it_later() -> 
             fleet.pool.exclude(member)
             await fleet.until(lambda: member.phase == "serving")
             assert member.adapters == {
-                name: body for name, body in fleet.pool.changes.adapters.items() if name != "heavy"
+                name: body
+                for name, body in fleet.pool.broadcast.adapters.items()
+                if name != "heavy"
             }
             assert UNLOAD in lost.asked
 
@@ -408,7 +410,7 @@ def test_an_adapter_that_nobody_has_loaded_is_not_remembered() -> None:
     async def run() -> None:
         async with fleet_of(Scripted(saying(b""))) as fleet:
             assert (await fleet.ask(LOAD, **ADAPTER))[0] == 503
-            assert not fleet.pool.changes.adapters
+            assert not fleet.pool.broadcast.adapters
 
     asyncio.run(run())
 
@@ -433,7 +435,7 @@ def test_an_unloading_that_is_refused_leaves_the_adapter_to_servers_that_start_l
         async with fleet_of(server) as fleet:
             assert (await fleet.ask(LOAD, **ADAPTER))[0] == 200
             assert (await fleet.ask(UNLOAD, lora_name="some", odd=1))[0] == 400
-            assert "some" in fleet.pool.changes.adapters
+            assert "some" in fleet.pool.broadcast.adapters
 
     asyncio.run(run())
 

@@ -13,9 +13,9 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from twolane.fleet.hosts import LocalHosts
-from twolane.fleet.inquiry import _bound, _known, _Landmarks, _with_tokens, session_key
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Member, Pool
+from twolane.fleet.routing_facts import _bound, _known, _Landmarks, _with_tokens, session_key
 from twolane.fleet.run import announcement, application
 from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.options import ServerOptions

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from twolane.fleet import changes
+from twolane.fleet import broadcast
 from twolane.fleet.process import StartError
 
 from .scripted import STREAM, Script, Scripted, Writer, chunk, fleet_of, whole
@@ -187,7 +187,7 @@ def test_a_server_that_joins_while_an_adapter_is_loaded_gets_it_too() -> None:
             one = asyncio.create_task(fleet.ask(LOAD, **ADAPTER))
             await fleet.until(lambda: LOAD in slow.asked)
             late.well = True  # it waits for the change, and the next one for it
-            await fleet.until(lambda: fleet.pool.changes._lock._waiters)
+            await fleet.until(lambda: fleet.pool.broadcast._lock._waiters)
             two = asyncio.create_task(fleet.ask(LOAD, **ADAPTER | {"lora_name": "other"}))
             first_done.set()
             assert (await one)[0] == (await two)[0] == 200
@@ -200,7 +200,7 @@ def test_a_server_that_joins_while_an_adapter_is_loaded_gets_it_too() -> None:
 def test_a_server_that_never_loads_an_adapter_holds_up_the_others_for_a_bounded_time(
     monkeypatch,
 ) -> None:
-    monkeypatch.setattr(changes, "LOCKED_SECONDS", 0.05)
+    monkeypatch.setattr(broadcast, "LOCKED_SECONDS", 0.05)
 
     async def run() -> None:
         stuck = Scripted(holding(LOAD, asyncio.Event()))
@@ -238,7 +238,7 @@ def test_a_change_goes_on_when_its_client_leaves() -> None:
             await asyncio.wait({asked})
             await fleet.until(lambda: not fleet.connections)
             loaded.set()
-            await fleet.until(lambda: "some" in fleet.pool.changes.adapters)
+            await fleet.until(lambda: "some" in fleet.pool.broadcast.adapters)
 
     asyncio.run(run())
 

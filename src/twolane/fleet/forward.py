@@ -7,10 +7,10 @@ import aiohttp
 from yarl import URL
 
 from twolane.fleet.calls import ClientCall, answer_headers, forwarded_headers, start_answer, target
-from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
 from twolane.fleet.lost import ReplicaLost, unless_lost
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
+from twolane.fleet.routing_facts import RESPONSE_HEAD, RoutingFacts
 from twolane.router.choose import Chosen
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
@@ -59,7 +59,7 @@ class Forwarder:
     Args:
         pool: the replicas.
         session: HTTP client for requests to replicas.
-        inquiry: is told which replica may have stored a response.
+        facts: is told which replica may have stored a response.
         metrics: counts the answers.
     """
 
@@ -67,12 +67,12 @@ class Forwarder:
         self,
         pool: Pool,
         session: aiohttp.ClientSession,
-        inquiry: Inquiry,
+        facts: RoutingFacts,
         metrics: FleetMetrics,
     ) -> None:
         self._pool = pool
         self._session = session
-        self._inquiry = inquiry
+        self._facts = facts
         self._metrics = metrics
 
     async def forward(self, call: ClientCall, chosen: Chosen, *, last: bool) -> bool:
@@ -104,7 +104,7 @@ class Forwarder:
                 return True
             # Nothing is sent before all of it has arrived, so that another replica can be tried.
             whole = await unless_lost(member.lost, answer.read())
-            self._inquiry.note_response(call, member, whole[:RESPONSE_HEAD])
+            self._facts.note_response(call, member, whole[:RESPONSE_HEAD])
             await start_answer(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
             self._metrics.count("answered")
@@ -139,7 +139,7 @@ class Forwarder:
     ) -> None:
         pieces = _pieces(member, answer, ahead)
         first, send = await anext(pieces, b""), call.send
-        self._inquiry.note_response(call, member, first[:RESPONSE_HEAD])
+        self._facts.note_response(call, member, first[:RESPONSE_HEAD])
         self._metrics.first_events.observe(self._pool.clock() - call.arrived)
         await start_answer(send, answer.status, headers)
         outcome = "answered"

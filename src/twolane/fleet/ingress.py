@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from twolane.fleet.broadcast import BROADCAST_PATHS, LOST
 from twolane.fleet.calls import (
     ClientCall,
     answer,
@@ -27,12 +28,11 @@ from twolane.fleet.calls import (
     start_answer,
     target,
 )
-from twolane.fleet.changes import BROADCAST_PATHS, LOST
 from twolane.fleet.forward import Forwarder
-from twolane.fleet.inquiry import GENERATING_PATHS, LANDMARKS, Inquiry
 from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
+from twolane.fleet.routing_facts import GENERATING_PATHS, LANDMARKS, RoutingFacts
 from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
 from twolane.router.state import RoutedRequest, total_load
@@ -78,8 +78,8 @@ class Ingress:
         self._pool = pool
         self._policy = policy
         self.metrics = FleetMetrics(pool.members.values)
-        self._inquiry = Inquiry(pool, session, max_body_bytes)
-        self._forwarder = Forwarder(pool, session, self._inquiry, self.metrics)
+        self._facts = RoutingFacts(pool, session, max_body_bytes)
+        self._forwarder = Forwarder(pool, session, self._facts, self.metrics)
         self._changing: set[asyncio.Task[None]] = set()
         """Running changes of all replicas, which do not end with their clients."""
 
@@ -172,7 +172,7 @@ class Ingress:
             await asyncio.shield(changing)
             self.metrics.count("answered")
             return
-        call, routed = await self._inquiry.ask(call)
+        call, routed = await self._facts.ask(call)
         tried: set[str] = set()
         lost = 0
         for attempt in range(1, MAX_TRIES + 1):
@@ -217,7 +217,9 @@ class Ingress:
             ApiError: 503, there is none.
         """
         await self._awaited(lambda: self._pool.serving)
-        replies = await self._pool.changes.make(call.path, call.body, forwarded_headers(call.scope))
+        replies = await self._pool.broadcast.make(
+            call.path, call.body, forwarded_headers(call.scope)
+        )
         for name, reply in replies.items():
             if reply.status == LOST and name in self._pool.members:
                 self._pool.exclude(self._pool.members[name])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import aiohttp
 
 from twolane.common.checked_json import UNREADABLE
-from twolane.fleet.changes import Changes
+from twolane.fleet.broadcast import Broadcast
 from twolane.fleet.hosts import Hosts, ReplicaAddress
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.process import StartError
@@ -97,7 +97,7 @@ class Pool:
         self._session = session
         self.keys = keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.changes = Changes(session, self._headers, lambda: self.serving)
+        self.broadcast = Broadcast(session, self._headers, lambda: self.serving)
         self._serial = 0
         self._target = options.replicas
         self._successors = 0
@@ -192,7 +192,7 @@ class Pool:
             if answer is not None:
                 if member.phase in ("starting", "out"):
                     member.lost.clear()
-                    await self.changes.bring_up_to_date(member)
+                    await self.broadcast.bring_up_to_date(member)
                 self._reported(member, answer, asked_at)
             elif await self._missed_report(member):
                 return

@@ -94,10 +94,9 @@ def memory_errors(settings: DeviceSettings) -> Iterator[None]:
         what = f" for {found[1]} more" if found else ""
         raise FieldError(
             "gpu_memory_utilization",
-            f"is {settings.gpu_memory_utilization:g}, and a GPU has no memory{what} to start with "
-            "this model: store its weights smaller (--quantization), share them among more GPUs "
-            "(--tensor-parallel-size), end what else uses the GPU, or, if the weights fit, lower "
-            "it",
+            f"is {settings.gpu_memory_utilization:g}, and CUDA ran out of memory{what} at the "
+            "start: use --quantization or more GPUs (--tensor-parallel-size), end other programs "
+            "on the GPU, or, if the weights fit, lower it",
         ) from error
 
 

@@ -63,9 +63,8 @@ class Queued:
 
     steps: Sequence[PendingStep]
     kept: Sequence[object] = ()
-    """Device memory that it reads and that was made in another launch, perhaps on another lane's
-    stream: to be held until the work has ended, for the allocator hands out what is freed again on
-    the stream where it was made, and knows nothing of readers elsewhere."""
+    """Tensors of another launch, perhaps made on another lane's stream. Keep them referenced until
+    this work ends: the caching allocator does not wait for readers on other streams."""
     end: "End | None" = None
     """Queues the end of the work, if that waits for masks (`constrain`): on the same stream, and
     before anything else that uses what the work does."""

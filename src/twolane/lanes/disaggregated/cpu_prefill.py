@@ -13,7 +13,7 @@ from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
 from twolane.lanes.disaggregated.arrivals import Arrival, send_arrival
 from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
 from twolane.lanes.disaggregated.shared_memory import SharedMemory
-from twolane.lanes.ranks.cpu_follower import FailFast, follow
+from twolane.lanes.ranks.cpu_follower import follow
 from twolane.lanes.ranks.log_reader import read_sizes, read_start, reporting_failure
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import load_shard
@@ -59,10 +59,6 @@ class PromptRunner(Runner):
         return Step()
 
 
-class _FailFastPrompts(FailFast, PromptRunner):
-    """See `FailFast`."""
-
-
 def main() -> None:
     """Compute prompts until the log ends."""
     if (start := read_start()) is None:
@@ -83,7 +79,7 @@ def main() -> None:
         spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded
     )
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    follow(_FailFastPrompts(decoder, kv, sizes.slots, adapters, arrivals), start)
+    follow(PromptRunner(decoder, kv, sizes.slots, adapters, arrivals), start)
 
 
 if __name__ == "__main__":

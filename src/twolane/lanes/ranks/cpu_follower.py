@@ -3,14 +3,12 @@
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
 
-from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.ranks.followers import FollowerStart
 from twolane.lanes.ranks.log_reader import (
     AdapterReports,
@@ -20,26 +18,20 @@ from twolane.lanes.ranks.log_reader import (
     reporting_failure,
 )
 from twolane.lanes.settings import load_shard
-from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
+from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup, RankLost, meeting_at
 
 
-class FailFast(Runner):
-    """A runner whose first error ends the process: the ranks have parted ways."""
-
-    def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
-        """See `Runner.run`."""
-        try:
-            yield from super().run(work, masks)
-        except RankLost as lost:
-            print(lost, file=sys.stderr)
-            os._exit(1)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+def fail(error: BaseException) -> NoReturn:
+    """End the process with its first error: the ranks have parted ways."""
+    if isinstance(error, RankLost):
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    os._exit(1)
 
 
 def carry_out(lanes: CpuLanes, record: Record) -> None:
@@ -56,9 +48,10 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
         lanes.drop(record.batch)
 
 
-def follow(runner: FailFast, start: FollowerStart) -> NoReturn:
+def follow(runner: Runner, start: FollowerStart) -> NoReturn:
     """Carry out the log on this process's lanes, and end the process where the log ends."""
     lanes, reports = CpuLanes(runner, start.cores, lambda: None), AdapterReports(start)
+    lanes.explain = fail
     for record in read_log(start.answers):
         if isinstance(record, AdapterRecord):
             reports.load(record, lanes)
@@ -82,7 +75,7 @@ def main() -> None:
     rounded = settings.kv_cache_dtype == "fp8"
     kv = KVCache(decoder.spec, sizes.pages, sizes.page_size, decoder.dtype, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    follow(FailFast(decoder, kv, sizes.slots, adapters), start)
+    follow(Runner(decoder, kv, sizes.slots, adapters), start)
 
 
 if __name__ == "__main__":

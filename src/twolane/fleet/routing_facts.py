@@ -75,7 +75,7 @@ class _Landmarks(msgspec.Struct):
         )
 
 
-class Inquiry:
+class RoutingFacts:
     """Collects the facts of requests that routing uses.
 
     Args:
@@ -126,7 +126,7 @@ class Inquiry:
             response = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
         if (home := self._responses.get(response or "")) is not None:
             return frozenset((home,))
-        if known.model not in self._pool.changes.adapters:
+        if known.model not in self._pool.broadcast.adapters:
             return frozenset()
         serving = self._pool.serving
         return frozenset(each.name for each in serving if known.model in each.adapters)

@@ -30,7 +30,7 @@ as lost."""
 
 
 class Changed(Protocol):
-    """The part of a replica that `Changes` uses."""
+    """The part of a replica that `Broadcast` uses."""
 
     name: str
     adapters: dict[str, bytes]
@@ -54,7 +54,7 @@ class _Adapter(msgspec.Struct):
     lora_name: str = ""
 
 
-class Changes:
+class Broadcast:
     """Makes changes at all replicas, one change after the other.
 
     Args:

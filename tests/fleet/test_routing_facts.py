@@ -9,9 +9,9 @@ pytest.importorskip("aiohttp")
 
 from tests.server.serving import PATIENCE
 from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook
-from twolane.fleet import inquiry
+from twolane.fleet import routing_facts
 from twolane.fleet.calls import ClientCall
-from twolane.fleet.inquiry import Inquiry, session_key
+from twolane.fleet.routing_facts import RoutingFacts, session_key
 from twolane.router.state import ReplicaState, RoutedRequest
 
 from .scripted import Fleet, Script, Scripted, Writer, fleet_of, whole
@@ -38,7 +38,7 @@ def call(path: str = COMPLETIONS, *headers: tuple[str, str], **body: object) -> 
 async def told(
     fleet: Fleet, given: ClientCall, most: int = 1000
 ) -> tuple[ClientCall, RoutedRequest]:
-    return await Inquiry(fleet.pool, fleet.client, most).ask(given)
+    return await RoutingFacts(fleet.pool, fleet.client, most).ask(given)
 
 
 def two(script: Script = knowing) -> tuple[Scripted, Scripted]:
@@ -74,7 +74,7 @@ def test_the_server_with_the_least_to_do_is_asked() -> None:
 @pytest.mark.parametrize("there", [0, 1])
 def test_a_prompt_goes_where_its_beginning_was_computed(there: int, monkeypatch) -> None:
     """Once the router has the digest that says so."""
-    monkeypatch.setattr(inquiry, "LANDMARK_SECONDS", PATIENCE)
+    monkeypatch.setattr(routing_facts, "LANDMARK_SECONDS", PATIENCE)
     found = Landmarks.of(range(700), 16)
     said = {"prompt_tokens": 700, "tokens": found.tokens, "hashes": found.hashes}
     book = PrefixBook(16)
@@ -97,14 +97,14 @@ def test_a_prompt_goes_where_its_beginning_was_computed(there: int, monkeypatch)
 
 
 def test_a_server_that_says_no_landmarks_delays_a_request_for_a_moment_only(monkeypatch) -> None:
-    monkeypatch.setattr(inquiry, "LANDMARK_SECONDS", 0.05)
+    monkeypatch.setattr(routing_facts, "LANDMARK_SECONDS", 0.05)
 
     async def run() -> None:
         async with fleet_of(*two(holding(ASKED, asyncio.Event()))) as fleet:
             given = call(prompt="a" * 40)
             asked, ask = await told(fleet, given)
             assert asked.body == given.body
-            assert ask.prompt_tokens == len(given.body) // inquiry.BYTES_PER_TOKEN
+            assert ask.prompt_tokens == len(given.body) // routing_facts.BYTES_PER_TOKEN
 
     asyncio.run(run())
 
@@ -140,7 +140,7 @@ def test_landmarks_that_no_prompt_has_are_not_believed(wrong) -> None:
 def test_a_request_for_an_adapter_is_at_home_where_that_is_loaded() -> None:
     async def run() -> None:
         async with fleet_of(*two()) as fleet:
-            fleet.pool.changes.adapters["some"] = b""
+            fleet.pool.broadcast.adapters["some"] = b""
             fleet.pool.members["replica-2"].adapters["some"] = b""
             assert (await told(fleet, call(model="some")))[0].homes == {"replica-2"}
             assert not (await told(fleet, call(model="base")))[0].homes
@@ -149,11 +149,11 @@ def test_a_request_for_an_adapter_is_at_home_where_that_is_loaded() -> None:
 
 
 def test_homes_of_only_so_many_responses_are_known(monkeypatch) -> None:
-    monkeypatch.setattr(inquiry, "KNOWN_RESPONSES", 1)
+    monkeypatch.setattr(routing_facts, "KNOWN_RESPONSES", 1)
 
     async def run() -> None:
         async with fleet_of(Scripted(well)) as fleet:
-            known = Inquiry(fleet.pool, fleet.client, 1000)
+            known = RoutingFacts(fleet.pool, fleet.client, 1000)
             [member] = fleet.pool.serving
             for id in ("resp_1", "resp_2"):
                 known.note_response(call("/v1/responses"), member, b'{"id":"%b"}' % id.encode())
