@@ -79,10 +79,7 @@ def device_settings(config: EngineConfig) -> DeviceSettings:
 
 
 def assemble(
-    config: EngineConfig,
-    machine: Machine,
-    notify: Callable[[], None],
-    progress: OnProgress,
+    config: EngineConfig, machine: Machine, notify: Callable[[], None], progress: OnProgress
 ) -> Built:
     """Build an engine on a loaded machine, from settings that the caller has checked.
 

@@ -64,11 +64,7 @@ class Forwarder:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        session: aiohttp.ClientSession,
-        facts: RoutingFacts,
-        metrics: FleetMetrics,
+        self, pool: Pool, session: aiohttp.ClientSession, facts: RoutingFacts, metrics: FleetMetrics
     ) -> None:
         self._pool = pool
         self._session = session

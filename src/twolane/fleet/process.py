@@ -35,11 +35,7 @@ class ReplicaProcess:
         host: address to listen on.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        host: str,
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], host: str) -> None:
         words = ["serve", *arguments, "--host", host, "--port", "0"]
         command = [sys.executable, "-c", LAUNCH, str(os.getpid()), *words]
         self._process = subprocess.Popen(

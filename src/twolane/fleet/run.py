@@ -42,11 +42,7 @@ FILES_EACH = 3
 """Open files per client connection: its own, and those to two replicas."""
 
 
-def serve_fleet(
-    arguments: Sequence[str],
-    options: FleetOptions,
-    shared: ServerOptions,
-) -> int:
+def serve_fleet(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
     """Serve until told to stop; return the exit code.
 
     SIGINT and SIGTERM end it when open answers have ended, and a second one at once; SIGHUP

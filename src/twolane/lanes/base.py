@@ -266,10 +266,7 @@ class Machine(Protocol):
         ...
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> MachineLanes:
         """Allocate the KV pool and start the lanes.
 

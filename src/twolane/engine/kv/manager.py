@@ -104,11 +104,7 @@ class KVCacheManager:
         return -(-tokens // self.page_size)
 
     def match(
-        self,
-        tokens: Sequence[int],
-        *,
-        before: Lookup | None = None,
-        salt: bytes = b"",
+        self, tokens: Sequence[int], *, before: Lookup | None = None, salt: bytes = b""
     ) -> list[Node]:
         """Return the shared pages that begin these tokens; at least the last token is left over.
 

@@ -131,10 +131,7 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
 
 def _allocate(state: State, request: Request) -> Allocation:
     allocation = state.kv.allocate(
-        request.tokens,
-        reuse=not request.scores_prompt,
-        before=request.looked_up,
-        salt=request.salt,
+        request.tokens, reuse=not request.scores_prompt, before=request.looked_up, salt=request.salt
     )
     if allocation is None:
         raise PlanError(f"admits {request.id}, for which there is no room")

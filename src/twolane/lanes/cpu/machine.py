@@ -61,10 +61,7 @@ class CpuMachine:
         return int(min(free_memory() * KV_SHARE, MAX_KV_BYTES)) // self.tp
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> MachineLanes:
         """See `Machine.start`."""
         return self._lanes(sizes, notify)

@@ -73,11 +73,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        kv: KVCache,
-        slots: int,
-        adapters: AdapterPool | None = None,
+        self, decoder: Decoder, kv: KVCache, slots: int, adapters: AdapterPool | None = None
     ) -> None:
         self._decoder = decoder
         self._kv = kv

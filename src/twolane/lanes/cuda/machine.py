@@ -154,10 +154,7 @@ class CudaMachine:
         return own if self.min_free is None else min(own, self.min_free)
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> CudaLanes:
         """Allocate the KV pool, capture the graphs and start the lanes.
 
@@ -189,11 +186,7 @@ class CudaMachine:
     ) -> CudaLanes:
         return CudaLanes(runner, self.partitions, launcher, notify)
 
-    def runner(
-        self,
-        sizes: LaneSizes,
-        progress: OnProgress,
-    ) -> CudaRunner:
+    def runner(self, sizes: LaneSizes, progress: OnProgress) -> CudaRunner:
         """Allocate the KV pool and capture the graphs, on the thread that is to launch; see
         `start`."""
         decoder, spec = self.decoder, self.decoder.spec

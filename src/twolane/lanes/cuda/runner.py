@@ -169,11 +169,7 @@ class CudaRunner:
         }
 
     def run(
-        self,
-        work: Work,
-        lane: LaneName,
-        units: int,
-        between: Callable[[], None] | None = None,
+        self, work: Work, lane: LaneName, units: int, between: Callable[[], None] | None = None
     ) -> Queued:
         """Queue the work on the current stream, which has this many SMs.
 

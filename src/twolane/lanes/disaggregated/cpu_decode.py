@@ -105,10 +105,7 @@ class DisaggregatedCpuMachine(CpuMachine):
         return super().kv_bytes(max_model_len) // 2
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> DisaggregatedLanes:
         """See `Machine.start`."""
         shape = self._decoder.spec, sizes.pages, sizes.page_size, self._decoder.dtype

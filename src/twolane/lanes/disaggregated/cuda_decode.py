@@ -257,10 +257,7 @@ class DisaggregatedCudaMachine(MirroredCudaMachine):
         super().__init__(settings, 0, followers.store, followers.check, progress)
 
     def start(  # type: ignore[override]  # its launches are sent to another process
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> DisaggregatedLanes:
         """See `CudaMachine.start`; once only."""
         self.followers.on_lost = notify

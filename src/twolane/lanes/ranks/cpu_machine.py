@@ -30,10 +30,7 @@ class RankedCpuMachine(CpuMachine):
         return CpuGroup(0, self.tp, followers.store, followers.check)
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> RankedLanes:
         """See `Machine.start`; once only."""
         lanes = self._lanes(sizes, notify)

@@ -113,10 +113,7 @@ class RankedCudaMachine(CudaMachine):
         self.min_free = connect(self, settings.all_reduce, followers.store, followers.check)
 
     def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
+        self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
     ) -> CudaLanes:
         """See `CudaMachine.start`; once only."""
 

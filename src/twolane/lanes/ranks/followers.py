@@ -224,10 +224,7 @@ class Followers:
         command = [sys.executable, "-m", module]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # ranks share the cores
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            env=environment,
-            pass_fds=(start.answers, *start.files),
+            command, stdin=subprocess.PIPE, env=environment, pass_fds=(start.answers, *start.files)
         )
         self.processes.append(process)
         queue: SimpleQueue[bytes | None] = SimpleQueue()
