@@ -121,7 +121,7 @@ def test_a_search_for_goodput_compares_it(project: Path) -> None:
         *("bench", "goodput", "--simulate", "h200", "--model", "llama-3.1-8b", *WORKLOAD),
         *("--system", f"{MINE}:token_budget=256/512", "--system", "chunked"),
         *("--goodput", "ttft:1000", "tbt:50", "--start-rate", "20", "--tolerance", "0.3"),
-        *("--out", "found"),
+        *("--brief", "--out", "found"),
         cwd=project,
     )
     assert ran.returncode == 0, ran.stderr
@@ -130,7 +130,7 @@ def test_a_search_for_goodput_compares_it(project: Path) -> None:
     assert all(one["median"] > 0 for one in found.values())
     wrong = twolane(
         *("bench", "goodput", "--simulate", "h200", "--model", "llama-3.1-8b", *WORKLOAD),
-        *("--system", "policies.Nothing", "--goodput", "ttft:1000", "--out", "none"),
+        *("--system", "policies.Nothing", "--goodput", "ttft:1000", "--brief", "--out", "none"),
         cwd=project,
     )
     assert (wrong.returncode, "--system 'policies.Nothing'" in wrong.stderr) == (2, True)
