@@ -1,7 +1,7 @@
 """The simulated GPU's parameters, from profiles: `python benchmarks/fit_device.py`.
 
 Fits what `sim/gpus.py` says of a card to the profiles of it that ship and, if it is there, to what
-`engine.py` measured (`results/engine-CARD.json`), starting with what it says now, and writes the
+`gpu lanes` measured (`results/engine-CARD.json`), starting with what it says now, and writes the
 parameters and how far off they are, on what was fitted and on the points that profiles hold out.
 The parameters are then copied by hand.
 """
@@ -84,11 +84,15 @@ def cases(profiles: Mapping[str, Path]) -> list[Case]:
 
 
 def figures(card: str) -> list[Case]:
-    """Return the figures of `engine.py` on such a GPU; empty without its file."""
+    """Return the figures of `gpu lanes` on such a GPU; empty without its file."""
     path = RESULTS / f"engine-{card}.json"
     if not path.exists():
         return []
-    details = msgspec.json.decode(path.read_bytes())["details"]
+    content = msgspec.json.decode(path.read_bytes())
+    rows = [
+        row for row in content.get("rows", ()) if row["part"] in ("qwen3", "llama", "codellama")
+    ]
+    details = content.get("details") or {row["model"]: row for row in rows}
     alone = details["qwen3-8b"]
     found: list[Case] = []
 

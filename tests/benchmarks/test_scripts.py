@@ -1,6 +1,7 @@
 """Every benchmark runs: its help everywhere, a tiny size of it where it needs no GPU."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from twolane.results.provenance import Provenance
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page"}
-MODULES = {"measured", "one_server", "common", "searches", *PAPERS}
+MODULES = {"measured", "one_server", "searches", *PAPERS}
 """Files that only others import."""
 HELPS = """
 import contextlib, io, pathlib, runpy, sys
@@ -31,6 +32,20 @@ for script in sys.argv[1:]:
     print(script)
 """
 """Asks all scripts for their help in one process, for most of them import the same libraries."""
+
+
+CASES = """
+import contextlib, importlib, io, sys
+sys.path.insert(0, sys.argv[1])
+import harness
+for name in sys.argv[2:]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        harness.run(importlib.import_module(name.replace("-", "_")), name, ["--help"])
+    assert "--out" in said.getvalue(), name
+    print(name)
+"""
+"""Asks all cases for their help in one process."""
 
 
 def python(*words, cwd, timeout=240):
@@ -60,8 +75,21 @@ def saved(path):
 
 def test_every_benchmark_says_how_it_is_used(tmp_path):
     pytest.importorskip("triton")  # the kernels' scripts import it
+    gpu = SCRIPTS / "gpu"
     scripts = [p for p in sorted(SCRIPTS.rglob("*.py")) if p.stem not in MODULES]
+    scripts = [p for p in scripts if p.parent != gpu or p.stem == "__main__"]
     assert python("-c", HELPS, *scripts, cwd=tmp_path).split() == [str(p) for p in scripts]
+
+
+def test_every_case_on_a_gpu_says_how_it_is_used(tmp_path):
+    pytest.importorskip("triton")
+    cases = re.findall(r"^  ([a-z-]+) ", run("gpu", cwd=tmp_path), flags=re.MULTILINE)
+    modules = {name.replace("-", "_") for name in cases}
+    own = {path.stem for path in (SCRIPTS / "gpu").glob("*.py")}
+    assert own - modules == {"__main__", "harness", "rig"}
+    assert modules < own
+    said = python("-c", CASES, SCRIPTS / "gpu", *cases, cwd=tmp_path)
+    assert said.split() == cases
 
 
 def test_every_file_of_results_has_a_record():
@@ -116,12 +144,6 @@ def test_what_grammars_cost_is_measured(tmp_path):
     assert some.keys() == {"constrained", "free"}
     assert some["free"]["median_ms_over_none"] > 0
     assert found["masks"].keys() == {f"{rows} rows, 2 threads" for rows in (1, 16, 64)}
-
-
-def test_launches_of_70b_are_predicted(tmp_path):
-    run("predictions.py", "--out", tmp_path / "predictions.json", cwd=tmp_path)
-    launches = saved(tmp_path / "predictions.json")["launches"]
-    assert 5.0 < launches["h200 x8, step of 64 x 2K, ms"] < 20.0
 
 
 def test_the_papers_comparisons_run(tmp_path):

@@ -1,6 +1,6 @@
 """The CUDA C++ of decode attention, its instructions acted out on the CPU.
 
-See decode_attention_host.cc. benchmarks/kernels/decode_attention.py checks the same on a GPU.
+See decode_attention_host.cc. benchmarks/gpu/decode_attention.py checks the same on a GPU.
 """
 
 import ctypes

@@ -1,27 +1,22 @@
-"""Decode attention on the SMs of a lane: first whether it is right, then bytes of KV per second.
-
-    PYTHONPATH=src python benchmarks/kernels/decode_attention.py [--variants]
+"""Decode attention on shares of the SMs: first whether it is right, then bytes of KV per second.
 
 The ceiling is a kernel that only reads, with many independent 16-byte loads in flight, the same
-pages in the same random order. JSON goes to $OUT. With --variants the tuning is swept instead.
+pages in the same random order.
 """
 
 import argparse
 import ctypes
-import itertools
-import os
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import torch
-from common import LEVELS, Partition, Report, capture, partition, seconds, worst_difference
+from harness import LEVELS, Partition, Report, capture, partition, seconds
 
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
-from twolane.kernels.decode_attention.dispatch import decode_attention, decode_scratch
+from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.runtime import nvrtc
 
@@ -30,13 +25,7 @@ EVERYTHING = 1 << 30
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 READ = """
-#if PATTERN == 0    // 512 bytes in a row
-#define INSIDE(q) (512 * (q) + 16 * lane)
-#elif PATTERN == 1  // operands as the keys are: 8 rows, 64 bytes each
-#define INSIDE(q) (256 * (lane / 4 + (q) / 4 * 8) + 64 * ((q) % 4) + lane % 4 * 16)
-#else               // operands as the values are: 4 rows, 128 bytes each
-#define INSIDE(q) (256 * (lane % 4 * 8 + (q) / 2) + 128 * ((q) % 2) + lane / 4 * 16)
-#endif
+#define INSIDE(q) (512 * (q) + 16 * lane)  // 512 bytes in a row
 #define PLACE(q) ((q) / 16 * 8192 + INSIDE((q) % 16))
 struct Arguments { const char* pool; unsigned* sink; unsigned first, count, mask; };
 struct alignas(16) Words { unsigned w[4]; };
@@ -70,11 +59,6 @@ class _ReadArguments(ctypes.Structure):
         ("sink", ctypes.c_void_p),
         *((name, ctypes.c_uint) for name in ("first", "count", "mask")),
     )
-
-
-def read_kernel(threads: int, unroll: int, pattern: int) -> nvrtc.Kernel:
-    options = f"-DTHREADS={threads}", f"-DUNROLL={unroll}", f"-DPATTERN={pattern}"
-    return nvrtc.load(READ, options, "read", 0, 0)
 
 
 @dataclass(frozen=True)
@@ -145,7 +129,6 @@ class Problem:
     def cuda(
         self,
         units: int,
-        tuned: hopper.Tuning | None = None,
         extra: tuple[str, ...] = (),
         window: int | None = None,
     ) -> tuple[Callable[[], None], torch.Tensor]:
@@ -156,13 +139,13 @@ class Problem:
             "units": units,
             "window": window or EVERYTHING,
             "scale": self.q.shape[2] ** -0.5,
-            "tuned": tuned or hopper.tuning(units),
+            "tuned": hopper.tuning(units),
             "extra": extra,
         }
         return lambda: hopper.attend(*arguments, scratch.cuts, **settings), out
 
     def triton(
-        self, units: int, tuned: portable.TritonTuning | None = None, window: int | None = None
+        self, units: int, window: int | None = None
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A call of the Triton kernel with a scratch of its own, and what it writes to."""
         scratch, out = decode_scratch(*self.q.shape, units, "cuda"), torch.full_like(self.q, 7.0)
@@ -172,7 +155,7 @@ class Problem:
             "units": units,
             "window": window or EVERYTHING,
             "scale": self.q.shape[2] ** -0.5,
-            "tuned": tuned or portable.tuning(tile),
+            "tuned": portable.tuning(tile),
         }
         return lambda: portable.attend(*arguments, scratch.sums, **settings), out
 
@@ -193,30 +176,8 @@ CASES: list[dict] = [
 ]
 
 
-def prepare() -> None:
-    """Compile what the checks need, on all cores; the results are in the cache on disk."""
-    wanted = {
-        hopper.options(c.get("dtype", torch.bfloat16), c.get("dim", 128), c.get("page", 32),
-                       c.get("group", 4), hopper.tuning(units)) + WATCHDOG
-        for c in CASES for units in (24, 132)
-    }  # fmt: skip
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for _ in threads.map(lambda o: nvrtc.compile_cubin(hopper.source(), o), wanted):
-            pass
-
-
-def judge(report: Report, what: str, out: torch.Tensor, expected: torch.Tensor) -> bool:
-    error, place = worst_difference(out, expected)
-    if error < TOLERANCE[out.dtype]:
-        return True
-    report.failures += 1
-    report.add(wrong=what, error=error, at=place)
-    return False
-
-
 def check(report: Report, lane: Partition) -> None:
     """Every case with few and with many workers, again in a graph, again on other SMs."""
-    passed = 0
     for case in CASES:
         case = dict(case)
         window = case.pop("window", None)
@@ -224,39 +185,25 @@ def check(report: Report, lane: Partition) -> None:
             problem = Problem.make(MIXED, **case)
             expected = problem.reference(window)
             for units in (3, lane.units, 132):
+                name = f"cuda {case} window={window} {units}"
                 call, out = problem.cuda(units, extra=WATCHDOG, window=window)
                 call()
                 first = out.clone()
-                good = judge(report, f"cuda {case} window={window} {units}", first, expected)
-                if (first[problem.lengths == 0] != 7).any():
-                    good = False
-                    report.add(wrong=f"cuda {case}: padding rows were written")
+                report.check(name, first, expected, TOLERANCE[out.dtype])
                 graph = capture([call], lane.stream)
+                same = not (first[problem.lengths == 0] != 7).any()
                 for _ in range(20):
                     graph.replay()
-                    good &= torch.equal(out, first)
-                if not good:
-                    report.failures += 1
-                    report.add(wrong=f"cuda {case} {units}", repeated="differs or above")
-                passed += good
+                    same &= torch.equal(out, first)
+                report.failures += not same
+                if not same:
+                    report.add(wrong=name, repeated="differs, or padding rows were written")
     for case in ({}, {"dtype": torch.float32, "group": 3}, {"dim": 64, "page": 64}):
         with report.attempt(f"triton {case}"):
             problem = Problem.make(MIXED, **case)
-            expected = problem.reference(300)
             call, out = problem.triton(24, window=300)
-            call()
-            first = out.clone()
-            passed += judge(report, f"triton {case}", first, expected)
             capture([call], lane.stream).replay()
-            passed += judge(report, f"triton {case} in a graph", out, expected)
-    with report.attempt("decode_attention"):
-        problem = Problem.make(ragged(40, 1, 5000))
-        out = torch.zeros_like(problem.q)
-        scratch = decode_scratch(*problem.q.shape, 132, "cuda")
-        cache = problem.pool, problem.tables, problem.slots, problem.lengths
-        decode_attention(problem.q, *cache, out, scratch, units=132)
-        passed += judge(report, "decode_attention", out, problem.reference())
-    report.add(passed=passed)
+            report.check(f"triton {case}", out, problem.reference(300), TOLERANCE[out.dtype])
 
 
 SHAPES = {
@@ -300,16 +247,9 @@ def rate(problems: Sequence[Problem], lane: Partition, make: Make) -> float:
     return problems[0].bytes / seconds(calls, lane.stream, 7) / 1e12
 
 
-def rates(problems: Sequence[Problem], lanes: Sequence[Partition], make: Make) -> dict[str, float]:
-    """TB/s by level."""
-    return {str(lane.units): rate(problems, lane, make) for lane in lanes}
-
-
-def read_rate(
-    memory: torch.Tensor, lane: Partition, threads: int, unroll: int, pattern: int = 0
-) -> float:
+def read_rate(memory: torch.Tensor, lane: Partition, threads: int, unroll: int) -> float:
     """TB/s of a kernel that reads 537 MB in 16 KB pages in random order."""
-    kernel = read_kernel(threads, unroll, pattern)
+    kernel = nvrtc.load(READ, (f"-DTHREADS={threads}", f"-DUNROLL={unroll}"), "read", 0, 0)
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
     pages = 1 << ((memory.numel() * memory.element_size() // 16384).bit_length() - 1)
     count = pages // 8
@@ -342,97 +282,19 @@ def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> N
                 report.add(**row)
 
 
-class _Timed(hopper._AttentionArguments):
-    _fields_ = (("timeline", ctypes.c_void_p),)
+def options(add: Callable[..., Any]) -> None:
+    """Add the options of the case."""
+    add("--no-check", action="store_true", help="only speed")
 
 
-def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> None:
-    """When warps start, begin their tiles, end them, leave: microseconds from the first start."""
-    tuned = hopper.tuning(lane.units)
-    times = torch.zeros(lane.units * tuned.warps, 4, dtype=torch.int64, device="cuda")
-    problem = problems[0]
-    options = hopper.options(torch.bfloat16, 128, 32, 4, tuned)
-    kernel = nvrtc.load(
-        hopper.source(), (*options, "-DTIMELINE"), "decode_attention", hopper._SHARED, 0
-    )
-    scratch = decode_scratch(*problem.q.shape, lane.units, "cuda")
-    out = torch.empty_like(problem.q)
-    base = hopper.arguments(
-        *(problem.q, 8, problem.tables, problem.slots, problem.lengths, out),
-        *(scratch.partial, scratch.cuts),
-        window=EVERYTHING,
-        scale=128**-0.5,
-    )
-    values = [getattr(base, name) for name, _ in hopper._AttentionArguments._fields_]
-    arguments = _Timed(*values, times.data_ptr())
-    shared = tuned.warps * tuned.stages * hopper._HALF_BYTES + 8 * len(problem.lengths)
-    with torch.cuda.stream(lane.stream):
-        for _ in range(3):
-            kernel.launch(
-                lane.units, tuned.warps * 32, shared, hopper.tensor_map(problem.pool), arguments
-            )
-    lane.stream.synchronize()
-    relative = (times - times[:, 0].min()).double() / 1e3
-    quantiles = torch.tensor([0, 0.1, 0.5, 0.9, 1], dtype=torch.float64, device="cuda")
-    marks = {
-        name: [round(x, 1) for x in relative[:, i].quantile(quantiles).tolist()]
-        for i, name in enumerate(("start", "begin", "end", "leave"))
-    }
-    report.add(timeline=lane.units, **marks)
-    ends = relative[:, 2].view(tuned.warps, lane.units).mean(0)
-    report.add(ends_by_block=[round(x) for x in ends.tolist()])
-
-
-def variants(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
-    lanes = [lane for lane in lanes if lane.units in (24, 48, 64, 100, 132)]
-    problems = layers("64x2K", memory)
-    shapes = ((12, 2), (10, 2), (9, 3), (9, 2), (8, 3), (8, 2), (6, 4), (6, 3), (6, 2), (4, 4))
-    for warps, stages in shapes:
-        tuned = hopper.Tuning(warps, stages)
-        with report.attempt(f"{tuned}"):
-            make = partial(Problem.cuda, tuned=tuned)
-            report.add(cuda=f"{warps}x{stages}", **rates(problems, lanes, make))
-    for probe, (warps, stages) in itertools.product((1, 2), ((12, 2), (8, 3), (8, 2), (6, 2))):
-        tuned, extra = hopper.Tuning(warps, stages), (f"-DPROBE={probe}",)
-        with report.attempt(f"probe {probe}"):
-            make = partial(Problem.cuda, tuned=tuned, extra=extra)
-            only = ("copy", "copy+load")[probe - 1]
-            report.add(cuda=f"{warps}x{stages}", only=only, **rates(problems, lanes, make))
-    for threads, unroll, pattern in ((1024, 8, 0), (512, 16, 0), (512, 16, 1), (512, 16, 2)):
-        with report.attempt(f"read {threads} {unroll}"):
-            found = {
-                str(lane.units): read_rate(memory, lane, threads, unroll, pattern) for lane in lanes
-            }
-            report.add(read=f"{threads}x{unroll}", pattern=pattern, **found)
-    for lane in lanes:
-        with report.attempt(f"timeline {lane.units}"):
-            timeline(report, problems, lane)
-    for page, dim in ((16, 128), (64, 128), (32, 64), (16, 64)):
-        with report.attempt(f"page {page} dim {dim}"):
-            others = layers("64x2K", memory, page=page, dim=dim)
-            report.add(cuda="default", page=page, dim=dim, **rates(others, lanes, Problem.cuda))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", action="store_true", help="sweep the tuning")
-    parser.add_argument("--no-check", action="store_true", help="only speed")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    report = Report("decode-attention-variants" if arguments.variants else "decode-attention")
+def main(report: Report, given: argparse.Namespace) -> None:
+    """Check, then measure."""
     lanes = []
     for units in LEVELS:
         with report.attempt(f"partition {units}"):
             lanes.append(partition(units))
-    if not arguments.no_check:
-        with report.attempt("compile"):
-            prepare()
+    if not given.no_check:
         with report.attempt("check"):
             check(report, next(lane for lane in lanes if lane.units == 24))
     memory = torch.empty((1 << 31) + (1 << 24), dtype=torch.bfloat16, device="cuda").normal_()
-    (variants if arguments.variants else speed)(report, memory, lanes)
-    report.write()
-
-
-if __name__ == "__main__":
-    main()
+    speed(report, memory, lanes)

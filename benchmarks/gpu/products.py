@@ -1,21 +1,16 @@
 """A layer's products on shares of the SMs, by each way that `products/dispatch.py` chooses from.
 
-    PYTHONPATH=src python benchmarks/kernels/products.py
-
-Microseconds of the four products of a Qwen3-8B layer, each behind its norm and with its activation,
+Microseconds of the four products of a Qwen3-8B layer, each after its norm and with its activation,
 for the passes of prefill on the shares that it has, and for decode on its own. Weights and rows are
 random, and come from memory. That every way is right is for `tests/gpu/test_products.py`.
 """
 
 import argparse
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-from common import Report, partition
+from harness import Report, partition
 
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, ROWS, Case, GpuProducts, Way
@@ -45,9 +40,12 @@ def layer(
     return 1e6 * sum(each)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    report = Report("products")
+def options(add: Callable[..., Any]) -> None:
+    """The case has no options."""
+
+
+def main(report: Report, given: argparse.Namespace) -> None:
+    """Measure the shares of both lanes."""
     weights = [
         [Matrix.plain(0.02 * torch.randn(c.n, c.k, **ON_GPU)) for _ in range(LAYERS)] for c in CASES
     ]
@@ -73,8 +71,3 @@ def main() -> None:
                     ways["own"] = own
                 took = {name: layer(products, each, rows, weights) for name, each in ways.items()}
                 report.add(decode=units, rows=rows, **took)
-    report.write()
-
-
-if __name__ == "__main__":
-    main()

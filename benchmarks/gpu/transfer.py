@@ -1,4 +1,4 @@
-"""How fast one GPU writes into another one's KV pool: `benchmarks/transfer.py --out FILE`.
+"""How fast one GPU writes into another one's KV pool.
 
 The kernel that writes a layer's keys and values, on Qwen3-8B's shapes, into its own pool and into
 both; and a plain copy of 1 GiB. Rates are of bytes that go to the other GPU. Both processes check
@@ -6,13 +6,15 @@ first what they have received.
 """
 
 import argparse
-import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Report
 from torch import distributed as dist
 
 from twolane.kernels import fused
@@ -21,7 +23,6 @@ from twolane.lanes.disaggregated.cuda_mirror import MirroredGpuKVCache
 from twolane.model.shapes import SHAPES
 from twolane.parallel.group import meet
 from twolane.parallel.peer_memory import PeerGroup
-from twolane.results.provenance import provenance, save
 
 ROWS = (1, 16, 64, 256, 512, 2048, 8192)
 PAGE, PAGES, CALLS, REPLAYS = 32, 512, 20, 7
@@ -29,30 +30,31 @@ COPIED_BYTES = 2**30
 SHAPE = "qwen3-8b"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--port", type=int, help="of the store, for the second process")
-    args = parser.parse_args()
-    rank = 0 if args.port is None else 1
+def options(add: Callable[..., Any]) -> None:
+    """Add the options of the case."""
+    add("--port", type=int, help=argparse.SUPPRESS)
+
+
+def main(report: Report, given: argparse.Namespace) -> None:
+    """Start the process of the other GPU, and measure from here."""
+    rank = 0 if given.port is None else 1
     torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", args.port or 0, is_master=rank == 0, wait_for_workers=False)
-    command = [sys.executable, __file__, "--port", str(store.port)]
-    other = subprocess.Popen(command) if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", given.port or 0, is_master=not rank, wait_for_workers=False)
+    command = [sys.executable, str(Path(__file__).parent), "transfer", "--port", str(store.port)]
+    own = {name: value for name, value in os.environ.items() if name != "OUT"}
+    other = None if rank else subprocess.Popen(command, env=own)
     try:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            figures = measured(rank, store)
+            measure(rank, store, report)
     finally:
         if other is not None and sys.exc_info()[0] is not None:
             other.kill()
     if other is not None:
         assert not other.wait(30)
-        if args.out:
-            save(args.out, provenance({"shape": SHAPE, "rows": ROWS}), {"figures": figures})
 
 
-def measured(rank: int, store: dist.Store) -> dict[str, Any]:
-    """Return the measurements of rank 0; the other one waits."""
+def measure(rank: int, store: dist.Store, report: Report) -> None:
+    """Measure on rank 0; the other one waits."""
     device = torch.device("cuda", rank)
     group = PeerGroup("transfer", rank, 2, dist.PrefixStore("pools", store))
     spec = SHAPES[SHAPE]
@@ -60,15 +62,13 @@ def measured(rank: int, store: dist.Store) -> dict[str, Any]:
     checked(rank, store, kv)
     ours = group.empty((COPIED_BYTES,), torch.uint8, device)
     theirs = group.of(1 - rank, ours)
-    figures: dict[str, Any] = {}
     if rank == 0:
         seconds = graph_seconds(lambda: theirs.copy_(ours), REPLAYS)
-        note(figures, "copy", GB_s=COPIED_BYTES / seconds / 1e9)
+        report.add(copy_GB_s=COPIED_BYTES / seconds / 1e9)
         for rows in ROWS:
-            note(figures, f"rows {rows}", **written(kv, spec, rows))
+            report.add(rows=rows, **written(kv, spec, rows))
     torch.cuda.synchronize()
     meet(rank, 2, dist.PrefixStore("end", store), lambda: None)
-    return figures
 
 
 def checked(rank: int, store: dist.Store, kv: MirroredGpuKVCache) -> None:
@@ -111,13 +111,3 @@ def written(kv: MirroredGpuKVCache, spec: Any, rows: int) -> dict[str, float]:
     sent = rows * 2 * spec.kv_size * 2
     rate = sent / both / 1e9
     return {"own_us": own * 1e6, "both_us": both * 1e6, "sent_KB": sent / 1e3, "GB_s": rate}
-
-
-def note(figures: dict[str, Any], name: str, **values: float) -> None:
-    """Keep figures, and print them as they come."""
-    figures[name] = {key: round(value, 2) for key, value in values.items()}
-    print(name, json.dumps(figures[name]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Prefill attention on every level: `python benchmarks/kernels/prefill_attention.py`.
+"""Prefill attention on every level.
 
 First correctness, against attention in float32: all kernels, over shapes, ragged batches, windows,
 page sizes and dtypes, on the whole device and in green contexts. Then TFLOP/s of 8,192 new tokens
@@ -10,13 +10,11 @@ times that on all SMs. FlashInfer is found through PYTHONPATH.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
-from common import LEVELS, Partition, Report, partition, seconds, worst_difference
+from harness import LEVELS, Partition, Report, partition, seconds
 
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.prefill_attention.dispatch import (
@@ -25,7 +23,7 @@ from twolane.kernels.prefill_attention.dispatch import (
     choose,
     prefill_attention,
 )
-from twolane.kernels.prefill_attention.triton_kernels import Tiling, TritonProgram
+from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 WORKLOADS = {
@@ -192,19 +190,14 @@ def flashinfer_itself(problem: Problem) -> list[Call]:
 
 
 def check(report: Report, name: str, problem: Problem, call: Call, where: Partition) -> None:
-    """One line: the largest relative error of a row."""
+    """Compare a call with float32."""
     problem.out[0].fill_(torch.nan)
     torch.cuda.synchronize()
     with torch.cuda.stream(where.stream):
         call()
     torch.cuda.synchronize()
-    error, place = worst_difference(problem.out[0], problem.reference())
-    good = error <= TOLERANCE[problem.dtype]
-    row = {"check": name, "units": where.units, "error": error, "good": good}
-    if not good:
-        report.failures += 1
-        row["worst"] = place
-    report.add(**row)
+    name = f"{name}, {where.units} SMs"
+    report.check(name, problem.out[0], problem.reference(), TOLERANCE[problem.dtype])
 
 
 def planned(
@@ -299,29 +292,6 @@ def levels(report: Report, parts: Sequence[Partition], repeats: int, heads: Sequ
                 report.add(figure=f"{name}, {kernel}", share=worst[kernel], of_library=versus)
 
 
-def variants(report: Report, where: Partition, repeats: int) -> None:
-    """The Triton kernel in other shapes, on all SMs."""
-    workspace = PrefillWorkspace("cuda")
-    shapes = [
-        Tiling(128, 64, 8, 3, 1),
-        Tiling(128, 64, 8, 4, 1),
-        Tiling(128, 128, 8, 2, 1),
-        Tiling(128, 128, 8, 3, 1),
-        Tiling(64, 64, 4, 3, 2),
-        Tiling(64, 64, 4, 2, 2),
-    ]
-    for name, segments in WORKLOADS.items():
-        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
-        for shape in shapes:
-            with report.attempt(f"{shape}"):
-                with torch.cuda.stream(where.stream):
-                    plan = problem.plan(where.units, workspace, "triton")
-                    program = TritonProgram.plan(plan.batch, where.units, shape)
-                plan = replace(plan, _program=program)
-                value = rate(problem, problem.calls(plan), where, repeats)
-                report.add(variant=str(shape), workload=name, rate=value)
-
-
 def others(report: Report, parts: Sequence[Partition], repeats: int, heads: Sequence[int]) -> None:
     """Other batches, on some levels, and which kernel is chosen."""
     for name, segments in OTHERS.items():
@@ -336,60 +306,21 @@ def others(report: Report, parts: Sequence[Partition], repeats: int, heads: Sequ
             )
 
 
-def host(report: Report) -> None:
-    """Milliseconds of the CPU for a plan, and for the same batch at another level."""
-    workspace = PrefillWorkspace("cuda")
-    for name, segments in (WORKLOADS | OTHERS).items():
-        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16)
-        for backend in ("flashinfer", "triton"):
-            with report.attempt(f"host {name}"):
-                built, moved, launched = [], [], []
-                for units in (132, 100, 84, 64, 48, 32, 16) * 3:
-                    start = time.perf_counter()
-                    plan = problem.plan(units, workspace, backend)
-                    middle = time.perf_counter()
-                    plan = plan.at(units + 1)
-                    end = time.perf_counter()
-                    problem.calls(plan)[0]()
-                    launched.append(time.perf_counter() - end)
-                    built.append(middle - start)
-                    moved.append(end - middle)
-                    torch.cuda.synchronize()
-                times = {"build": built, "at": moved, "launch": launched}
-                medians = {f"{k}_ms": statistics.median(v) * 1e3 for k, v in times.items()}
-                worst = {f"{k}_worst_ms": max(v[7:]) * 1e3 for k, v in times.items()}
-                report.add(host=name, backend=backend, **medians, **worst)
+def options(add: Callable[..., Any]) -> None:
+    """Add the options of the case."""
+    add("--repeats", type=int, default=7)
+    add("--heads", type=int, nargs=2, default=(32, 8), help="query heads and KV heads of a rank")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--tune", action="store_true", help="other shapes of the Triton kernel")
-    parser.add_argument(
-        "--heads", type=int, nargs=2, default=(32, 8), help="query heads and KV heads of a rank"
-    )
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
+def main(report: Report, given: argparse.Namespace) -> None:
+    """Check, then measure."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = Report("prefill_attention")
     parts = [partition(units) for units in LEVELS]
     some = [part for part in parts if part.units in (24, 84, 132)]
-    with report.attempt("FlashInfer"):
-        why = fa3._load(torch.bfloat16, 128)[1]
-        report.add(flashinfer=why or "loaded")
+    report.add(flashinfer=fa3._load(torch.bfloat16, 128)[1] or "loaded")
     with report.attempt("correctness"):
         correctness(report, some)
     with report.attempt("levels"):
-        levels(report, parts, arguments.repeats, arguments.heads)
+        levels(report, parts, given.repeats, given.heads)
     with report.attempt("others"):
-        others(report, some, arguments.repeats, arguments.heads)
-    with report.attempt("host"):
-        host(report)
-    if arguments.tune:
-        with report.attempt("variants"):
-            variants(report, parts[-1], arguments.repeats)
-    report.write()
-
-
-if __name__ == "__main__":
-    main()
+        others(report, some, given.repeats, given.heads)
