@@ -231,11 +231,11 @@ class Configs(Target):
     """config.json and generation_config.json."""
 
     def __init__(self, folder: Path) -> None:
-        from twolane.model.load.configs import sampling_from_directory, spec_from_directory
+        from twolane.model.load.configs import sampling_from_directory, facts_from_directory
 
         super().__init__(folder)
         self.refusals = (ValueError,)
-        self._readers = (spec_from_directory, sampling_from_directory)
+        self._readers = (facts_from_directory, sampling_from_directory)
 
     def run(self, data: bytes) -> None:
         for name in ("config.json", "generation_config.json"):

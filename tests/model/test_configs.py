@@ -22,7 +22,7 @@ from twolane.model.families.registry import ARCHITECTURES
 from twolane.model.load.configs import (
     sampling_from_directory,
     spec_from_config,
-    spec_from_directory,
+    facts_from_directory,
 )
 from twolane.model.rope import frequencies, rotation
 from twolane.model.shapes import SHAPES
@@ -141,7 +141,7 @@ def test_a_function_may_have_another_name():
 def test_end_tokens_of_both_configs_count(tmp_path):
     LlamaConfig(eos_token_id=[5, 6], architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
-    assert spec_from_directory(tmp_path).eos_token_ids == (5, 6, 7)
+    assert facts_from_directory(tmp_path).spec.eos_token_ids == (5, 6, 7)
 
 
 def test_end_tokens_outside_the_vocabulary_are_none(tmp_path):
@@ -149,7 +149,7 @@ def test_end_tokens_outside_the_vocabulary_are_none(tmp_path):
         tmp_path
     )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
-    assert spec_from_directory(tmp_path).eos_token_ids == (7,)
+    assert facts_from_directory(tmp_path).spec.eos_token_ids == (7,)
 
 
 def test_configs_written_before_rope_parameters(tmp_path):
@@ -166,10 +166,10 @@ def test_configs_written_before_rope_parameters(tmp_path):
         },
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert spec_from_directory(tmp_path).rope == SHAPES["llama-3.1-8b"].rope
+    assert facts_from_directory(tmp_path).spec.rope == SHAPES["llama-3.1-8b"].rope
     raw["rope_scaling"] = {"type": "linear", "factor": 2.0}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert spec_from_directory(tmp_path).rope == RopeSpec(500_000.0, "linear", 2.0)
+    assert facts_from_directory(tmp_path).spec.rope == RopeSpec(500_000.0, "linear", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_files_that_are_refused(tmp_path, wrong, message):
     raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **wrong}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
-        spec_from_directory(tmp_path)
+        facts_from_directory(tmp_path).spec
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_null_says_no_where_only_yes_and_no_can_be():
 
 def test_a_byte_order_mark_before_a_config_is_skipped(tmp_path):
     (tmp_path / "config.json").write_text('\ufeff{"model_type": "llama"}', encoding="utf-8")
-    assert spec_from_directory(tmp_path).family == "llama"
+    assert facts_from_directory(tmp_path).spec.family == "llama"
 
 
 @pytest.mark.parametrize("architectures", [None, [], "left out"])
@@ -537,7 +537,7 @@ def test_numbers_of_a_config_may_be_in_odd_types():
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
-        spec_from_directory(tmp_path)
+        facts_from_directory(tmp_path).spec
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -546,7 +546,7 @@ def test_broken_files_are_named(tmp_path, file, content):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"/{file} is not a JSON object: "):
-        spec_from_directory(tmp_path)
+        facts_from_directory(tmp_path).spec
 
 
 def test_how_the_authors_sample_is_read(tmp_path):
@@ -589,7 +589,7 @@ def test_what_the_authors_cannot_mean_is_left_out_with_a_warning(tmp_path, caplo
 def test_end_tokens_may_be_in_odd_types(tmp_path, ids, read):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    found = spec_from_directory(tmp_path).eos_token_ids
+    found = facts_from_directory(tmp_path).spec.eos_token_ids
     assert found == (tuple(read) if isinstance(read, list) else (read,))
 
 
@@ -598,4 +598,4 @@ def test_end_tokens_are_numbers(tmp_path, ids):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(ValueError, match=r"generation_config\.json: .*eos_token_id"):
-        spec_from_directory(tmp_path)
+        facts_from_directory(tmp_path).spec

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
 from twolane.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
-from twolane.model.load.configs import spec_from_directory
+from twolane.model.load.configs import facts_from_directory
 from twolane.model.load.gguf import GGUFModel, hugging_face_stems
 from twolane.model.load.hub import resolve
 from twolane.model.rope import frequencies
@@ -33,7 +33,7 @@ def interleave(values: np.ndarray, heads: int) -> np.ndarray:
 
 def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     """Convert a checkpoint; its own weights are replaced by what the quantisation leaves."""
-    spec = spec_from_directory(checkpoint)
+    spec = facts_from_directory(checkpoint).spec
     writer = GGUFWriter(file, architecture)
     writer.add_block_count(spec.layers)
     writer.add_context_length(spec.max_positions)
@@ -124,7 +124,7 @@ def keys_of(spec):
 )
 def test_every_architecture(tmp_path, family, architecture):
     checkpoint = make_checkpoint(family, tmp_path / "model", seed=4)
-    file, spec = tmp_path / "m.gguf", spec_from_directory(checkpoint)
+    file, spec = tmp_path / "m.gguf", facts_from_directory(checkpoint).spec
     tensors = [
         (f"rope_factors_{name}.weight", np.array(values, dtype=np.float32))
         for name, values in (("long", spec.rope.divisors), ("short", spec.rope.short_divisors))
@@ -141,7 +141,7 @@ def test_every_architecture(tmp_path, family, architecture):
 def test_frequency_factors(tmp_path):
     """Llama 3.1 files carry the stretched frequencies as divisors."""
     checkpoint, file = make_checkpoint("llama31", tmp_path / "model", seed=4), tmp_path / "m.gguf"
-    spec = spec_from_directory(checkpoint)
+    spec = facts_from_directory(checkpoint).spec
     plain = spec.rope.theta ** -(torch.arange(0, 16, 2) / 16)
     divisors = (plain / frequencies(spec.rope, 16)).numpy()
     write_gguf(checkpoint, file, "llama", Type.F32, tensors=[("rope_freqs.weight", divisors)])
@@ -177,7 +177,7 @@ def test_factors_count_as_in_llama_cpp(tmp_path, kind, factor, kept):
 def test_yarn(tmp_path):
     """After llama.cpp#13322."""
     checkpoint = make_checkpoint("qwen3-yarn", tmp_path / "model", seed=4)
-    file, spec = tmp_path / "m.gguf", spec_from_directory(checkpoint)
+    file, spec = tmp_path / "m.gguf", facts_from_directory(checkpoint).spec
     fields = [
         ("add_rope_scaling_type", RopeScalingType.YARN),
         ("add_rope_scaling_factor", 4.0),

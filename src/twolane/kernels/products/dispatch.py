@@ -308,7 +308,7 @@ class GpuProducts:
         gated = case.operation == "gate_up"
         wide = case.operation == "logits"
         # Tiles that are narrow, or of many rows, exist without gates alone; e4m3 has a kernel
-        # behind SiLU either way.
+        # after SiLU either way.
         kinds = (gated,) if not gated or case.scheme in PLAIN_SCHEMES else (True, False)
         group = skinny_gemm.INT4_GROUPS.get(case.scheme, 0)
         for kind in kinds:

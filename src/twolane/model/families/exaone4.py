@@ -6,8 +6,7 @@ Where some layers have a window, the others are not rotated.
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import POST_NORMS, Family, GGUFFacts
+from twolane.model.families.family import POST_NORMS, Family, GGUFFacts, HFConfig
 from twolane.model.spec import LayerKind
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import JOINED_GATE_UP, Family
+from twolane.model.families.family import JOINED_GATE_UP, Family, HFConfig
 
 
 class GlmConfig(HFConfig, kw_only=True):

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import Family, GGUFFacts, Key
+from twolane.model.families.family import Family, GGUFFacts, HFConfig, Key
 
 
 class GraniteConfig(HFConfig, kw_only=True):

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import Family
+from twolane.model.families.family import Family, HFConfig
 
 
 class MistralConfig(HFConfig, kw_only=True):

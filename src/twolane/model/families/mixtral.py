@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import ExpertNames, Family
+from twolane.model.families.family import ExpertNames, Family, HFConfig
 from twolane.model.spec import MoeSpec
 
 

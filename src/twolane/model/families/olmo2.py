@@ -1,7 +1,6 @@
 """OLMo 2: norms of outputs alone, and of all queries and all keys together."""
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import POST_NORMS, Family, GGUFFacts
+from twolane.model.families.family import POST_NORMS, Family, GGUFFacts, HFConfig
 
 
 class Olmo2Config(HFConfig, kw_only=True):

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, Family, GGUFFacts
+from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, Family, GGUFFacts, HFConfig
 from twolane.model.spec import RopeType
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import Family, GGUFFacts
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 
 
 class Qwen2Config(HFConfig, kw_only=True):

@@ -37,7 +37,12 @@ _ABOVE_0 = (
 
 
 def read_rope(
-    stated: Mapping[str, Any], positions: int, head_dim: int, types: Mapping[str, RopeType]
+    stated: Mapping[str, Any],
+    positions: int,
+    head_dim: int,
+    types: Mapping[str, RopeType],
+    *,
+    partly: bool,
 ) -> RopeSpec:
     """Return the rotary embedding: how it is stretched, and which dimensions are rotated.
 
@@ -46,6 +51,7 @@ def read_rope(
         positions: The config's `max_position_embeddings`.
         head_dim: The dimensions of a head.
         types: The types that work, by the names that configs have for them.
+        partly: Whether some dimensions of each head may be left unrotated.
 
     Raises:
         UnsupportedModel: that is not built.
@@ -56,6 +62,8 @@ def read_rope(
     share = 1.0 if given is None else float(given)
     if not 0.0 < share <= 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
+    if share != 1.0 and not partly:
+        raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
     rotated = int(head_dim * share)
     if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")

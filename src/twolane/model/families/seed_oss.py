@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import Family, GGUFFacts
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 
 
 class SeedOssConfig(HFConfig, kw_only=True):

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from twolane.model.families.config import HFConfig
-from twolane.model.families.family import Family, GGUFFacts
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 from twolane.model.spec import LayerKind
 
 

@@ -28,11 +28,6 @@ class _Kind(msgspec.Struct):
     compression_config: dict[str, Any] | None = None
     """The name that compressed-tensors wrote at first."""
 
-    @property
-    def quantization(self) -> dict[str, Any] | None:
-        """The quantisation config, if there is one."""
-        return self.quantization_config or self.compression_config
-
 
 _QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",
@@ -72,21 +67,15 @@ def facts_from_directory(path: Path, name: str | None = None) -> ModelFacts:
         UnsupportedModel: the architecture, one of its options or the quantisation is not built.
         ValueError: there is no `config.json`, or one of the files has a value of the wrong type.
     """
-    raw = _read_config(path)
-    spec = spec_from_config(raw, _generation_eos(path))
-    return ModelFacts(name or str(path), spec, read_quantization(_raw_quantization(path, raw)))
-
-
-def spec_from_directory(path: Path) -> ModelSpec:
-    """Read a model's shape and end tokens; see `facts_from_directory`."""
-    return facts_from_directory(path).spec
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    config_file = path / "config.json"
-    if not config_file.is_file():
+    if not (path / "config.json").is_file():
         raise ValueError(f"{path} has no config.json")
-    return read_json(config_file)
+    raw = read_json(path / "config.json")
+    spec = spec_from_config(raw, _generation_eos(path))
+    stored = raw.get("quantization_config") or raw.get("compression_config")
+    for file, method in _QUANTIZATION_FILES.items():
+        if not stored and (path / file).is_file():
+            stored = {"quant_method": method, **read_json(path / file)}
+    return ModelFacts(name or str(path), spec, read_quantization(stored))
 
 
 def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
@@ -151,22 +140,8 @@ def check_architecture(raw: Mapping[str, Any]) -> Family:
     """
     kind = converted(raw, _Kind)
     family = family_of(kind.architectures, kind.model_type)
-    read_quantization(kind.quantization)  # it may be none that is built
+    read_quantization(kind.quantization_config or kind.compression_config)  # is it built?
     return family
-
-
-def _raw_quantization(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation config of a model directory: of `config.json`, or a file of its own.
-
-    Raises:
-        ValueError: it is not an object.
-    """
-    if stated := converted(raw, _Kind).quantization:
-        return stated
-    for name, method in _QUANTIZATION_FILES.items():
-        if (path / name).is_file():
-            return {"quant_method": method, **read_json(path / name)}
-    return None
 
 
 def spec_from_config(

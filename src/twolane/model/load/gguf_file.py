@@ -59,12 +59,12 @@ class GGUFFile(GGUFReader):
             count = int(self._get(orig_offs + 4, np.uint64)[0])
             if count > _LONG and kind != GGUFValueType.ARRAY:
                 begin = orig_offs + 12
-                end = self._behind(begin, kind, count)
+                end = self._end_of(begin, kind, count)
                 place = np.array([begin, count])
                 return end - orig_offs, [place], [], [GGUFValueType.ARRAY, kind]
         return super()._get_field_parts(orig_offs, raw_type)
 
-    def _behind(self, offset: int, kind: GGUFValueType, count: int) -> int:
+    def _end_of(self, offset: int, kind: GGUFValueType, count: int) -> int:
         """Return where this many values of a kind end that begin at an offset."""
         if kind != GGUFValueType.STRING:
             return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize

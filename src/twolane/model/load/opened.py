@@ -15,7 +15,7 @@ from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
 from twolane.model.load.parts import of_joined, of_stacked
 from twolane.model.load.quantization import FLOATS
-from twolane.model.load.safetensors import Safetensors, indexed, model_files
+from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.source import TensorSource
 from twolane.model.load.stored_formats import with_stored_formats
 from twolane.model.spec import skewed
@@ -46,25 +46,27 @@ def open_tensors(
     if source.kind == "gguf":
         tensors = GGUFModel(source.path)
     else:
-        facts, stored = _open_directory(source.path, facts, stack)
-        tensors = of_stacked(stored, facts)
-        facts = with_stored_formats(facts, tensors)
-    return facts, of_joined(tensors, facts)
+        facts, tensors = _open_directory(source.path, facts, stack)
+        if facts.spec.moe is not None:
+            tensors = of_stacked(tensors, facts)
+        if facts.quantization is not None:
+            facts = with_stored_formats(facts, tensors)
+    return facts, of_joined(tensors, facts) if facts.family.joined else tensors
 
 
 def _open_directory(
     path: Path, facts: ModelFacts, stack: ExitStack
-) -> tuple[ModelFacts, Safetensors]:
+) -> tuple[ModelFacts, TensorSource]:
     """Open a directory; return the facts, with `tie_embeddings` as the tensors have it, and the
     tensors.
 
     Raises:
         WeightsError: the files lack a classifier that their index names.
     """
-    index = indexed(path)
-    tensors = Safetensors(model_files(path), stack, index)
+    tensors = Safetensors(path, stack)
     if not facts.spec.tie_embeddings:  # without an index, the embeddings might be meant
-        refuse_tensors(facts.name, "missing", sorted({HEAD} & {*index} - {*tensors.names()}))
+        lacking = {HEAD} & {*tensors.indexed} - {*tensors.names()}
+        refuse_tensors(facts.name, "missing", sorted(lacking))
     tied = _ties_embeddings(facts, tensors)
     facts = replace(facts, spec=replace(facts.spec, tie_embeddings=tied))
     if tied and HEAD in tensors.names() and EMBEDDING not in tensors.names():

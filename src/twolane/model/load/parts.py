@@ -84,7 +84,7 @@ def of_joined(source: TensorSource, facts: ModelFacts) -> TensorSource:
         ValueError: a module has not the rows of its parts.
     """
     parts: dict[str, StoredPart] = {}
-    for name in source.names() if facts.family.joined else ():
+    for name in source.names():
         stem, _, end = name.rpartition(".")
         joined = next((whole for whole in PARTS if stem.endswith(f".{whole}")), "")
         quantised = facts.quantization is not None and facts.quantization.format(stem)

@@ -1,7 +1,6 @@
 """The safetensors files of a model directory."""
 
 import re
-from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,23 @@ _OF_OTHERS = ("consolidated", "adapter_model")
 
 
 class Safetensors:
-    """The tensors of safetensors files, memory-mapped.
+    """The tensors of a directory's safetensors files, memory-mapped.
 
     Args:
-        paths: Paths of the files.
-        stack: closes the files.
-        index: the file of each tensor that an index names; others may have what is out of date.
+        directory: The directory of a model.
+        stack: Closes the files.
 
     Raises:
         ValueError: a file is missing or broken, or it is not clear which of two has a tensor.
     """
 
-    def __init__(
-        self, paths: Iterable[Path], stack: ExitStack, index: Mapping[str, Path] | None = None
-    ) -> None:
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
-        places = index or {}
-        for path in paths:
+        self.indexed = _indexed(directory)
+        """The file of each tensor that an index names; others may have what is out of date."""
+        places = self.indexed
+        for path in _model_files(directory):
             if not path.is_file():
                 raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
             try:
@@ -112,7 +110,7 @@ def _broken(path: Path) -> str:
     return "waits for git lfs pull" if pointer else "is not a whole safetensors file"
 
 
-def model_files(directory: Path) -> list[Path]:
+def _model_files(directory: Path) -> list[Path]:
     """Return the files of a model's folder; an index may name some that are not there.
 
     Without one they are a complete row of numbered files, or the only file.
@@ -146,7 +144,7 @@ def _is_row(names: list[str]) -> bool:
     return None not in shards and len(rows) == 1 and numbers == [*range(1, rows.pop()[1] + 1)]
 
 
-def indexed(directory: Path) -> dict[str, Path]:
+def _indexed(directory: Path) -> dict[str, Path]:
     """Return the file of each tensor that a model's index names; none where a model has but one
     file.
 

@@ -202,7 +202,7 @@ class _Loader:
         """The names of the source's tensors."""
         return frozenset(self.tensors.names())
 
-    @property
+    @cached_property
     def spec(self) -> ModelSpec:
         """The shape of the rank's part."""
         return self.shard.local
@@ -231,9 +231,11 @@ class _Loader:
         return floats
 
     def _get(self, name: str) -> Tensor:
-        part = self.tensors.get(name, self.shard.cut(name))
+        alone = self.shard.size == 1
+        part = self.tensors.get(name, None if alone else self.shard.cut(name))
         tensor = torch.as_tensor(part).to(self.device, self.dtype)
-        return torch.zeros_like(tensor) if self.shard.left_out(name) else tensor
+        left_out = not alone and self.shard.left_out(name)
+        return torch.zeros_like(tensor) if left_out else tensor
 
     def _bias(self, present: bool, *modules: str) -> Tensor | None:
         """Load the biases of modules that are one matrix."""
