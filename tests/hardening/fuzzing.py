@@ -231,7 +231,7 @@ class Configs(Target):
     """config.json and generation_config.json."""
 
     def __init__(self, folder: Path) -> None:
-        from twolane.model.load.configs import sampling_from_directory, facts_from_directory
+        from twolane.model.load.configs import facts_from_directory, sampling_from_directory
 
         super().__init__(folder)
         self.refusals = (ValueError,)

@@ -20,9 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from twolane.model.families.registry import ARCHITECTURES
 from twolane.model.load.configs import (
+    facts_from_directory,
     sampling_from_directory,
     spec_from_config,
-    facts_from_directory,
 )
 from twolane.model.rope import frequencies, rotation
 from twolane.model.shapes import SHAPES
@@ -471,7 +471,7 @@ def test_files_that_are_refused(tmp_path, wrong, message):
     raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **wrong}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
-        facts_from_directory(tmp_path).spec
+        facts_from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +537,7 @@ def test_numbers_of_a_config_may_be_in_odd_types():
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
-        facts_from_directory(tmp_path).spec
+        facts_from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
@@ -546,7 +546,7 @@ def test_broken_files_are_named(tmp_path, file, content):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"/{file} is not a JSON object: "):
-        facts_from_directory(tmp_path).spec
+        facts_from_directory(tmp_path)
 
 
 def test_how_the_authors_sample_is_read(tmp_path):
@@ -598,4 +598,4 @@ def test_end_tokens_are_numbers(tmp_path, ids):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(ValueError, match=r"generation_config\.json: .*eos_token_id"):
-        facts_from_directory(tmp_path).spec
+        facts_from_directory(tmp_path)
