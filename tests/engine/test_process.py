@@ -100,14 +100,14 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("more", [100, pytest.param(1500, marks=pytest.mark.full)])
-def test_memory_is_flat_and_all_pages_come_back(model: str, more: int) -> None:
-    """After the first 150 requests, which fill the caches of kernels and prefixes."""
+@pytest.mark.full
+def test_memory_is_flat_and_all_pages_come_back(model: str) -> None:
+    """After the first 300 requests, which fill the caches of kernels and prefixes."""
 
     async def use(client: EngineClient) -> None:
-        assert await serve(client, "warm", 150) == 150
+        assert await serve(client, "warm", 300) == 300
         before = resident(client.process.pid)
-        assert await serve(client, "more", more) == more
+        assert await serve(client, "more", 1500) == 1500
         assert resident(client.process.pid) < before + 64
         pages = KV_TOKENS // 16
         await until(lambda: client.stats.kv_pages_free + client.stats.kv_pages_cached == pages)

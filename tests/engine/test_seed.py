@@ -121,9 +121,8 @@ async def compare(
         await client.close()
 
 
-@pytest.mark.parametrize(
-    "system", ["static-split", pytest.param("chunked", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("system", ["static-split", "chunked"])
 def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """On a tiny model, with memory that runs out, so that some is recomputed."""
     path = make_checkpoint("llama31", tmp_path_factory.mktemp("seed") / "model", seed=1)
@@ -137,7 +136,7 @@ def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFac
         # A team of threads crawls where other programs want the cores, too.
         cores=1 if system == "chunked" else None,
     )
-    assert asyncio.run(compare(config, (256, 100, 16), [1, 30]))
+    assert asyncio.run(compare(config, (256, 100, 24), [1, 30]))
 
 
 @pytest.mark.full

@@ -182,7 +182,8 @@ def test_decode_steps_with_norms_over_the_heads_of_all_ranks(tmp_path: Path, pat
         on_ranks(size, olmo, steps)
 
 
-@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("graphs", [True, False])
 def test_slices_take_up_where_the_last_one_ended(path: Path, graphs: bool) -> None:
     on_ranks(2, path, lambda world: slices(world, graphs=graphs))
 

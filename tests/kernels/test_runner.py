@@ -333,6 +333,7 @@ def test_slices_of_requests_with_adapters(adapted: World, graphs: bool) -> None:
     slices(adapted, graphs=graphs)
 
 
+@pytest.mark.full
 def test_passes_of_requests_with_adapters(adapted: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
     monkeypatch.setattr(fa3, "FILLED", 0.0)
@@ -383,7 +384,7 @@ def slices(world: World, *, graphs: bool) -> None:
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 
-@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("split", [False, True])
 def test_passes_follow_each_other(
     world: World, split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
