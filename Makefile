@@ -15,39 +15,42 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package lock audit clean
+.PHONY: help demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package lock audit clean
 
-demo: $(VENV)/.ready
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.ready ## serve a real model and replay a small load: both lanes at once
 	$(BIN)/python examples/demo.py
 
-serve: $(VENV)/.ready
+serve: $(VENV)/.ready ## serve a small model at localhost:8000
 	$(BIN)/twolane serve $(MODEL)
 
 # Types are checked beside the tests: both together leave fewer cores idle.
-test: $(VENV)/.ready-dev
+test: $(VENV)/.ready-dev ## lint, types and all tests: before you send a change
 	$(MAKE) --jobs=2 lint unit
 
-check: $(VENV)/.ready-dev
+check: $(VENV)/.ready-dev ## lint, types and the fast tests: while you work
 	$(MAKE) --jobs=2 lint fast
 
-unit: $(VENV)/.ready-dev
+unit: $(VENV)/.ready-dev ## all tests
 	$(PYTEST)
 
-fast: $(VENV)/.ready-dev
+fast: $(VENV)/.ready-dev ## the tests without a server, a real model or compiled kernels
 	$(PYTEST) $(FAST)
 
-test-all: lint
+test-all: lint ## lint, types and the long form of every test
 	$(BIN)/python -m pytest --full
 
-test-gpu: $(VENV)/.ready-dev
+test-gpu: $(VENV)/.ready-dev ## the tests of lanes and kernels on a GPU
 	$(BIN)/python -m pytest tests/gpu tests/kernels
 
 # Needs twolane[ray].
-test-fleet: $(VENV)/.ready-dev
+test-fleet: $(VENV)/.ready-dev ## the tests of several servers; needs twolane[ray]
 	$(BIN)/python -m pytest --full tests/fleet tests/router
 
 # Real clients in environments of their own; Codex and Claude Code come by npm.
-test-clients: $(VENV)/.ready-dev .clients/.ready
+test-clients: $(VENV)/.ready-dev .clients/.ready ## real clients in environments of their own
 	$(BIN)/python -m tests.clients.run .clients
 
 .clients/.ready: $(wildcard tests/clients/requirements/*.txt)
@@ -62,7 +65,7 @@ test-clients: $(VENV)/.ready-dev .clients/.ready
 
 # Charts, manifests, container files and the unit by their own tools; what cannot be installed is
 # named and skipped.
-check-deploy: .deploy/.ready
+check-deploy: .deploy/.ready ## charts, manifests and container files by their tools
 	.deploy/bin/python deploy/check.py
 
 .deploy/.ready: deploy/requirements.txt
@@ -72,7 +75,7 @@ check-deploy: .deploy/.ready
 	touch $@
 
 # The documentation site, in site/; strict: a broken link or anchor is an error.
-docs: .docs/.ready
+docs: .docs/.ready ## build the site of the documentation
 	NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build
 
 .docs/.ready: docs/requirements.txt
@@ -80,25 +83,25 @@ docs: .docs/.ready
 	.docs/bin/python -m pip install --quiet -r $<
 	touch $@
 
-lint: $(VENV)/.ready-dev
+lint: $(VENV)/.ready-dev ## style, types and bounds on readability
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tools/readability.py --check
 
 # Builds what would be published, from the files of this checkout, into dist/, and tries it.
-package: .package/.ready
+package: .package/.ready ## build wheel and source archive and check them
 	rm -rf dist
 	.package/bin/python -m build --quiet
 	.package/bin/python -m twine check --strict dist/*
 	.package/bin/python deploy/package.py
 
 # Writes the locks of the images anew.
-lock: .package/.ready
+lock: .package/.ready ## renew the pinned versions
 	UV=.package/bin/uv deploy/container/lock.sh
 
 # Known vulnerabilities of what the images install.
-audit: .package/.ready
+audit: .package/.ready ## look for known faults in the pinned versions
 	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cpu.lock
 	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cuda.lock
 
@@ -118,5 +121,5 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e .[bench,otel,dev]
 	touch $@ $(VENV)/.ready
 
-clean:
+clean: ## remove the environments and what was built
 	rm -rf $(VENV) .deploy .docs .package dist site
