@@ -44,6 +44,7 @@ MAX = {
     "files in the fullest package": 20,
     "lines of functions, P99": 45,
     "public names without a docstring, %": 5.0,
+    "lines of benchmarks": 8_000,
 }
 """Largest value that CI lets each of these figures have."""
 

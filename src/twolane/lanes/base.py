@@ -263,7 +263,6 @@ class Machine(Protocol):
 
     def kv_bytes(self, max_model_len: int) -> int:
         """Return the bytes for the KV pool where its size is not given."""
-        ...
 
     def start(
         self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress
@@ -275,7 +274,6 @@ class Machine(Protocol):
             notify: called from a lane's thread whenever a ticket has results.
             progress: called with the steps of the start.
         """
-        ...
 
 
 class OpenLaunches(Protocol):
@@ -283,7 +281,6 @@ class OpenLaunches(Protocol):
 
     def waiting(self) -> Sequence[Ticket]:
         """Return the tickets that are not done, in the order of their numbers."""
-        ...
 
 
 class LaunchLog(Protocol):

@@ -10,12 +10,10 @@ class TokenRule(Protocol):
     @property
     def changes(self) -> bool:
         """Whether later masks may differ from the latest one."""
-        ...
 
     @property
     def free(self) -> bool:
         """Whether the latest mask allows every token."""
-        ...
 
     def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
         """Return the mask of the next token.
@@ -24,4 +22,3 @@ class TokenRule(Protocol):
             tokens: the prompt and the output so far.
             prompt_tokens: the number of prompt tokens among them.
         """
-        ...
