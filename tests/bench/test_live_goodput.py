@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 def command(out, *words, systems=()):
     named = [word for system in systems for word in ("--system", system)]
     line = [sys.executable, "-m", "twolane", "bench", "goodput", "--out", str(out)]
-    return [*line, *SMALL, "--num-prompts", "8", *words, *named]
+    return [*line, *SMALL, "--num-prompts", "8", "--brief", *words, *named]
 
 
 def run(*arguments, **more):

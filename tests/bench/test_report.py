@@ -34,7 +34,17 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     load = ["--dataset", "azure-conv", "--goodput", "ttft:40", "tbt:30", "--scale-lengths", "0.2"]
     chosen = [word for system in SYSTEMS for word in ("--system", system)]
-    search = ["--num-prompts", "12", "--start-rate", "64", "--tolerance", "0.9", "--seeds", "2"]
+    search = [
+        "--brief",
+        "--num-prompts",
+        "12",
+        "--start-rate",
+        "64",
+        "--tolerance",
+        "0.9",
+        "--seeds",
+        "2",
+    ]
     invoke("bench", "goodput", "--simulate", "h200", "--model", MODEL, *load, *chosen, *search,
            "--out", folder / "found")  # fmt: skip
     invoke("simulate", MODEL, "--system", "static-split", *load, "--num-prompts", "25",
