@@ -1,7 +1,7 @@
 """Fits what several ranks add to the simulated H200's passes: `python benchmarks/fit_ranks.py`.
 
 Fits how fast products are whose rows 128 does not divide, and how long kernels of a pass wait
-behind a sum, to hybrid passes of Qwen3-14B on two H200s, with all sums and with none
+after a sum, to hybrid passes of Qwen3-14B on two H200s, with all sums and with none
 (`benchmarks/gpu/ranks.py`). Passes of 256 and 384 tokens and all that reuse a prefix are held out.
 Writes the parameters and how far off every pass is before and after; they are copied by hand.
 """

@@ -61,7 +61,7 @@ def prompt(rig: Rig, adapters: int, new: int) -> float:
 
 
 def measured(rig: Rig, details: dict) -> list[Figure]:
-    """Everything with adapters, over the same without, measured before and behind it."""
+    """Everything with adapters, over the same without, measured before and after it."""
     name, figures = rig.quantization or "bf16", []
     for units in sorted(rig.machine.partitions.decode_units, reverse=True):
         base = [step(rig, 0, units)]

@@ -229,7 +229,7 @@ class _Pace:
     prefill: float
     """Seconds of a prompt of 8,192 tokens."""
     reused: float
-    """Seconds of 4,096 tokens behind 8,192 that are reused."""
+    """Seconds of 4,096 tokens after 8,192 that are reused."""
 
 
 def _pace(rig: Rig) -> _Pace:

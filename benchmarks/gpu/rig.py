@@ -151,7 +151,7 @@ def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
 
 
 def repeat(times: int, run: Callable[[], Ticket]) -> float:
-    """Return the median seconds of a launch, each queued behind another; the first two are not
+    """Return the median seconds of a launch, each queued after another; the first two are not
     counted."""
     tickets = [run()]
     for _ in range(times + 2):
