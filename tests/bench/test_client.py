@@ -396,3 +396,19 @@ def test_a_usage_of_no_tokens_is_not_believed():
     record = outcome_of(script)
     assert record.output_tokens == 2
     assert record.tpot == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("first", ["a", ""])
+def test_a_chunk_without_text_has_its_tokens_too(first):
+    def script(number, body):
+        base = json.loads(text("a")[len("data: ") :])
+        usages = [{"prompt_tokens": 4, "completion_tokens": n} for n in (1, 2, 3)]
+        chunks = [{**json.loads(json.dumps(base)), "usage": one} for one in usages]
+        for chunk, piece in zip(chunks, (first, "", first), strict=True):
+            chunk["choices"][0]["text"] = piece
+        events = [(0.1 * (i + 1), event(chunk)) for i, chunk in enumerate(chunks)]
+        return [*events, (0.4, text("", "length")), (0.5, usage(4, 3)), (0.5, DONE)]
+
+    record = outcome_of(script, spec={"random_output_len": 3})
+    assert record.chunk_tokens == (1, 1, 1)
+    assert record.arrivals == approx([0.1, 0.2, 0.3])

@@ -101,10 +101,9 @@ class StreamedAnswer:
         """Time at which `[DONE]` came."""
         self._on_first = on_first
         self._last = 0.0
-        self._times: list[float] = []
-        self._silent: list[float] = []
-        self._counts: list[int | None] = []
-        """Output tokens up to each chunk with text by its usage; None: it has none."""
+        self._times: list[tuple[float, int | None]] = []
+        """Arrival of each chunk, and the output tokens up to it by its usage, if it has one."""
+        self._silent: list[tuple[float, int | None]] = []
 
     def add(self, event: Event, now: float) -> None:
         """Add an event that arrived at `now`.
@@ -133,13 +132,14 @@ class StreamedAnswer:
 
     def token_times(self) -> tuple[float, ...]:
         """Return arrival times of the chunks with tokens."""
-        return tuple(self._times or self._silent)
+        return tuple(at for at, _ in self._times or self._silent)
 
     def chunk_tokens(self) -> tuple[int, ...]:
         """Return the number of tokens in each of these chunks; empty: the server does not tell."""
-        counts = [0, *(count for count in self._counts if count is not None)]
+        each = self._times or self._silent
+        counts = [0, *(count for _, count in each if count is not None)]
         tokens = tuple(after - before for before, after in pairwise(counts))
-        known = len(tokens) == len(self.token_times()) and min(tokens, default=0) >= 0
+        known = len(tokens) == len(each) and min(tokens, default=0) >= 0
         return tokens if known and any(tokens) else ()
 
     def end(self) -> float:
@@ -164,13 +164,12 @@ class StreamedAnswer:
         if text or delta.tool_calls:
             if not self._times:
                 self._on_first(now)
-            self._times.append(now)
-            self._counts.append(count)
+            self._times.append((now, count))
             self.text.append(text or "")
         elif choice.finish_reason is None and delta.role is None:
-            (self._times or self._silent).append(now)
+            (self._times or self._silent).append((now, count))
         elif choice.finish_reason is not None and not self.token_times():
-            self._silent.append(now)
+            self._silent.append((now, count))
 
 
 class Job(msgspec.Struct, frozen=True):
