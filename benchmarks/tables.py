@@ -205,15 +205,20 @@ def side_by_side() -> Iterator[list[str]]:
 
 def playout() -> Iterator[list[str]]:
     """Rows of systems with and without a playout buffer, simulated at one rate."""
-    for without, found in _files("playout-simulated/*-0.json"):
-        name = without.stem.removesuffix("-0")
-        with_one = read(f"playout-simulated/{name}-20.json")
+    path = RESULTS / "playout-simulated.json"
+    found = json.loads(path.read_text())["found"] if path.exists() else {}
+    for name in sorted({name.rpartition("-")[0] for name in found}):
         system, _, budget = name.partition("-")
-        shown = [found["goodput_shares"], with_one["goodput_shares"], with_one["shown_shares"]]
+        without, with_one = found[f"{name}-0"], found[f"{name}-20"]
+        kept = (
+            without["tbt_gap_attainment"],
+            with_one["tbt_gap_attainment"],
+            with_one["shown_tbt_gap_attainment"],
+        )
         yield [
             f"`{system}:token_budget={budget}`" if budget else f"`{system}`",
-            *(f"{100 * each['tbt']:.2f}%" for each in shown),
-            _made(without, found),
+            *(f"{share:.2%}" for share in kept),
+            _made(path, with_one),
         ]
 
 
