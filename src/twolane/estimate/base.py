@@ -77,10 +77,6 @@ class Estimator(ABC):
 
     @abstractmethod
     def _seconds(
-        self,
-        launch: LaunchShape,
-        units: Sequence[int],
-        corunner: Corunner | None,
-        bound: bool,
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
     ) -> Sequence[float] | None:
         """See `predict`; [len(units)]."""

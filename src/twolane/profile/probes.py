@@ -73,10 +73,7 @@ def probed(
 
 
 def contended(
-    partitions: GreenContexts,
-    device: torch.device,
-    spec: ModelSpec,
-    progress: OnProgress,
+    partitions: GreenContexts, device: torch.device, spec: ModelSpec, progress: OnProgress
 ) -> list[ContendedProbe]:
     """Time a copy on the decode lane beside products that keep the prefill lane busy.
 

@@ -40,11 +40,7 @@ class Residual:
     """
 
     def __init__(
-        self,
-        states: Floats,
-        logs: Floats,
-        groups: Sequence[str],
-        like: "Residual | None" = None,
+        self, states: Floats, logs: Floats, groups: Sequence[str], like: "Residual | None" = None
     ) -> None:
         order = _shuffled(groups)
         states, logs = states[order], logs[order]

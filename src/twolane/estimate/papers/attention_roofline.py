@@ -29,11 +29,7 @@ class AttentionRoofline(Estimator):
     """
 
     def __init__(
-        self,
-        profile: Profile,
-        interconnect: Interconnect | None = None,
-        *,
-        serving: bool = False,
+        self, profile: Profile, interconnect: Interconnect | None = None, *, serving: bool = False
     ) -> None:
         key = profile.key
         sizes = key.weight_itemsize, key.kv_itemsize

@@ -111,11 +111,7 @@ class DuetServe(System, msgspec.Struct, frozen=True):
         return Plan(launches=(launch,), reason="no prompt waits"), None
 
     def _iteration(
-        self,
-        view: View,
-        decoding: Sequence[RequestView],
-        chunks: tuple[Chunk, ...],
-        prefill: Load,
+        self, view: View, decoding: Sequence[RequestView], chunks: tuple[Chunk, ...], prefill: Load
     ) -> Plan:
         """Return the plan of Algorithm 1."""
         decode = decode_load(decoding)
