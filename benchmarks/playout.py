@@ -12,6 +12,8 @@ from pathlib import Path
 from twolane.results.provenance import provenance, save
 
 OUT = Path(__file__).parent / "results" / "playout-simulated.json"
+LONGEST = 2000
+"""Characters of the longest figure that is kept: longer ones are samples."""
 
 
 def main() -> None:
@@ -23,7 +25,7 @@ def main() -> None:
     for path in sorted(given.folder.glob("*.json")):
         result = json.loads(path.read_text())
         found[path.stem] = {
-            key: value for key, value in result.items() if not isinstance(value, list)
+            key: value for key, value in result.items() if len(json.dumps(value)) < LONGEST
         }
     save(OUT, provenance({"runs": len(found)}), {"found": found})
 

@@ -207,7 +207,7 @@ def playout() -> Iterator[list[str]]:
     """Rows of systems with and without a playout buffer, simulated at one rate."""
     path = RESULTS / "playout-simulated.json"
     found = json.loads(path.read_text())["found"] if path.exists() else {}
-    for name in sorted({name.rpartition("-")[0] for name in found}):
+    for name in sorted(name.removesuffix("-0") for name in found if name.endswith("-0")):
         system, _, budget = name.partition("-")
         without, with_one = found[f"{name}-0"], found[f"{name}-20"]
         kept = (
