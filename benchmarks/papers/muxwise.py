@@ -56,10 +56,6 @@ ARTIFACT = {
 }
 POWER = "measured: with both lanes at work the card is at its power cap, and its clock falls"
 SMALL = "the co-runs include levels of 16 SMs; the model was set to 20 % for large prompts"
-TILES = (
-    "with whole tiles, chunks of 512 tokens over long prefixes leave most of 108 SMs idle and hold"
-    " 1.4/s; with split keys they hold more"
-)
 REUSED = "the prompt tokens that the prefix cache has count here, too"
 HALVES = "both halves keep every page here, so none is sent back, and the link is theirs alone"
 
@@ -177,7 +173,7 @@ EXPERIMENTS = {
         where="MuxWise Fig. 15, Tab. 5",
         runs=beside(SEARCHED, TUNED, search=True, near=NEAR),
         rows=[
-            goodput("8B toolagent", "chunked", 2.6, TILES),
+            goodput("8B toolagent", "chunked", 2.6, ""),
             goodput("8B toolagent", "NanoFlow", 5.2, ""),
             goodput("8B toolagent", "SGLang-PD", 1.3, HALVES),
             goodput("70B toolagent", "chunked", 3.06, ""),
