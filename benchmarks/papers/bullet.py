@@ -1,6 +1,6 @@
 """Bullet: Figures 5, 11, 15 to 18, 20 to 23."""
 
-from device import ask, chunk_costs, sample_counts
+from device import ask, chunk_costs, errors
 from study import Experiment, Load, Row, Run, over
 
 SLOS = {"azure-code": (0.0015, 0.2), "sharegpt": (0.003, 0.15), "arxiv-sum": (0.0015, 0.175)}
@@ -125,7 +125,7 @@ EXPERIMENTS = {
     ),
     "bullet-fig11": Experiment(
         where="Bullet Fig. 11",
-        runs={"8B on an A100": ask(sample_counts, "a100-80gb", "llama-3.1-8b", (2, 8, 32))},
+        runs={"8B on an A100": ask(errors, "a100-80gb", "llama-3.1-8b")},
         rows=[
             Row(
                 what=f"mean error of co-run decode, {what}",

@@ -1,7 +1,6 @@
 """Answers that need no server: of the device model, of estimators, and of measured profiles."""
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -81,31 +80,19 @@ def _profile(gpu: str, model: str) -> Profile:
     return Profile.read(Path(simulated_profile(GPUS[gpu], SHAPES[model], 1)))
 
 
-def sample_counts(gpu: str, model: str, counts: Sequence[int]) -> Figures:
-    """Return the mean error of Bullet's estimator by the number of samples of each kind that it is
-    calibrated with, without its copies, and of one without contention (Bullet, Figure 11)."""
+def errors(gpu: str, model: str) -> Figures:
+    """Return the mean error of Bullet's estimator, also without its copies, and of one without
+    contention (Bullet, Figure 11)."""
     profile = _profile(gpu, model)
-    profiles = {f"{count} samples": _few(profile, count) for count in counts}
-    profiles |= {"all samples": profile, "no copies beside products": _with(profile, contended=[])}
+    profiles = {"all samples": profile, "no copies beside products": _with(profile, contended=[])}
     fitted = {name: ESTIMATORS["sm-roofline"](some) for name, some in profiles.items()}
     fitted["contention ignored"] = ESTIMATORS["solo-run"](profile)
     found: Figures = {}
     for case, samples in held_out(profile).items():
         for name, estimator in fitted.items():
-            errors = [abs(predicted(estimator, s) / s.median - 1) for s in samples]
-            found[f"{case}, {name}"] = float(np.mean(errors))
+            off = [abs(predicted(estimator, s) / s.median - 1) for s in samples]
+            found[f"{case}, {name}"] = float(np.mean(off))
     return found
-
-
-def _few(profile: Profile, count: int) -> Profile:
-    """Return the profile with this many samples of each kind to fit on, evenly spaced, beside the
-    corners of the plan that the sweep is made of."""
-    kept = [s for s in profile.samples if s.held_out or s.anchors]
-    for kind, beside in itertools.product(("prefill", "decode", "hybrid"), (False, True)):
-        training = [s for s in profile.training(kind, beside=beside) if not s.anchors]
-        places = np.linspace(0, len(training) - 1, min(count, len(training))).astype(int)
-        kept += [training[i] for i in sorted(set(places.tolist()))]
-    return _with(profile, samples=kept)
 
 
 def _with(profile: Profile, **changes: object) -> Profile:
