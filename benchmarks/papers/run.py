@@ -190,16 +190,6 @@ def table(name: str, experiment: Experiment, runs: Sequence[Done]) -> Table:
     return made
 
 
-def figures_table(experiment: Experiment, runs: Sequence[Done]) -> Table:
-    """Return the figures that an experiment shows, run by run."""
-    made = Table("run", "GPU", "seed", *experiment.shown)
-    for done in runs:
-        shown = [done.figures.get(figure) for figure in experiment.shown]
-        cells = ["" if v is None else f"{v:.4g}" for v in shown]
-        made.add_row(done.run, done.gpu, str(done.seed), *cells)
-    return made
-
-
 def _matches(run: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(run, pattern) for pattern in patterns)
 
@@ -304,7 +294,6 @@ def main() -> None:
         for name in given.names or EXPERIMENTS:
             saved = work(name, bench, given)
             console.print(table(name, EXPERIMENTS[name], saved.runs))
-            console.print(figures_table(EXPERIMENTS[name], saved.runs))
 
 
 if __name__ == "__main__":
