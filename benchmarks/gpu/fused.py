@@ -111,18 +111,18 @@ def check_layer(report: Report, layer: Layer, dtype: torch.dtype) -> None:
     pairs = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2)) * turn
     rotated = torch.view_as_real(pairs).flatten(2)
     kv = torch.stack((rotated[:, HEADS:], x[:, HEADS + KV_HEADS :]), dim=2)
-    rows = torch.arange(layer.rows, device="cuda")
     position = layer.positions.long()
     page = layer.tables[layer.slots.long(), position // PAGE].long()
     decode_places = page * PAGE + position % PAGE
     # Where two rows share a place (the pages are few), the check is of one of them.
-    unique = torch.zeros(layer.pool.shape[0] * PAGE, dtype=torch.long, device="cuda")
-    alone = unique.index_add(0, decode_places, torch.ones_like(rows))[decode_places] == 1
-    cases = [("rope", layer.rope, layer.places, rows >= 0),
+    alone = torch.bincount(decode_places)[decode_places] == 1
+    cases = [("rope", layer.rope, layer.places, alone >= 0),
              ("rope_decode", layer.rope_decode, decode_places, alone)]  # fmt: skip
+    given = layer.qkv.clone()  # `rope` puts the rotated keys back there
     for name, call, places, chosen in cases:
         layer.pool.zero_()
         layer.q.zero_()
+        layer.qkv.copy_(given)
         call()
         add(f"{name} q", layer.q, rotated[:, :HEADS])
         written = layer.pool[places // PAGE, :, :, places % PAGE]
