@@ -116,7 +116,7 @@ def check_layer(report: Report, layer: Layer, dtype: torch.dtype) -> None:
     decode_places = page * PAGE + position % PAGE
     # Where two rows share a place (the pages are few), the check is of one of them.
     alone = torch.bincount(decode_places)[decode_places] == 1
-    cases = [("rope", layer.rope, layer.places, alone >= 0),
+    cases = [("rope", layer.rope, layer.places, torch.ones_like(alone)),
              ("rope_decode", layer.rope_decode, decode_places, alone)]  # fmt: skip
     given = layer.qkv.clone()  # `rope` puts the rotated keys back there
     for name, call, places, chosen in cases:
