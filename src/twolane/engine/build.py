@@ -73,9 +73,9 @@ def device_settings(config: EngineConfig) -> DeviceSettings:
     settings = DeviceSettings.of(config)
     if settings.disaggregated or chosen_device(settings) == "cpu":
         return settings
-    from twolane.lanes.cuda.green_contexts import SHARE_STEP, sm_count
+    from twolane.lanes.cuda.green_contexts import STEP, sm_count
 
-    return msgspec.structs.replace(settings, levels=level_shares(config, sm_count(0), SHARE_STEP))
+    return msgspec.structs.replace(settings, levels=level_shares(config, sm_count(0), STEP))
 
 
 def assemble(
