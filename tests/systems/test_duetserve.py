@@ -228,11 +228,10 @@ def test_without_predictions_of_a_side_few_units_are_not_thought_enough():
     assert plan.launches[0].work == DecodeSteps(2)  # 228 ms / 82.5 ms
 
 
-@pytest.mark.parametrize(("units", "step", "count"), [(132, 2, 65), (132, 8, 16), (108, 2, 53)])
-def test_every_share_that_the_device_grants_is_searched(units, step, count):
+@pytest.mark.parametrize(("units", "step", "last"), [(132, 2, 130), (132, 16, 112), (108, 2, 106)])
+def test_every_share_that_leaves_one_to_prefill_is_searched(units, step, last):
     """Algorithm 1, line 8: S_d = 2, 4, ..., S."""
     config = EngineConfig(model="", system="duetserve")
-    shares = level_shares(config, units, step)
-    assert (len(shares), shares[0], shares[-1]) == (count, step, units - (units % step or step))
+    assert level_shares(config, units, step) == tuple(range(step, last + 1, step))
     assert level_shares(EngineConfig(model="", system="muxwise"), units, step) is None
     assert level_shares(EngineConfig(model=""), units, step) is None

@@ -15,7 +15,7 @@ from twolane.devices import LaneName
 
 STEP = 16
 """SMs between two levels, unless they are listed. The driver grants multiples of 8 on Hopper, but a
-start with levels every 8 SMs failed in cuBLAS (H200, driver 580)."""
+start with levels every 8 SMs, the last of which left 4 SMs to prefill, failed in cuBLAS (H200)."""
 
 
 class NoGreenContexts(RuntimeError):

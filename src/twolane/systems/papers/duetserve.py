@@ -88,8 +88,8 @@ class DuetServe(System, msgspec.Struct, frozen=True):
         """No memory is kept between plans."""
 
     def decode_shares(self, units: int, step: int) -> Sequence[int]:
-        """See `System.decode_shares`: every share that the device grants (Algorithm 1, line 8)."""
-        return range(step, units, step)
+        """See `System.decode_shares`: all that leave one to prefill (Algorithm 1, line 8)."""
+        return range(step, units - step + 1, step)
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         """Plan one iteration: a pass on the whole device, or a split."""
