@@ -78,7 +78,7 @@ def level_shares(config: EngineConfig, units: int, step: int) -> tuple[int, ...]
     Args:
         config: The engine's settings.
         units: The number of units of the device.
-        step: The number of units of which every share that the device grants is a multiple.
+        step: The number of units between two shares on offer.
 
     Returns:
         The units, or None for the device's own default.

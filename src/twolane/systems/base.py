@@ -39,6 +39,6 @@ class System:
 
         Args:
             units: The number of units of the device.
-            step: The number of units of which every share that the device grants is a multiple.
+            step: The number of units between two shares on offer.
         """
         return None
