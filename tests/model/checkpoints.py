@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from twolane.model.decoder import Decoder
 from twolane.model.families import registry
@@ -49,8 +55,11 @@ def config_of(
     family: str, layers: int = LAYERS, sizes: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
     """The config of one of `FAMILIES`, with values that are not the usual ones in `sizes`."""
-    fields = {**TINY, "num_hidden_layers": layers, **_FIXTURES[family], **(sizes or {})}
-    return AutoConfig.for_model(**copy.deepcopy(fields))
+    fields, tiny = copy.deepcopy(_FIXTURES[family]), {**TINY, "num_hidden_layers": layers}
+    if (text := fields.get("text_config")) is None:
+        return AutoConfig.for_model(**{**tiny, **fields, **(sizes or {})})
+    text = {"model_type": f"{fields['model_type']}_text", **tiny, **text, **(sizes or {})}
+    return AutoConfig.for_model(**{**fields, "text_config": text})
 
 
 def make_checkpoint(
@@ -84,16 +93,21 @@ def make_checkpoint(
 def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model with weights as in `make_checkpoint`, float32."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _auto_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _initialise(name, parameter, model.config.tie_word_embeddings)
     return model
 
 
+def _auto_of(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    reads_images = hasattr(config, "vision_config")
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
     """Sharp attention that outweighs the token's own embedding, and far apart logits."""
-    if name == "model.norm.weight":
+    if name in ("model.norm.weight", "model.language_model.norm.weight"):
         parameter.uniform_(*((4.0, 12.0) if tied else (0.5, 1.5)))
     elif name.endswith(("q_norm.weight", "k_norm.weight")):
         parameter.uniform_(0.7, 1.9)
@@ -112,6 +126,8 @@ def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
 def reference(path: Path) -> PreTrainedModel:
     """The checkpoint in `transformers`, float32, eager attention."""
     config = AutoConfig.from_pretrained(path)
-    return AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return (
+        _auto_of(config)
+        .from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
@@ -355,8 +356,8 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
             "'GptOssForCausalLM': attention sinks and MXFP4 experts are not built",
         ),
         (
-            {"architectures": ["Qwen3VLMoeForConditionalGeneration"]},
-            "'Qwen3VLMoeForConditionalGeneration': models of images are not built",
+            {"architectures": ["Llama4ForConditionalGeneration"]},
+            "'Llama4ForConditionalGeneration': models of images are not built",
         ),
         (
             {"architectures": ["FalconForCausalLM"]},
@@ -383,6 +384,39 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
 def test_refused_by_name(config, message):
     with pytest.raises(UnsupportedModel, match=message):
         spec_from_config(config)
+
+
+TEXT_PARTS = [
+    ("Qwen2VLForConditionalGeneration", transformers.Qwen2VLConfig),
+    ("Qwen2_5_VLForConditionalGeneration", transformers.Qwen2_5_VLConfig),
+    ("Qwen3VLForConditionalGeneration", transformers.Qwen3VLConfig),
+    ("Qwen3VLMoeForConditionalGeneration", transformers.Qwen3VLMoeConfig),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kind"), TEXT_PARTS)
+def test_text_parts_have_the_defaults_of_transformers(architecture, kind):
+    config = kind()
+    whole = {**config.to_dict(), "architectures": [architecture]}
+    bare = {"model_type": config.text_config.model_type}
+    raw = {"model_type": kind.model_type, "architectures": [architecture], "text_config": bare}
+    tied = {"tie_word_embeddings": config.tie_word_embeddings}
+    assert spec_from_config({**raw, **tied}) == spec_from_config(whole)
+
+
+def test_a_text_part_may_be_written_beside_what_reads_images():
+    """As Qwen2.5-VL was published: its fields stand in the config itself."""
+    text = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+    name, kind = "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"
+    raw = {"architectures": [name], "model_type": kind, "vision_config": {"hidden_size": 9}}
+    flat = spec_from_config({**raw, **text, **rope})
+    assert flat.kv_heads == 2
+    assert flat == spec_from_config({**raw, "text_config": {**text, **rope}})
+    with pytest.raises(UnsupportedModel, match=r"model_type of .* 'qwen3_vl'"):
+        spec_from_config({**raw, "model_type": "qwen3_vl"})
+    with pytest.raises(ValueError, match="text_config must be an object"):
+        spec_from_config({**raw, "text_config": [1]})
 
 
 ROPES = (

@@ -213,6 +213,21 @@ def test_all_experts_of_a_layer_may_be_one_tensor(family: str, tmp_path: Path) -
                 assert torch.equal(matrix.values, meant.values)
 
 
+def test_experts_in_one_tensor_may_have_columns_first(tmp_path: Path) -> None:
+    """As Qwen3-VL with experts is published."""
+    _, path = stacked("qwen3-moe", tmp_path)
+    wanted = [m for _, w in [load_weights(resolve(str(path)))] for m in w.layers[0].mlp.matrices()]
+    tensors = load_file(path / "model.safetensors")
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(turned, path / "model.safetensors", {"format": "pt"})
+    _, weights = load_weights(resolve(str(path)))
+    for (_, ours), (_, theirs) in zip(weights.layers[0].mlp.matrices(), wanted, strict=True):
+        assert torch.equal(ours.values, theirs.values)
+
+
 @pytest.mark.parametrize(
     ("end", "change", "message"),
     [

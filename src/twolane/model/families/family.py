@@ -260,6 +260,9 @@ class Family:
     """The `model_type` of its configs."""
     architectures: tuple[str, ...]
     """Values of `architectures` in its configs, the usual one first."""
+    vision: Mapping[str, str] = field(default_factory=dict)
+    """Architectures of checkpoints for text and images whose text part is a model of this family,
+    with the `model_type` of each."""
     config: type[HFConfig] = HFConfig
     """The fields that are read of its `config.json`, with its defaults."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -23,13 +23,31 @@ _YARN_ROPE = {
 }
 _MINISTRAL_3 = {"model_type": "ministral3", "head_dim": 16, "rope_parameters": _YARN_ROPE}
 
+_TINY_IMAGES = {
+    **{"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
+}
+_SMALL_3 = {"model_type": "mistral", "sliding_window": None, "head_dim": 16}
+
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+    vision={"Mistral3ForConditionalGeneration": "mistral3"},
     config=MistralConfig,
     variants={
         "ministral": {},
         "ministral3": {"sliding_window": None, "head_dim": 128, "vocab_size": 131_072},
     },
-    fixtures={"mistral": {"sliding_window": 24}, "ministral3": _MINISTRAL_3},
+    fixtures={
+        "mistral": {"sliding_window": 24},
+        "ministral3": _MINISTRAL_3,
+        "mistral-small-3": {
+            **{"model_type": "mistral3", "vision_config": _TINY_IMAGES},
+            **{"text_config": _SMALL_3, "tie_word_embeddings": False},
+        },
+        "ministral3-published": {
+            **{"model_type": "mistral3", "vision_config": _TINY_IMAGES},
+            **{"text_config": _MINISTRAL_3, "tie_word_embeddings": True},
+        },
+    },
 )

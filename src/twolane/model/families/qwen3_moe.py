@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.qwen3 import TINY_IMAGES
 from twolane.model.spec import MoeSpec
 
 
@@ -40,15 +41,34 @@ class Qwen3MoeConfig(HFConfig, kw_only=True):
         return {"moe": MoeSpec(experts, each, width, normalised, dense)}
 
 
+_QWEN3_VL = {
+    **{
+        "intermediate_size": 5632,
+        "num_key_value_heads": 16,
+        "num_attention_heads": 16,
+        "moe_intermediate_size": 1408,
+    },
+    **{"max_position_embeddings": 128_000, "num_experts_per_tok": 4, "num_local_experts": 60},
+    **{"norm_topk_prob": True, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+}
+_TINY = {
+    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
+    "mlp_only_layers": [1],
+}
+_MROPE = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
+    vision={"Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe"},
     config=Qwen3MoeConfig,
+    variants={"qwen3_vl_moe_text": _QWEN3_VL},
     qk_norm="head",
     fixtures={
-        "qwen3-moe": {
-            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
-            **{"norm_topk_prob": True, "mlp_only_layers": [1]},
-        }
+        "qwen3-moe": {**_TINY, "norm_topk_prob": True},
+        "qwen3-vl-moe": {
+            **{"model_type": "qwen3_vl_moe", "vision_config": TINY_IMAGES},
+            "text_config": {**_TINY, "head_dim": 32, "rope_parameters": _MROPE},
+        },
     },
 )

@@ -19,11 +19,6 @@ REFUSED = {
     "Glm4MoeForCausalLM": _SHARED,
     "Qwen3NextForCausalLM": _LINEAR,
     "GraniteMoeHybridForCausalLM": _LINEAR,
-    "Qwen2VLForConditionalGeneration": _IMAGES,
-    "Qwen2_5_VLForConditionalGeneration": _IMAGES,
-    "Qwen3VLForConditionalGeneration": _IMAGES,
-    "Qwen3VLMoeForConditionalGeneration": _IMAGES,
-    "Mistral3ForConditionalGeneration": _IMAGES,
     "Llama4ForConditionalGeneration": _IMAGES,
 }
 """The reason for each architecture."""

@@ -1,6 +1,7 @@
 """Every family by its names. A new family is a file of this package and a name in `_FILES`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from twolane.model.families import (
     exaone4,
@@ -30,8 +31,42 @@ FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FIL
 """Every family by its name."""
 ARCHITECTURES = {name: each for each in FAMILIES.values() for name in each.architectures}
 """Families by the architectures that `config.json` may name."""
+VISION = {name: each for each in FAMILIES.values() for name in each.vision}
+"""Families of the text parts of checkpoints for text and images, by their architectures."""
 GGUF_ARCHITECTURES = {each.gguf.architecture: each for each in FAMILIES.values() if each.gguf}
 """Families by the architectures that GGUF files may name."""
+
+
+def is_vision(raw: Mapping[str, Any]) -> bool:
+    """Return whether a raw `config.json` is that of a model of text and images whose text part is
+    served."""
+    match raw.get("architectures"):
+        case [str(name), *_]:
+            return name in VISION
+    return False
+
+
+def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a model's text part: all of it, unless the model reads images, too.
+
+    Fields of `text_config` come before those beside it, except for `tie_word_embeddings`, which
+    `transformers` reads from the whole config.
+
+    Raises:
+        ValueError: `text_config` is no object, or the architecture has another `model_type`.
+    """
+    if not is_vision(raw):
+        return raw
+    name = raw["architectures"][0]
+    family, own = VISION[name], raw.get("text_config")
+    if (kind := raw.get("model_type", family.vision[name])) != family.vision[name]:
+        raise UnsupportedModel.because(f"model_type of {name}", kind, (family.vision[name],))
+    if own is not None and not isinstance(own, dict):
+        raise ValueError(f"config.json: text_config must be an object, not {own!r}")
+    whole = {key: value for key, value in raw.items() if key != "architectures"}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if raw.get(key) is not None}
+    text = {key: value for key, value in (own or {}).items() if value is not None or key not in raw}
+    return {**whole, "model_type": family.name, **text, **tied}
 
 
 def family_of(architectures: list[str] | None, model_type: str | None) -> Family:

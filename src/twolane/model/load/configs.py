@@ -10,7 +10,7 @@ import msgspec
 
 from twolane.common.checked_json import converted, read_json
 from twolane.model.families.family import Family
-from twolane.model.families.registry import family_of
+from twolane.model.families.registry import family_of, is_vision, text_config
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.quantization_configs import read_quantization
 from twolane.model.spec import ModelSpec, check_served, merge_eos
@@ -75,7 +75,7 @@ def facts_from_directory(path: Path, name: str | None = None) -> ModelFacts:
     for file, method in _QUANTIZATION_FILES.items():
         if not stored and (path / file).is_file():
             stored = {"quant_method": method, **read_json(path / file)}
-    return ModelFacts(name or str(path), spec, read_quantization(stored))
+    return ModelFacts(name or str(path), spec, read_quantization(stored), is_vision(raw))
 
 
 def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
@@ -85,7 +85,7 @@ def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
         UnsupportedModel: the architecture is not built.
         ValueError: a file is missing or broken.
     """
-    raw = read_json(path / "config.json")
+    raw = text_config(read_json(path / "config.json"))
     family = check_architecture(raw)
     config = family.read(raw)
     place = "config.json" if "eos_token_id" in raw else f"the default of {family.name}"
@@ -138,7 +138,7 @@ def check_architecture(raw: Mapping[str, Any]) -> Family:
         UnsupportedModel: the architecture or the quantisation is not built.
         ValueError: one of these has the wrong type.
     """
-    kind = converted(raw, _Kind)
+    kind = converted(text_config(raw), _Kind)
     family = family_of(kind.architectures, kind.model_type)
     read_quantization(kind.quantization_config or kind.compression_config)  # is it built?
     return family
@@ -157,6 +157,7 @@ def spec_from_config(
         UnsupportedModel: the architecture or one of its options is not built.
         ValueError: a value has the wrong type, or sizes do not fit each other.
     """
+    raw = text_config(raw)
     family = check_architecture(raw)
     config = family.read(raw)
     spec = family.spec(config)

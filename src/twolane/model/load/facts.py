@@ -17,6 +17,8 @@ class ModelFacts:
     spec: ModelSpec
     quantization: Quantization | None = None
     """The formats of the linear modules; None: they are stored as floats."""
+    vision: bool = False
+    """Whether the files hold what reads images, too, which is not loaded."""
 
     @property
     def family(self) -> Family:

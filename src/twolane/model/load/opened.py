@@ -63,9 +63,9 @@ def _open_directory(
     Raises:
         WeightsError: the files lack a classifier that their index names.
     """
-    tensors = Safetensors(path, stack)
+    tensors = Safetensors(path, stack, vision=facts.vision)
     if not facts.spec.tie_embeddings:  # without an index, the embeddings might be meant
-        lacking = {HEAD} & {*tensors.indexed} - {*tensors.names()}
+        lacking = {HEAD} & tensors.indexed - {*tensors.names()}
         refuse_tensors(facts.name, "missing", sorted(lacking))
     tied = _ties_embeddings(facts, tensors)
     facts = replace(facts, spec=replace(facts.spec, tie_embeddings=tied))

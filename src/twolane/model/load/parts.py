@@ -4,6 +4,7 @@ Some families join modules whose rows follow each other (Phi-3, GLM). And `trans
 with all experts of a layer in one tensor, and writes it so if it is not asked for the original
 format: `mlp.experts.gate_up_proj` [experts, 2 * intermediate, hidden], the rows of the gate first,
 and `mlp.experts.down_proj` [experts, hidden, intermediate], whatever the family's own names are.
+Qwen3-VL is published with rows and columns exchanged: the shapes of both tensors say it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ class StoredPart(NamedTuple):
     """The number of its rows; None: it is the whole tensor under another name."""
     expert: int | None = None
     """The expert whose rows these are; None: the tensor is not one of experts."""
+    turned: bool = False
+    """Whether an expert's matrix is stored as [columns, rows]."""
 
 
 class InParts:
@@ -55,7 +58,7 @@ class InParts:
         """See `TensorSource.shape`."""
         part = self._parts.get(name, StoredPart(name))
         shape = self._source.shape(part.stored)
-        columns = shape[1:] if part.expert is None else shape[2:]
+        columns = shape[1:] if part.expert is None else shape[1:2] if part.turned else shape[2:]
         return shape if part.rows is None else (part.rows, *columns)
 
     def type(self, name: str) -> str:
@@ -65,14 +68,14 @@ class InParts:
     def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """See `TensorSource.get`. All rows of an expert are read; joined modules are cut by rows
         alone."""
-        stored, first, rows, expert = self._parts.get(name, StoredPart(name))
+        stored, first, rows, expert, turned = self._parts.get(name, StoredPart(name))
         if rows is None:
             return torch.as_tensor(self._source.get(stored, cut))
         if expert is None:
             start, stop = (0, rows) if cut is None else (cut.start, cut.stop)
             return torch.as_tensor(self._source.get(stored, Cut(0, first + start, first + stop)))
         whole = torch.as_tensor(self._source.get(stored, Cut(0, expert, expert + 1)))[0]
-        own = whole[first : first + rows]
+        own = (whole.t() if turned else whole)[first : first + rows]
         return own if cut is None else own.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
@@ -116,6 +119,10 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
         )
     experts, width, hidden = moe.experts, moe.intermediate_size, facts.spec.hidden_size
     shapes = (experts, 2 * width, hidden), (experts, hidden, width)
+    columns_first = (experts, hidden, 2 * width), (experts, width, hidden)
+    turned = all(source.shape(t) == columns_first[t.endswith(_STACKS[1])] for t in stacked)
+    if turned:
+        shapes = columns_first
     wanted = {name: shapes[name.endswith(_STACKS[1])] for name in stacked}
     wrong = [
         f"{name} {list(source.shape(name))} instead of {list(shape)}"
@@ -123,7 +130,7 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
         if source.shape(name) != shape
     ]
     refuse_tensors(facts.name, "misshapen", sorted(wrong))
-    parts = dict(_of_experts(facts, moe, set(stacked)))
+    parts = dict(_of_experts(facts, moe, set(stacked), turned=turned))
     own, prefixes = facts.family.experts.router, {name.split(".mlp.")[0] for name in stacked}
     if own != "mlp.gate":
         parts |= {f"{p}.{own}.weight": StoredPart(f"{p}.mlp.gate.weight") for p in prefixes}
@@ -131,7 +138,7 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
 
 
 def _of_experts(
-    facts: ModelFacts, moe: MoeSpec, stacked: set[str]
+    facts: ModelFacts, moe: MoeSpec, stacked: set[str], *, turned: bool
 ) -> Iterator[tuple[str, StoredPart]]:
     """Yield the weight of each module of an expert, and where it is."""
     names, width = facts.family.experts, moe.intermediate_size
@@ -146,4 +153,4 @@ def _of_experts(
             if (whole := f"{prefix}.mlp.{stack}") in stacked:
                 for number in range(moe.experts):
                     weight = f"{prefix}.{names.expert.format(number)}.{module}.weight"
-                    yield weight, StoredPart(whole, first, rows, number)
+                    yield weight, StoredPart(whole, first, rows, number, turned)

@@ -15,6 +15,15 @@ from twolane.model.sharding import Cut
 
 BARE = ("embed_tokens.", "layers.", "norm.")
 """Names begin with one of these in checkpoints that were saved without a classifier."""
+_TEXT = ("model.language_model.", "language_model.model.", "language_model.")
+"""Names of the text part of a model of text and images begin with one of these."""
+_PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
+_IMAGES = tuple(
+    f"{place}{part}."
+    for part in (*_PARTS, "embed_vision", "embed_audio")
+    for place in ("", "model.")
+)
+"""Names of its other parts begin with one of these."""
 INDEX = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
 """Beginning of a file of Git LFS whose content has not been fetched."""
@@ -29,17 +38,18 @@ class Safetensors:
     Args:
         directory: The directory of a model.
         stack: Closes the files.
+        vision: Whether tensors that read images are left out.
 
     Raises:
         ValueError: a file is missing or broken, or it is not clear which of two has a tensor.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, *, vision: bool = False) -> None:
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
-        self.indexed = _indexed(directory)
-        """The file of each tensor that an index names; others may have what is out of date."""
-        places = self.indexed
+        places = _indexed(directory)
+        self.indexed = {*map(_placed, places)}
+        """The tensors that an index names; files may have others, which are out of date."""
         for path in _model_files(directory):
             if not path.is_file():
                 raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
@@ -48,6 +58,8 @@ class Safetensors:
             except Exception as error:  # safetensors raises its own type, derived from Exception
                 raise ValueError(f"{path} {_broken(path)}: {error}") from error
             for name in file.keys():  # noqa: SIM118, it is no mapping
+                if vision and name.startswith(_IMAGES):
+                    continue
                 known = _placed(name) in self._files
                 if known and name not in places:
                     raise ValueError(f"{path} has {name}, and so has another file of the model")
@@ -99,7 +111,14 @@ def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
 
 
 def _placed(name: str) -> str:
-    """Return the tensor's name in a whole model; embeddings are stored without their place."""
+    """Return the tensor's name in a whole model of text.
+
+    Embeddings are stored without their place, and text parts under a name of their own.
+    """
+    for prefix in _TEXT:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
     return f"model.{name}" if name.startswith(BARE) else name
 
 
