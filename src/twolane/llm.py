@@ -37,8 +37,6 @@ B = TypeVar("B", bound=Body)
 Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
-MAX_OPEN = 1024
-"""Largest number of answers that the engine has at a time."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -334,7 +332,8 @@ class LLM:
                 bar.add(len(answer.prompt_token_ids), made)
 
         most = max((prepared.request.n for prepared in requests), default=1)
-        workers = min(len(requests), max(1, MAX_OPEN // most))
+        # Largest number of answers that the engine has at a time.
+        workers = min(len(requests), max(1, 1024 // most))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):

@@ -12,8 +12,6 @@ from twolane.common.options import Option
 ANSWER = "Answer"
 """Panel of options in the help."""
 
-GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy: the scaled logits would leave the float range."""
 MAX_LOGPROBS = 20
 """Largest number of alternatives with log-probabilities, as in OpenAI's API."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 64
@@ -185,7 +183,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
+        # Temperatures below this are greedy: the scaled logits would leave the float range.
+        return self.temperature < 1e-5 or self.top_p == 0.0
 
     @property
     def penalises(self) -> bool:

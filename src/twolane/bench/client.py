@@ -19,14 +19,8 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.results import record as outcomes
 from twolane.results.record import Record
 
-_DRAIN_SECONDS = 1.0
-"""Seconds for which the end of an answer is awaited so that its connection can be used again."""
-SHOWN_ERROR = 500
-"""Bytes of an error answer that are kept to be shown."""
 MAX_EVENT = 16 << 20
 """Bytes that one event of a stream may have: what waits for its end costs time and memory."""
-_PROBE_SECONDS = 0.01
-"""Seconds between two measurements of the event loop's lag."""
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -66,8 +60,6 @@ class _StreamChunk(msgspec.Struct, gc=False):
 
 _decode_chunk = msgspec.json.Decoder(_StreamChunk).decode
 _NO_DELTA = _Delta()
-_FAILED = ("abort", "error")
-"""Values of `finish_reason` with which servers end an answer that they gave up."""
 
 
 class StreamError(Exception):
@@ -155,7 +147,8 @@ class StreamedAnswer:
         return self._last if self.done_at is None else self.done_at
 
     def _choice(self, choice: _Choice, now: float, count: int | None) -> None:
-        if choice.finish_reason in _FAILED:
+        # Values of `finish_reason` with which servers end an answer that they gave up.
+        if choice.finish_reason in ("abort", "error"):
             problem = f"the answer ended with finish_reason {choice.finish_reason}"
             raise StreamError(outcomes.STREAM_ERROR, problem)
         delta = choice.delta or _NO_DELTA
@@ -312,7 +305,8 @@ class _Reply:
 
     def on_data(self, data: bytes, now: float) -> None:
         if self.refused:
-            self._refusal = (self._refusal + data)[:SHOWN_ERROR]
+            # Bytes of an error answer that are kept to be shown.
+            self._refusal = (self._refusal + data)[:500]
             return
         for event in self._parser.feed(data):
             self._answer.add(event, now)
@@ -337,7 +331,9 @@ class _Reply:
         leaves it open."""
         if not self._draining:
             self._draining = True
-            drained = asyncio.get_running_loop().time() + _DRAIN_SECONDS
+            # Seconds for which the end of an answer is awaited so that its connection can be used
+            # again.
+            drained = asyncio.get_running_loop().time() + 1.0
             self.deadline.reschedule(min(drained, self.deadline.when() or drained))
 
 
@@ -368,7 +364,8 @@ class LoopLag:
 
     def _schedule(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + _PROBE_SECONDS
+        # Seconds between two measurements of the event loop's lag.
+        self._due = loop.time() + 0.01
         self._next = loop.call_at(self._due, self._probe)
 
     def _probe(self) -> None:

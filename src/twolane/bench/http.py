@@ -20,12 +20,6 @@ from httptools import (
 )
 
 Clock = Callable[[], float]
-_IDLE_SECONDS = 15.0
-"""Seconds that an idle connection is kept for another request."""
-_SECOND_ADDRESS_SECONDS = 0.25
-"""Seconds after which a name's next address is tried in parallel (RFC 8305)."""
-_BUFFER_BYTES = 64 << 10
-"""Most bytes of one read from a socket."""
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
 
@@ -77,7 +71,8 @@ class Connections:
         self._ssl = _ssl_context() if parts.scheme == "https" else None
         self._head = _head(parts, headers)
         self._clock = clock
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        # Most bytes of one read from a socket.
+        self._buffer = memoryview(bytearray(64 << 10))
         self._idle: list[_Connection] = []
 
     async def request(self, body: bytes | None, receiver: Receiver) -> None:
@@ -114,19 +109,21 @@ class Connections:
     def _kept(self) -> "_Connection | None":
         while self._idle:
             connection = self._idle.pop()
-            if connection.open and time.monotonic() - connection.idle_since < _IDLE_SECONDS:
+            # Seconds that an idle connection is kept for another request.
+            if connection.open and time.monotonic() - connection.idle_since < 15.0:
                 return connection
             connection.close()
         return None
 
     async def _connect(self) -> "_Connection":
         try:
+            # Seconds after which a name's next address is tried in parallel (RFC 8305).
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: _Connection(self._buffer, self._clock),
                 self._host,
                 self._port,
                 ssl=self._ssl,
-                happy_eyeballs_delay=_SECOND_ADDRESS_SECONDS,
+                happy_eyeballs_delay=0.25,
             )
         except (OSError, UnicodeError) as error:  # the latter: no name of a host
             problem = f"Cannot connect to host {self._host}:{self._port} [{error}]"

@@ -19,9 +19,6 @@ from twolane.results.result import BenchConfig, Result
 from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
 
-_WARMUP_SEED = 1 << 32
-"""Offset of the warm-ups' seed, so that their prompts are not in the prefix cache later."""
-
 
 async def run(
     config: BenchConfig,
@@ -147,7 +144,8 @@ async def _warm_up(
         msgspec.structs.replace(workload[index % len(workload)], arrival=0.0, hash_ids=())
         for index in range(config.num_warmups)
     ]
-    seed = config.content_seed + _WARMUP_SEED
+    # Offset of the warm-ups' seed, so that their prompts are not in the prefix cache later.
+    seed = config.content_seed + (1 << 32)
     jobs = make_jobs(msgspec.structs.replace(config, prompt_seed=seed), model, shapes)
     load = LoadRun(client, jobs, max_concurrency=config.max_concurrency)
     await load.run(stop)

@@ -39,8 +39,6 @@ STOP_SECONDS = 30.0
 CLIENT_CPUS, ENOUGH_CPUS = 2, 8
 """Number of CPUs reserved for the client, and the least number of CPUs for that: it stands for a
 client on another machine, and would delay tokens on the server's CPUs."""
-LOG_LINES = 5
-"""Number of lines shown from the end of a dead server's log."""
 
 
 @dataclass(frozen=True)
@@ -249,5 +247,6 @@ def _begin(cpus: Collection[int]) -> None:
 
 
 def _dead(process: subprocess.Popen[str], log: Path) -> BenchError:
-    end = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    # Number of lines shown from the end of a dead server's log.
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
     return BenchError(f"the server ended with {process.returncode}; the end of {log}:\n{end}")

@@ -5,7 +5,6 @@ import re
 import msgspec
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_BOM = b"\xef\xbb\xbf"
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +69,7 @@ class SSEParser:
     def _line(self, line: bytes) -> Event | None:
         if not self._started:
             self._started = True
-            line = line.removeprefix(_BOM)
+            line = line.removeprefix(b"\xef\xbb\xbf")
         if not line:
             return self._dispatch()
         name, _, value = line.decode("utf-8", "replace").partition(":")

@@ -9,8 +9,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-WIDEST = 100
-"""Most columns of the help."""
 DEFAULT_PANELS = {"argument": "Arguments", "option": "Options"}
 """Headings of the parameters that name none, by their kind."""
 
@@ -34,7 +32,8 @@ class Command(TyperCommand):
         from rich.padding import Padding
 
         console = Console(highlight=False)
-        console.width = min(console.width, WIDEST)
+        # Most columns of the help.
+        console.width = min(console.width, 100)
         console.print(self.get_usage(ctx), style="bold", markup=False)
         for text in self.help, *self._panels(ctx).items(), self.epilog:
             console.print()

@@ -20,8 +20,6 @@ OFFERED = (
     *("tool_call_parser", "reasoning_parser", "reasoning_field", "log_level"),
 )
 """Options of the server that concern requests and answers."""
-UNBOUNDED_QUEUE = 1 << 30
-"""Bound of the queue, in requests: a batch file waits in its own order."""
 MANY_OPEN = 1 << 16
 """Most requests that may be open at a time."""
 
@@ -49,7 +47,8 @@ def run_batch(
 
     with one_line_errors():
         # Priorities are between the lines of one file: nobody else waits.
-        options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE, allow_priority=True)
+        # Bound of the queue, in requests: a batch file waits in its own order.
+        options = ServerOptions(**server, max_queue=1 << 30, allow_priority=True)
         log_to(sys.stderr.fileno(), options.log_level, "%(levelname)s %(message)s")
         answering = batch.run_batch(config, options, source, target, concurrency)
         done = run_until_terminated(answering)

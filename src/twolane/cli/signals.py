@@ -7,9 +7,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM, as in shells."""
-
 
 def run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns; SIGTERM cancels it, as Ctrl-C does.
@@ -27,4 +24,5 @@ def run_until_terminated(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(run())
     except asyncio.CancelledError:  # Ctrl-C is a KeyboardInterrupt
-        raise SystemExit(TERMINATED) from None
+        # Exit code after SIGTERM, as in shells.
+        raise SystemExit(128 + signal.SIGTERM) from None

@@ -28,9 +28,6 @@ from twolane.lanes.load import chosen_device, load
 from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 
-DEFAULT_PAGE_SIZE = 16
-"""Tokens, where the device does not ask for another."""
-
 
 @dataclass(frozen=True)
 class Built:
@@ -216,7 +213,8 @@ def check_room(tokens: int, token_bytes: int) -> None:
 
 def _page_size(config: EngineConfig, machine: Machine) -> int:
     if config.page_size is None:
-        return machine.page_sizes[0] if machine.page_sizes else DEFAULT_PAGE_SIZE
+        # Tokens, where the device does not ask for another.
+        return machine.page_sizes[0] if machine.page_sizes else 16
     if machine.page_sizes and config.page_size not in machine.page_sizes:
         served = ", ".join(map(str, sorted(machine.page_sizes)))
         raise FieldError("page_size", f"must be one of {served} here, not {config.page_size}")

@@ -16,9 +16,6 @@ from twolane.playout import PACE_FRACTION, first_shown, next_shown
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
-GAPS_KEPT = 512
-"""The number of latest gaps between tokens that are remembered."""
-
 
 class Gaps:
     """The seconds between two tokens of a request, as clients see them if nothing delays delivery.
@@ -28,7 +25,8 @@ class Gaps:
 
     def __init__(self) -> None:
         self.total = 0
-        self._latest: deque[float] = deque(maxlen=GAPS_KEPT)
+        # The number of latest gaps between tokens that are remembered.
+        self._latest: deque[float] = deque(maxlen=512)
 
     def add(self, seconds: float) -> None:
         """Remember a new gap."""

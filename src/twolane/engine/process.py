@@ -33,10 +33,6 @@ from twolane.engine.messages import (
     encode,
 )
 
-SEND_TIMEOUT_MS = 5000
-"""Milliseconds after which an API process that does not read counts as gone or stuck; its pipe
-shows which."""
-
 
 class ApiProcessGone(Exception):
     """The API process has ended."""
@@ -79,7 +75,9 @@ class ZmqPort:
         self._inbox.connect(start.to_engine)
         self._outbox = context.socket(zmq.PUSH)
         self._outbox.set_hwm(0)
-        self._outbox.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        # Milliseconds after which an API process that does not read counts as gone or stuck; its
+        # pipe shows which.
+        self._outbox.setsockopt(zmq.SNDTIMEO, 5000)
         self._outbox.connect(start.from_engine)
         self._waker = waker
         self._poller = zmq.Poller()

@@ -67,10 +67,6 @@ SHAPE_DECAY = 0.99
 LEVEL_DECAY = 0.97
 """Decay per observation of earlier works when the level of the pace is fitted, which follows the
 decode load."""
-FIT_EVERY = 8
-"""Observations after which the coefficients are fitted again."""
-SWEEPS = 6
-"""Rounds of coordinate descent at each fit, which starts from the previous fit."""
 
 
 class PromptPaces:
@@ -95,7 +91,8 @@ class PromptPaces:
         level = PromptWork(*(LEVEL_DECAY * each for each in done)).plus(work)
         self._level = LEVEL_DECAY * spent + seconds, level
         self._age += 1
-        if not self._shape or self._age >= FIT_EVERY:
+        # Observations after which the coefficients are fitted again.
+        if not self._shape or self._age >= 8:
             self._shape, self._age = _fitted(self._squares, self._products, self._shape), 0
 
     @property
@@ -124,7 +121,8 @@ def _fitted(
     terms = [before.prompt, before.token, before.pair]
     if not before and squares[1][1]:
         terms[1] = products[1] / squares[1][1]
-    for _ in range(SWEEPS):
+    # Rounds of coordinate descent at each fit, which starts from the previous fit.
+    for _ in range(6):
         for i, row in enumerate(squares):
             if row[i]:
                 others = sum(row[j] * terms[j] for j in range(3) if j != i)

@@ -34,9 +34,6 @@ FINISHED_KEPT = 256
 QUEUE_SECONDS = 0.02
 """The queued tokens are counted again after this many seconds; a long queue takes a while to
 count."""
-HALF_LIFE_TOKENS = 16384.0
-"""The weight of earlier launches with prompts halves within this many prompt tokens: a few short
-prompts do not outweigh a queue of long ones."""
 MIN_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
 
@@ -71,7 +68,9 @@ class Counters:
     def note_prompts(self, seconds: float, work: PromptWork) -> None:
         """Count a launch with prompts."""
         tokens = max(work.tokens, MIN_TOKENS * work.prompts)
-        kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
+        # The weight of earlier launches with prompts halves within this many prompt tokens: a few
+        # short prompts do not outweigh a queue of long ones.
+        kept = 0.5 ** (tokens / 16384.0)
         self.prompt_seconds = kept * self.prompt_seconds + seconds
         self.prompt_tokens = kept * self.prompt_tokens + tokens
         self.paces.note(work, seconds)

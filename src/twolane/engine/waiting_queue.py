@@ -10,12 +10,8 @@ from typing import NamedTuple
 from twolane.engine.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.request import Phase, Request
 
-MAX_YIELDING = 128
-"""Number of queued prompts that are reported one by one; the others are reported as a sum."""
 OLDEST_EVERY = 8
 """One admission in this many goes to the longest-waiting request."""
-FIRST_PRIORITY = -(2**31)
-"""A priority before all that requests can have."""
 
 
 class QueueCount(NamedTuple):
@@ -93,7 +89,8 @@ class WaitingQueue:
         if self.new[0].priority < self.new[-1].priority:
             oldest = min(self.new, key=lambda r: r.order)
             self.new.remove(oldest)
-            oldest.priority = FIRST_PRIORITY
+            # A priority before all that requests can have.
+            oldest.priority = -(2**31)
             self.enqueue(oldest)
 
     def count(self, now: float) -> QueueCount:
@@ -114,7 +111,8 @@ class WaitingQueue:
             if (bound := request.slo.first_token(new)) is not None:
                 left = request.arrival + bound - now
                 yielding.append(WaitingPrompt(new, len(request.tokens) - new, left))
-        largest = heapq.nlargest(MAX_YIELDING, yielding) if self.gives_up else None
+        # Number of queued prompts that are reported one by one; the others are reported as a sum.
+        largest = heapq.nlargest(128, yielding) if self.gives_up else None
         return QueueCount(now, PromptWork(prompts, tokens, pairs), largest)
 
 

@@ -11,9 +11,6 @@ SIZE_WEIGHT = 0.02
 """Weight of the newest step in the mean of its size."""
 COMPARE_EVERY = 32
 """Number of steps between two comparisons."""
-MAX_ERROR = 0.15
-"""The counts of a profile teach nothing if the best skew is off by more than this, as the root mean
-square of relative errors: its rows resembled one another."""
 
 
 @dataclass(slots=True)
@@ -44,7 +41,9 @@ class ExpertCounts:
         if not seen:
             return
         skew = min(SKEWS, key=lambda skew: self._error(skew, seen))
-        if self._error(skew, seen) <= MAX_ERROR**2 * len(seen):
+        # The counts of a profile teach nothing if the best skew is off by more than this, as the
+        # root mean square of relative errors: its rows resembled one another.
+        if self._error(skew, seen) <= 0.15**2 * len(seen):
             for rows, experts_read in seen:
                 self._note(rows, experts_read)
             self.moe = replace(self.moe, skew=skew)

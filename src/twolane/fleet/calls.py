@@ -24,8 +24,6 @@ NOT_FORWARDED = HOP_HEADERS | {
     "origin",  # the fleet answers for a browser's page, so that its headers stand in answers once
 }
 """Headers of a request that are not forwarded to a replica."""
-ANSWERED_FOR = HOP_HEADERS | {"date"}
-"""Headers of a replica's answer that the fleet sets itself."""
 
 
 class ClientCall(NamedTuple):
@@ -100,7 +98,8 @@ def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
 
 def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers of a replica's answer to send to the client, repeated ones included."""
-    dropped = ANSWERED_FOR | named_by_connection(headers)
+    # Headers of a replica's answer that the fleet sets itself.
+    dropped = HOP_HEADERS | {"date"} | named_by_connection(headers)
     lower = [(name.lower(), value) for name, value in headers]
     return [(name, value) for name, value in lower if name.decode("latin-1") not in dropped]
 

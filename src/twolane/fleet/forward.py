@@ -19,9 +19,6 @@ from twolane.server.http.events import event, named_event
 log = logging.getLogger("twolane.fleet")
 
 EVENT_END = b"\n\n"
-REPLICA_HEADER = "x-replica"
-PREDICTED_HEADER = "x-predicted-ttft-ms"
-"""Header of answers: predicted TTFT in milliseconds, 0 if unknown."""
 
 
 class ReadAhead:
@@ -93,8 +90,9 @@ class Forwarder:
             if answer.status in (429, 503) and not last:
                 return False
             headers = answer_headers(answer.raw_headers)
-            headers.append((REPLICA_HEADER.encode(), member.name.encode()))
-            headers.append((PREDICTED_HEADER.encode(), b"%d" % round(1e3 * chosen.ttft)))
+            headers.append((b"x-replica", member.name.encode()))
+            # Header of answers: predicted TTFT in milliseconds, 0 if unknown.
+            headers.append((b"x-predicted-ttft-ms", b"%d" % round(1e3 * chosen.ttft)))
             if answer.content_type == "text/event-stream":
                 await self._stream(call, member, answer, headers)
                 return True

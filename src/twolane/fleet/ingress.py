@@ -45,19 +45,11 @@ from twolane.server.ops.metrics import CONTENT_TYPE
 log = logging.getLogger("twolane.fleet")
 T = TypeVar("T")
 
-REDIRECTED = (*LANDMARKS, "/v1/messages")
-"""Paths that `direct` redirects; not `RESPONSES`, since the fleet must know where responses are
-stored."""
-LOADS = ("/load", "/v1/load")
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 NO_DASHBOARD = "a fleet has no dashboard: open that of a server, at a url that GET /fleet names"
 """Error of /dashboard, whose requests for data would reach another server each time."""
 MAX_TRIES = 4
 """Most replicas that a request is tried at."""
-MAX_LOST = 2
-"""Lost replicas after which a request is not tried again: it may be what kills them."""
-RETRY_UNREADY = 5
-"""Retry-After in whole seconds when no replica is ready."""
 WAIT_SECONDS = 30.0
 """Seconds that a request waits for a ready replica."""
 
@@ -94,7 +86,7 @@ class Ingress:
             await answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
             await answer_json(send, self.overview())
-        elif path in LOADS:
+        elif path in ("/load", "/v1/load"):
             await answer_json(send, self.load())
         elif path == "/dashboard" or path.startswith("/dashboard/"):
             await refuse(ApiError(501, NO_DASHBOARD, code="not_served"), path, send)
@@ -182,7 +174,9 @@ class Ingress:
                 self.metrics.predicted.observe(chosen.ttft)
             member = self._pool.members[chosen.name]
             tried.add(member.name)
-            if self._pool.options.direct and call.path in REDIRECTED:
+            # Paths that `direct` redirects; not `RESPONSES`, since the fleet must know where
+            # responses are stored.
+            if self._pool.options.direct and call.path in (*LANDMARKS, "/v1/messages"):
                 self._pool.table.ended(member.name)
                 self.metrics.count("redirected")
                 await _redirect(call, member)
@@ -195,7 +189,8 @@ class Ingress:
             except ReplicaLost as error:
                 log.warning("%s: %s", member.name, error)
                 lost += not isinstance(error, ReplicaUnreachable)
-                if lost == MAX_LOST:
+                # Lost replicas after which a request is not tried again: it may be what kills them.
+                if lost == 2:
                     message = f"{lost} replicas were lost while they had this request"
                     raise ApiError(503, message, code="unavailable") from error
             else:
@@ -259,7 +254,8 @@ class Ingress:
             if self._pool.closing:
                 raise ApiError(503, "the fleet is shutting down", code="unavailable")
             if self._pool.clock() > end:
-                raise _unavailable("no replica is ready", RETRY_UNREADY)
+                # Retry-After in whole seconds when no replica is ready.
+                raise _unavailable("no replica is ready", 5)
             await asyncio.sleep(self._pool.options.probe_seconds)
         return found
 

@@ -36,7 +36,6 @@ BYTES_PER_TOKEN = 4
 """Assumed bytes of a body for each prompt token where the prompt is not tokenised."""
 USUAL_OUTPUT, MAX_OUTPUT = 256, 1 << 20
 """Assumed tokens of an answer without a limit, and the largest limit that the router counts."""
-SESSION_HEADER = "x-session-id"
 
 
 class _Body(msgspec.Struct):
@@ -102,7 +101,7 @@ class RoutingFacts:
             extended = _with_tokens(body, marks)
             if len(extended) <= self._max_body_bytes:  # a replica refuses larger ones
                 call = call._replace(body=extended)
-        session = headers.get(SESSION_HEADER) or known.user
+        session = headers.get("x-session-id") or known.user
         return call, RoutedRequest(
             prompt_tokens=marks.prompt_tokens if marks else max(1, len(body) // BYTES_PER_TOKEN),
             output_tokens=known.max_output,

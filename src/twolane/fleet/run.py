@@ -38,9 +38,6 @@ from twolane.server.run import (
 
 log = logging.getLogger("twolane.fleet")
 
-FILES_EACH = 3
-"""Open files per client connection: its own, and those to two replicas."""
-
 
 def serve_fleet(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
     """Serve until told to stop; return the exit code.
@@ -127,7 +124,8 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             pool = Pool(hosts, options, session, shared.api_keys)
             output = UnsentOutput()
             app = application(pool, session, shared, output)
-            server = UvicornServer(uvicorn_config(app, shared, output, files_each=FILES_EACH))
+            # Open files per client connection: its own, and those to two replicas.
+            server = UvicornServer(uvicorn_config(app, shared, output, files_each=3))
             serving = await serving_at(listener, server)  # probes are answered while servers start
             keeping = asyncio.create_task(pool.run())
             await first_of(pool.started.wait(), stop.asked.wait())

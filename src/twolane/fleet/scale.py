@@ -8,9 +8,6 @@ from twolane.router.state import ReplicaState
 
 MIN_ATTAINMENT = 0.95
 """Attainment of the TTFT bound below which a replica is added."""
-SPARE_LOAD = 0.5
-"""Share of the scale-up thresholds that the load must stay below with one replica fewer, for one to
-be stopped."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ def wanted(
     if not states or len(states) < present:  # what starts will change the load
         return present, Trend()
     high = _high(states, options, len(states))
-    low = not high and not _high(states, options, SPARE_LOAD * (len(states) - 1))
+    # Share of the scale-up thresholds that the load must stay below with one replica fewer, for one
+    # to be stopped.
+    low = not high and not _high(states, options, 0.5 * (len(states) - 1))
     since = Trend(
         (now if trend.high_since is None else trend.high_since) if high else None,
         (now if trend.low_since is None else trend.low_since) if low else None,

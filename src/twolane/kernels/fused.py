@@ -31,13 +31,12 @@ _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
 """Elements that one program of an elementwise kernel makes."""
-_PER_WARP = 512
-"""Elements that a warp handles: two loads of 16 bytes a thread in 16-bit types."""
 
 
 def warps(elements: int) -> int:
     """Warps of a program that handles this many elements."""
-    return min(max(elements // _PER_WARP, 1), 16)
+    # Elements that a warp handles: two loads of 16 bytes a thread in 16-bit types.
+    return min(max(elements // 512, 1), 16)
 
 
 @cache

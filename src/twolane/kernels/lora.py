@@ -37,10 +37,6 @@ _TILE_ROWS = ((_STEP_ROWS, _FEW), (1024, _SMALL))
 _SPLITS = ((_STEP_ROWS, 32), (1024, 4), (2048, 2))
 """The most parts that the inputs of a product are cut into, for passes of up to this many rows;
 those of larger ones are not cut."""
-_MIN_PART = 256
-"""The fewest inputs of such a part."""
-_A_BYTES = 32_768
-"""Bytes of A that a program multiplies at a time, where few rows leave it room."""
 _NO_END = 1 << 30
 """More rows than any pass has, a multiple of 16 as all limits are: one compiled kernel serves."""
 
@@ -170,8 +166,10 @@ def _max_splits(count: int) -> int:
 def _cut(count: int, matrices: AdapterMatrices) -> tuple[int, int, int]:
     """Parts of a product's inputs, steps of a part, and inputs of a step."""
     size, inputs = _tile_rows(count), matrices.a.shape[2]
-    part = max(_MIN_PART, -(-inputs // _max_splits(count)))
-    most = _A_BYTES // (_columns(size, matrices) * matrices.a.itemsize)
+    # The fewest inputs of such a part.
+    part = max(256, -(-inputs // _max_splits(count)))
+    # Bytes of A that a program multiplies at a time, where few rows leave it room.
+    most = 32_768 // (_columns(size, matrices) * matrices.a.itemsize)
     block = min(most, 128 if size == _LARGE else 512, power_of_2(part))
     steps = -(-part // block)
     return -(-inputs // (steps * block)), steps, block

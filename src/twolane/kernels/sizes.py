@@ -7,8 +7,6 @@ SIZES: tuple[int, ...] = (*range(64, 384 + 1, 64), 512, 576, *range(640, 2048 + 
 """Tokens that prefill and hybrid passes may be padded to. On one H200 products of Qwen3-8B with
 192, 320 or 576 rows take 8 to 12 % less time than with 64 more; with 448, 704 or 832 they take as
 long. `worth_padding_to` leaves out sizes for which the latter holds where a model is served."""
-WORTH = 0.98
-"""A size is worth padding to if it takes less than this fraction of the next larger one's time."""
 WHOLE = 1024
 """Tokens of the largest hybrid pass whose layers are one graph; larger ones take the GPU several
 times as long as launching takes the host."""
@@ -53,6 +51,8 @@ def worth_padding_to(seconds: Mapping[int, float]) -> tuple[int, ...]:
     """
     kept: list[int] = []
     for size in sorted(seconds, reverse=True):
-        if not kept or size == WHOLE or seconds[size] < WORTH * seconds[kept[-1]]:
+        # A size is worth padding to if it takes less than this fraction of the next larger one's
+        # time.
+        if not kept or size == WHOLE or seconds[size] < 0.98 * seconds[kept[-1]]:
             kept.append(size)
     return tuple(reversed(kept))

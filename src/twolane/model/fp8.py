@@ -4,10 +4,6 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-MAX_E4M3 = 448.0
-"""The largest number of e4m3."""
-MIN_MAGNITUDE = 1e-12
-"""A row or block whose largest magnitude is below this gets the scale of this magnitude."""
 BLOCK = 128
 """Columns, and for weights rows, that share a scale in block schemes."""
 
@@ -25,7 +21,8 @@ def widen(values: Tensor) -> Tensor:
 
 def scale_of(largest: Tensor) -> Tensor:
     """Return the float32 scale that maps this largest magnitude onto e4m3's largest number."""
-    return largest.float().clamp(min=MIN_MAGNITUDE) / MAX_E4M3
+    # The largest number of e4m3 is 448; zeros get the scale of a small magnitude.
+    return largest.float().clamp(min=1e-12) / 448.0
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,9 +35,6 @@ from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, NullChannel
 from twolane.parallel.two_shot import Mapped, TwoShot
 
-TUNED_LAYERS = 4
-"""Layers that products are timed in, or more where these would stay in the cache."""
-
 
 class GpuKVCache:
     """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
@@ -588,7 +585,8 @@ class GpuDecoder:
         workspace.get("attended", count).normal_()
         residual = torch.randn_like(workspace.get("norm", count))
         each = sum(matrix.nbytes for _, matrix in layer_matrices(self.weights.layers[0]))
-        last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
+        # Layers that products are timed in, or more where these would stay in the cache.
+        last = min(self.spec.layers, max(4, COLD_BYTES // each))
         return lambda: self.multiply(last, residual, workspace, products)
 
     def multiply(

@@ -26,8 +26,6 @@ _TYPES = {
     torch.bfloat16: 9,
 }
 """`ncclDataType_t` by PyTorch's type (nccl.h)."""
-_SUM = 0
-"""NCCL's number of the operation that adds."""
 _SUCCESS, _IN_PROGRESS = 0, 7
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast
@@ -110,7 +108,8 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
         pointer, kind = tensor.data_ptr(), _TYPES[tensor.dtype]
-        self._call("ncclAllReduce", pointer, pointer, tensor.numel(), kind, _SUM)
+        # NCCL's number of the operation that adds.
+        self._call("ncclAllReduce", pointer, pointer, tensor.numel(), kind, 0)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""

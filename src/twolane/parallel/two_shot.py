@@ -23,13 +23,8 @@ SumMethod = Literal["nccl", "two-shot", "joined"]
 SUM_METHODS: tuple[SumMethod, ...] = get_args(SumMethod)
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
-ALIGNED_BYTES = 16
-"""Each rank's share of a sum must be a multiple of this many bytes."""
 MAX_BYTES = 2**22
 """Sums of more bytes go by NCCL, which moves them no slower."""
-GAIN = 0.99
-"""Share of the time with NCCL's sums that layers must be done in with others, for these to be
-chosen."""
 
 
 class Mapped(NamedTuple):
@@ -178,15 +173,18 @@ class TwoShot:
     def _shared(self, tensor: Tensor) -> bool:
         """Return whether a sum can go over shared memory."""
         buffer = self._buffer
+        # Each rank's share of a sum must be a multiple of this many bytes.
         return (
             buffer is not None
             and tensor.data_ptr() == buffer.data_ptr()
             and tensor.dtype in (torch.bfloat16, torch.float32)
             and tensor.nbytes <= MAX_BYTES
-            and tensor.nbytes % (ALIGNED_BYTES * self.size) == 0
+            and tensor.nbytes % (16 * self.size) == 0
         )
 
 
 def _fastest(seconds: Mapping[SumMethod, float]) -> SumMethod:
     """Return the fastest method, with NCCL's seconds counted a little lower than they are."""
-    return min(seconds, key=lambda method: seconds[method] * (GAIN if method == "nccl" else 1.0))
+    # Share of the time with NCCL's sums that layers must be done in with others, for these to be
+    # chosen.
+    return min(seconds, key=lambda method: seconds[method] * (0.99 if method == "nccl" else 1.0))

@@ -6,8 +6,6 @@ import threading
 import time
 from typing import NamedTuple
 
-INTERVAL_MS = 50
-"""Milliseconds between two readings of the clocks."""
 QUERY = "clocks.sm,clocks.mem,power.draw.instant"
 
 
@@ -36,7 +34,8 @@ class Clocks:
         tool = shutil.which("nvidia-smi")
         if self._device is not None and tool is not None:
             command = [tool, f"--id={self._device}", f"--query-gpu={QUERY}"]
-            command += ["--format=csv,noheader,nounits", f"--loop-ms={INTERVAL_MS}"]
+            # Milliseconds between two readings of the clocks.
+            command += ["--format=csv,noheader,nounits", "--loop-ms=50"]
             self._process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )

@@ -16,8 +16,6 @@ from math import exp, log
 from twolane.estimate.profile import ANCHOR, Run, runs_of
 from twolane.estimate.query import Kind
 
-HELD_OUT = 0.2
-"""Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Rounds of the whole plan."""
 REVISION = 7
@@ -26,8 +24,6 @@ CONTENDED_ROWS = (256, 1024, 4096, 8192)
 """Rows of the products beside which a copy is measured (sl of Bullet §3.2.3)."""
 HYBRIDS_PER_ROUND = 4
 """Hybrid passes of a round."""
-DRAW_TRIES = 20
-"""Draws of a batch before the planner gives up finding one that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +169,8 @@ def _round(limits: LaneCapacity, draw: random.Random, number: int) -> Iterator[P
     def point(name: str, kind: Kind | None, p: int, d: int) -> Iterator[Point]:
         drawn = _drawn(draw, limits, prompts=kind != "decode", contexts=kind != "prefill")
         if drawn is not None:
-            yield Point(f"{number}/{name}", kind, *drawn, p, d, draw.random() < HELD_OUT)
+            # Share of the points beside the anchors that estimators are not fitted on.
+            yield Point(f"{number}/{name}", kind, *drawn, p, d, draw.random() < 0.2)
 
     for units in limits.prefill_units:
         yield from point(f"prefill/{units}", "prefill", units, 0)
@@ -189,7 +186,8 @@ def _drawn(
     draw: random.Random, limits: LaneCapacity, *, prompts: bool, contexts: bool
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
     """Draw a prefill batch, a decode batch, or both, that fit; None if none were found."""
-    for _ in range(DRAW_TRIES):
+    # Draws of a batch before the planner gives up finding one that fits.
+    for _ in range(20):
         pair = (
             _prompts(draw, limits) if prompts else (),
             _contexts(draw, limits) if contexts else (),

@@ -28,8 +28,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
 """Seconds between two looks at tickets."""
-HANGS_SECONDS = 120.0
-"""A launch that takes longer than this counts as one that never ends."""
 
 
 class PromptBatch(NamedTuple):
@@ -93,7 +91,8 @@ class Rig:
         while not until():
             for ticket in tickets:
                 ticket.check()
-            if time.monotonic() - begun > HANGS_SECONDS:
+            # A launch that takes longer than this counts as one that never ends.
+            if time.monotonic() - begun > 120.0:
                 raise TimeoutError("a launch does not end")
             self.lanes.rest(POLL_SECONDS)
 

@@ -31,8 +31,6 @@ log = logging.getLogger("twolane.profile")
 
 SAVE_SECONDS = 5.0
 """Seconds between two writes of the profile."""
-MAX_BATCH_TOKENS = 16_384
-"""New tokens of the largest prefill batch that is measured."""
 
 
 @dataclass(frozen=True)
@@ -182,12 +180,13 @@ def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iter
         lanes = machine.start(sizes, lambda: None, progress)
     try:
         lanes.fill_kv()
+        # New tokens of the largest prefill batch that is measured.
         yield Rig(
             lanes,
             sizes,
             layers=machine.spec.layers,
             vocab_size=machine.spec.vocab_size,
-            batch_tokens=MAX_BATCH_TOKENS,
+            batch_tokens=16_384,
             seed=config.seed,
             clocks_settle=machine.settles,
             own_tokens=machine.spec.moe is not None,

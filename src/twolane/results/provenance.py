@@ -23,12 +23,8 @@ from twolane.common.resources import usable_cores
 
 COMMIT = "TWOLANE_COMMIT"
 """Environment variable with the commit of a source tree without git's history."""
-KEPT_APART = ":(top,exclude)benchmarks/results"
-"""Path that git ignores when it looks for changes, since series of runs write there."""
 CORES = len(usable_cores())
 """Number of cores that this process could use when it began; clients of servers keep few."""
-LIBRARIES = ("torch", "transformers", "flashinfer-python", "triton")
-"""Distributions whose versions are recorded if they are installed."""
 SMI_FIELDS = ("name", "power.limit", "clocks.max.sm", "driver_version")
 """Fields that `nvidia-smi` is asked for."""
 SECRET = ("--api-key", "--header", "--hf-token")
@@ -145,9 +141,10 @@ def commit() -> str | None:
     if _output_of("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
         return os.environ.get(COMMIT)
     head = _output_of("git", "-C", str(here), "rev-parse", "HEAD")
+    # Path that git ignores when it looks for changes, since series of runs write there.
     changed = _output_of(
         *("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"),
-        *("--", ":/", KEPT_APART),
+        *("--", ":/", ":(top,exclude)benchmarks/results"),
     )
     return f"{head}-dirty" if changed else head
 
@@ -172,7 +169,8 @@ def gpus() -> tuple[str | None, str | None]:
 def versions() -> dict[str, str]:
     """Return the versions of Python, Twolane and the libraries that are installed."""
     found = {"python": platform.python_version(), "twolane": twolane.__version__}
-    for name in LIBRARIES:
+    # Distributions whose versions are recorded if they are installed.
+    for name in ("torch", "transformers", "flashinfer-python", "triton"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -17,10 +17,6 @@ from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
 """Seconds of client lag at the 99th percentile above which a run is doubtful."""
-CACHED_BOUND = 0.2
-"""Share of cached input tokens above which a run of unrelated prompts gets a warning."""
-CHUNK_BOUND = 1.05
-"""Tokens per chunk above which gaps between chunks get a warning."""
 
 
 def result_json(result: Result) -> bytes:
@@ -103,13 +99,15 @@ def warnings(result: Result) -> list[str]:
             f"the client, or its host, stood still for {_ms(stalled)} ms: gaps of that moment are "
             "not the server's"
         )
-    if (metrics.tokens_per_chunk or 0.0) > CHUNK_BOUND:
+    # Tokens per chunk above which gaps between chunks get a warning.
+    if (metrics.tokens_per_chunk or 0.0) > 1.05:
         lines.append(
             f"the server sends {metrics.tokens_per_chunk:.2f} tokens a chunk: TBT is the time "
             "between chunks"
         )
     cached = metrics.cached_tokens / metrics.input_tokens if metrics.input_tokens else 0.0
-    if cached > CACHED_BOUND and not any(request.hash_ids for request in result.workload):
+    # Share of cached input tokens above which a run of unrelated prompts gets a warning.
+    if cached > 0.2 and not any(request.hash_ids for request in result.workload):
         lines.append(
             f"{cached:.0%} of the input tokens were in the server's prefix cache, so prompts were "
             "hardly computed: it has seen them before. Another --seed draws new ones"

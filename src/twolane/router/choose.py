@@ -16,12 +16,6 @@ from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import RoutedRequest
 from twolane.router.table import ReplicaView
 
-MAX_WORK_WEIGHT = 8.0
-"""Largest weight of a request's own prefill time relative to its waiting time."""
-MEMORY_SECONDS = 0.2
-"""Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer."""
-SESSION_TOLERANCE = 0.05
-"""A session stays at its replica while the cost there exceeds the lowest by at most this share."""
 FAIR_TURNS = 8
 """A replica in time gets a request at the latest after this many requests per replica went
 elsewhere."""
@@ -78,7 +72,9 @@ def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoR
     candidates = [each for each in in_time if not each.displaces] or in_time
     best = min(candidates, key=_by_cost)
     for each in candidates:
-        if each.view.home and each.cost <= (1 + SESSION_TOLERANCE) * best.cost:
+        # A session stays at its replica while the cost there exceeds the lowest by at most
+        # a twentieth.
+        if each.view.home and each.cost <= 1.05 * best.cost:
             return _chosen(each)
     return _chosen(best)
 
@@ -93,7 +89,8 @@ def _usual_pace(views: Sequence[ReplicaView]) -> PromptPace:
 def _work_weight(views: Sequence[ReplicaView]) -> float:
     """Return the weight of own prefill time: 1 while a replica is idle, and more as prompts queue
     everywhere, which it delays."""
-    return min(MAX_WORK_WEIGHT, 1.0 + min(view.queued.prompts for view in views))
+    # Largest weight of a request's own prefill time relative to its waiting time.
+    return min(8.0, 1.0 + min(view.queued.prompts for view in views))
 
 
 def _estimate(
@@ -111,7 +108,8 @@ def _estimate(
     if displaces:
         wait -= view.longest
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
-    cost = wait + work * own + MEMORY_SECONDS * max(0.0, used)
+    # Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer.
+    cost = wait + work * own + 0.2 * max(0.0, used)
     return _Estimate(view, wait + own, cost, displaces)
 
 

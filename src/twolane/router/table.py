@@ -11,8 +11,6 @@ from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
 from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 
-ASSUMED_SECONDS = 30.0
-"""Seconds for which a sent request's prefix counts as cached, published or not."""
 MAX_SESSIONS = 65_536
 """Most sessions in the table; the least recently used one is dropped first."""
 
@@ -150,7 +148,8 @@ class Table:
             replica.known = state.digest.as_set()
         replica.sent = [each for each in replica.sent if each.at > asked_at]
         replica.form_queue()
-        oldest = asked_at - ASSUMED_SECONDS
+        # Seconds for which a sent request's prefix counts as cached, published or not.
+        oldest = asked_at - 30.0
         if replica.assumed and next(iter(replica.assumed.values())) < oldest:
             replica.assumed = {h: at for h, at in replica.assumed.items() if at >= oldest}
 

@@ -35,8 +35,6 @@ from twolane.sim.gpus import Gpu
 from twolane.sim.lanes import Demand, SimLanes
 from twolane.sim.machine import SimulatedMachine
 
-OUTLIER_FACTOR = 1.3
-"""Factor by which an outlier takes longer than other decode steps."""
 SLOW_EVERY_SECONDS, SLOW_SECONDS = 7.0, 0.08
 """Seconds from one slow period to the next, and their duration in seconds."""
 ROWS_ALIKE, TOKENS_ALIKE = 8, 128
@@ -107,7 +105,8 @@ class EmulatedDevice(DeviceModel):
         if isinstance(work, DecodeWork):
             rows = [row.position + step for row in work.rows if not step or step < row.steps]
             scale = self._off(self._uneven.noise)
-            scale *= OUTLIER_FACTOR if self._rng.random() < self._uneven.outliers else 1.0
+            # Factor by which an outlier takes longer than other decode steps.
+            scale *= 1.3 if self._rng.random() < self._uneven.outliers else 1.0
             return EmulatedLaunch(decode_step(Load.decode(rows)), units, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
         new, reused = [row.count for row in prompts], [row.start for row in prompts]

@@ -32,8 +32,6 @@ from twolane.sim.run import Ledger, shapes_of
 from twolane.workload.prompts import PromptMaker
 from twolane.workload.traces import TraceRequest
 
-PUBLISH_SECONDS = 0.1
-"""Seconds between two polls of each replica's state."""
 Hear = Callable[[float, Outputs], None]
 
 
@@ -151,7 +149,8 @@ class FleetSimulation:
             if arrival is not None and publish_at <= soonest:
                 self.now = publish_at
                 self._publish(publish_at)
-                publish_at += PUBLISH_SECONDS
+                # Seconds between two polls of each replica's state.
+                publish_at += 0.1
                 continue
             self.now = soonest
             if wake == soonest:

@@ -22,10 +22,6 @@ LEVEL_STEP = 16
 """Units between two default levels, as on a GPU."""
 SHARE_STEP = 2
 """Units of which every share is a multiple: two SMs are one TPC (DuetServe §4.2)."""
-MLP_TOKENS = 8192
-"""Most tokens whose MLP activations a lane holds at once."""
-CONTEXT_BYTES = 2.6e9
-"""Bytes that driver, libraries and loading take; from pool sizes on an H200."""
 
 
 def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
@@ -88,11 +84,13 @@ class SimulatedMachine:
         if spec.moe is not None:
             inner = 3 * spec.moe.intermediate_size / device.tp
             width = spec.moe.per_token * (2 * spec.hidden_size + inner)
-        mlp = min(tokens, MLP_TOKENS) * width
+        # Most tokens whose MLP activations a lane holds at once.
+        mlp = min(tokens, 8192) * width
         lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)
         matrices = spec.layers * shapes_of(spec, device.tp).weights
         weights = ITEM * spec.parameters / device.tp - (ITEM - self._storage.weights) * matrices
-        taken = weights + 2 * lane + GRAPH_BYTES + CONTEXT_BYTES
+        # Bytes that driver, libraries and loading take; from pool sizes on an H200.
+        taken = weights + 2 * lane + GRAPH_BYTES + 2.6e9
         return max(0, int(self._utilization * device.gpu.memory - taken))
 
     def start(

@@ -16,22 +16,12 @@ FP8_RATE, FP8_STEP_RATE = 1.9, 1.3
 rows on an H100 and an H200, and of decode steps, from steps on 24 and 32 SMs of an H200."""
 FP8_SECONDS = 1.6e-5
 """Seconds added to a layer with products in e4m3, besides those of their rates."""
-FP8_PASS_ROWS = 120
-"""Rows whose time is added to the products of a pass in e4m3. It and `FP8_SECONDS` were fitted to a
-profile of Qwen3-8B on an H200."""
-FP8_KV_RATE = 0.575
-"""Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts as fast
-as it can (docs/notes/kernels-h200.md)."""
 KERNELS, EXPERT_KERNELS = 10, 6
 """Number of small kernels in a layer, and how many experts add."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
-HALF_TILE_ROWS = 512
-"""Rows from which products always have tiles of twice as many rows."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
 """Cost of a large tile of attention besides its keys, and of splitting some tiles, in keys."""
-SPLIT_GAIN = 0.97
-"""Tiles are split if that takes less than this fraction of the time of whole ones."""
 
 
 class Storage(NamedTuple):
@@ -125,11 +115,6 @@ class Cost(NamedTuple):
         return Cost(*[a + b for a, b in zip(self, other, strict=True)])
 
 
-ATTENTION_POWER = 0.6
-"""Power of a FLOP of attention relative to one of a matrix product: on all SMs the clock falls
-less."""
-
-
 class OperatorCosts:
     """Costs of the operators of a forward pass.
 
@@ -186,7 +171,9 @@ class OperatorCosts:
         if decode:
             return Cost(fixed=FP8_SECONDS)
         gpu = self._gpu
-        flops = 2.0 / FP8_RATE * FP8_PASS_ROWS * self._shapes.weights
+        # Rows whose time is added to the products of a pass in e4m3. It and `FP8_SECONDS` were
+        # fitted to a profile of Qwen3-8B on an H200.
+        flops = 2.0 / FP8_RATE * 120 * self._shapes.weights
         seconds = flops / (units * gpu.unit_flops * gpu.product_share)
         return Cost(fixed=FP8_SECONDS, clocked=seconds)
 
@@ -258,7 +245,8 @@ class OperatorCosts:
         share = self._gpu.half_tile_share
         if not share or rows <= 2 * TILE or rows % (2 * TILE) == 0 or not outputs:
             return 1.0
-        if rows >= HALF_TILE_ROWS:
+        # Rows from which products always have tiles of twice as many rows.
+        if rows >= 512:
             return (rows + TILE) / rows
         tiles = rows / TILE * math.ceil(outputs / (2 * TILE))
         turns = math.ceil(tiles / units) * units / (rows / TILE * outputs / (2 * TILE))
@@ -307,7 +295,9 @@ class OperatorCosts:
         saturated = moved / gpu.bandwidth
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
         cost = self._round(c, m, saturated, gpu.corner)
-        return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
+        # Power of a FLOP of attention relative to one of a matrix product: on all SMs the clock
+        # falls less.
+        return cost._replace(arithmetic=0.6 * flops, bytes=moved)
 
     def _idle(self, rows: Sequence[PromptRow], units: int) -> float:
         """Return the factor on the time of attention by wave quantisation (Bullet §2.2)."""
@@ -339,13 +329,16 @@ class OperatorCosts:
         mean = (heads * sum(keys) + count * TILE_KEYS) / units
         rounds = math.ceil(count / units)
         busiest = max(mean, longest) if rounds == 1 else mean * rounds * units / count
-        split = mean + SPLIT_KEYS < SPLIT_GAIN * busiest
+        # Tiles are split if that takes less than this fraction of the time of whole ones.
+        split = mean + SPLIT_KEYS < 0.97 * busiest
         return (mean + SPLIT_KEYS if split else busiest) * tile * units / heads, split
 
     def read(self, contexts: int, units: int) -> Cost:
         """Return the cost of a decode step's attention: all layers read the KV of these tokens."""
         gpu, shapes = self._gpu, self._shapes
-        each = gpu.unit_bandwidth * (FP8_KV_RATE if self._storage.kv < ITEM else 1.0)
+        # Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts
+        # as fast as it can (docs/notes/kernels-h200.md).
+        each = gpu.unit_bandwidth * (0.575 if self._storage.kv < ITEM else 1.0)
         reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
         return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
 

@@ -20,8 +20,6 @@ from twolane.sim.machine import SHARE_STEP, SimulatedMachine
 
 ROUNDS = 15
 """Rounds of the plan, about as many as four minutes measure on a GPU."""
-PROFILE_SEED = 0x50524F46
-"""Seed of the device's noise while it is measured."""
 
 
 @cache
@@ -51,7 +49,8 @@ def simulated_profile(
         quantization=formats.quantization,
         kv_cache_dtype=formats.kv_cache_dtype,
     )
-    machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
+    # Seed of the device's noise while it is measured.
+    machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=0x50524F46)
     key = machine_key(machine, gpu.units)
     path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}-{device_digest()}.json")
     if path.exists():

@@ -9,8 +9,6 @@ import numpy as np
 from twolane.workload.draws import Floats, Lengths, spread
 from twolane.workload.traces import BLOCK_TOKENS, TraceRequest
 
-MAX_TURNS = 30
-"""Most turns of a session."""
 MAX_TOKENS = 123_392
 """Most tokens of a prompt, before which a session ends: MuxWise (Table 1) has up to 122,880 tokens
 reused."""
@@ -92,7 +90,8 @@ class Sessions(msgspec.Struct, frozen=True):
 
     def _turns(self, shares: Floats) -> list[int]:
         """Return the numbers of turns of sessions, mostly small: a Waring distribution."""
-        turn = np.arange(1, MAX_TURNS)
+        # Most turns of a session.
+        turn = np.arange(1, 30)
         going_on = np.cumprod(turn / (turn + self.stopping))
         turns: list[int] = (1 + np.searchsorted(-going_on, -shares)).tolist()
         return turns

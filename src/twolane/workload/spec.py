@@ -24,12 +24,6 @@ WHAT, WHEN = "Requests", "Arrivals"
 RANDOM = "random"
 DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
 """Built-in workloads."""
-DEFAULT_COUNT = 1000
-"""Default number of requests without a trace."""
-DEFAULT_INPUT = 1024
-"""Default prompt tokens of each request of `random`."""
-DEFAULT_OUTPUT = 128
-"""Default output tokens of each request of `random`."""
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,10 +91,13 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._check_dataset()
 
     def _select(self) -> list[TraceRequest]:
-        count = DEFAULT_COUNT if self.num_prompts is None else self.num_prompts
+        # Default number of requests without a trace.
+        count = 1000 if self.num_prompts is None else self.num_prompts
         if self.dataset == RANDOM:
-            prompt = self.random_input_len or DEFAULT_INPUT
-            output = self.random_output_len or DEFAULT_OUTPUT
+            # Default prompt tokens of each request of `random`.
+            prompt = self.random_input_len or 1024
+            # Default output tokens of each request of `random`.
+            output = self.random_output_len or 128
             return [TraceRequest(None, prompt, output)] * count
         if self.dataset in DRAWN:
             return DRAWN[self.dataset].draw(count, self.seed)

@@ -14,8 +14,6 @@ from twolane.engine.kv.prefix_tree import Node, PageWatcher
 DEVICE_MEDIUM = "GPU"
 """vLLM's word for the engine's own KV pool; other media are tiers below it, which there are none
 of."""
-TOKEN_BYTES = 8
-"""A token takes this number of bytes in a page's key."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -71,7 +69,8 @@ class KVJournal(PageWatcher):
     def __init__(self, page_size: int) -> None:
         self.adapter: Callable[[bytes], str | None] = lambda salt: None
         """Returns the name of the adapter that computes pages of this salt; None: none does."""
-        self._key_bytes = TOKEN_BYTES * page_size
+        # A token takes this number of bytes in a page's key.
+        self._key_bytes = 8 * page_size
         self._adapters: dict[int, str] = {}
         """Names of the adapters of nodes that have one, by hash."""
         self._page_size = page_size

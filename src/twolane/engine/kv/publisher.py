@@ -18,13 +18,8 @@ from twolane.engine.config import KVEventsConfig
 from twolane.engine.kv.events import KVEventBatch, KVJournal
 from twolane.engine.kv.snapshot import TreeSnapshot
 
-UNSENT_BATCHES = 1000
-"""Number of batches that wait for a subscriber that reads too slowly; it misses later ones, and can
-have them replayed."""
 BUFFER_BYTES = 64 << 20
 """Number of bytes that batches kept for replays may have together."""
-FOLD_SECONDS = 1.0
-"""Batches that gave way are taken into the snapshot after this many seconds at most."""
 PEER_BYTES = 4096
 """Number of bytes that a frame of a subscriber may have, such as the topic that it asks for; one
 that sends more is disconnected. Without a bound ZeroMQ takes frames of any size into memory."""
@@ -105,7 +100,9 @@ class KVEventPublisher:
         # Its own: the engine's context ends only when all of its sockets are closed.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
-        self._socket.set_hwm(UNSENT_BATCHES)
+        # Number of batches that wait for a subscriber that reads too slowly; it misses later ones,
+        # and can have them replayed.
+        self._socket.set_hwm(1000)
         self._thread: threading.Thread | None = None
         try:
             _open(self._socket, config.endpoint, "kv_events_endpoint")
@@ -154,7 +151,8 @@ def _replay(socket: "zmq.Socket[bytes]", buffer: ReplayBuffer) -> None:
     """Answer requests for batches until the socket's context ends."""
     try:
         while True:
-            if not socket.poll(round(1e3 * FOLD_SECONDS)):
+            # Batches that gave way are taken into the snapshot after a second at most.
+            if not socket.poll(1000):
                 buffer.fold()
                 continue
             frames = socket.recv_multipart()

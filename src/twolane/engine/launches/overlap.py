@@ -9,10 +9,6 @@ from twolane.lanes.base import Ticket
 
 OTHER: dict[LaneName, LaneName] = {"prefill": "decode", "decode": "prefill"}
 """The lane beside a lane; nothing runs beside the whole device."""
-COVERED = 0.95
-"""Share of a launch's time that the other lane must have worked to count as beside it."""
-UNCOVERED = 0.02
-"""Share up to which it counts as having been idle."""
 
 
 class PartialOverlap(Exception):
@@ -46,9 +42,11 @@ def corunner_during(state: State, flight: InFlightLaunch) -> Corunner | None:
     seconds = max(ticket.seconds, 1e-9)
     shares = [max(0.0, _overlap(each.ticket, ticket)) / seconds for each in candidates]
     covered = sum(shares)
-    if covered <= UNCOVERED:
+    # Share up to which it counts as having been idle.
+    if covered <= 0.02:
         return None
-    if covered < COVERED:
+    # Share of a launch's time that the other lane must have worked to count as beside it.
+    if covered < 0.95:
         raise PartialOverlap
     longest = candidates[max(range(len(shares)), key=shares.__getitem__)]
     return Corunner(longest.shape.load, longest.launch.units)

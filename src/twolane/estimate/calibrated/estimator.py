@@ -65,12 +65,6 @@ SLOW_SECONDS = 0.02
 plan is carried out."""
 CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
-MAX_CACHED = 4096
-"""Answers that are remembered."""
-MIN_SLICES = 24
-"""Least samples of slices by which attention is tested for whole turns of tiles."""
-TURNS_GAIN = 0.5
-"""Fraction of the squared errors that may remain for turns of tiles to be believed in."""
 CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """The kind of work in the other lane, for each kind that has one."""
 OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
@@ -113,7 +107,8 @@ class _LinearBase:
             ]
             self.experts.learn(counts)
         slices = profile.training("prefill", beside=False)
-        if self._computed.heads and len(slices) >= MIN_SLICES:
+        # Least samples of slices by which attention is tested for whole turns of tiles.
+        if self._computed.heads and len(slices) >= 24:
             self._fit_turns(slices)
 
     def _fit_turns(self, samples: Sequence[Sample]) -> None:
@@ -123,7 +118,8 @@ class _LinearBase:
             base = self.fitted("prefill", samples)
             predicted = [base.seconds(_Query.of(sample))[0] for sample in samples]
             off[self._turns] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
-        self._turns = off[True] < TURNS_GAIN * off[False]
+        # Fraction of the squared errors that may remain for turns of tiles to be believed in.
+        self._turns = off[True] < 0.5 * off[False]
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Return a copy in which one kind's model is fitted on these samples."""
@@ -410,7 +406,8 @@ class Calibrated(Estimator):
         key = (kind, layers, *units, *_sums(load, kind), others)
         means = self._answers.get(key)
         if means is None:
-            if len(self._answers) == MAX_CACHED:
+            # Answers that are remembered.
+            if len(self._answers) == 4096:
                 self._answers.clear()
             means = self._answers[key] = self._missed(query)
         return means

@@ -10,18 +10,10 @@ from twolane.estimate.query import Floats
 
 MAX_SAMPLES = 400
 """Samples that are kept; more would make predictions slow, and add little."""
-SEARCH_SAMPLES = 200
-"""Samples that the parameters are chosen on."""
-SEARCH_STEPS = 30
-"""Steps of the search for the length scales."""
-SCALE_DEVIATION = 0.7
-"""Standard deviation of the length scales' logarithms, before there are samples."""
 EXPECTED_NOISE = 0.01
 """Median of both noises before there are samples: to measure again changes a percent or less."""
 MAX_DEVIATIONS = 3.0
 """Deviations from what was expected that are searched: beyond them no covariance has an inverse."""
-JITTER = 1e-8
-"""Added to variances, so that covariances have an inverse."""
 
 
 class Residual:
@@ -47,7 +39,8 @@ class Residual:
         same = _same([groups[i] for i in order])
         self.mean = float(np.median(logs))
         if like is None:
-            few = slice(SEARCH_SAMPLES)
+            # Samples that the parameters are chosen on.
+            few = slice(200)
             spread = np.maximum(states[few].std(axis=0), 1e-3)
             unit = _likeliest(states[few] / spread, logs[few] - self.mean, same[few, few])
             self.scales, self._variances = spread * unit[0], unit[1]
@@ -137,13 +130,15 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
             EXPECTED_NOISE,
         ]
     )
-    width = np.array([*[SCALE_DEVIATION] * features, 1.0, 1.0, 1.0])
+    # Standard deviation of the length scales' logarithms, before there are samples.
+    width = np.array([*[0.7] * features, 1.0, 1.0, 1.0])
     eye = np.eye(len(logs))
 
     def loss(logarithms: Floats) -> tuple[float, Floats]:
         """-log(likelihood · prior), and its gradient."""
         inverse_squares = np.exp(-2.0 * logarithms[:features])
-        smooth, own, noise = np.exp(2.0 * logarithms[features:]) + JITTER
+        # Added to variances, so that covariances have an inverse.
+        smooth, own, noise = np.exp(2.0 * logarithms[features:]) + 1e-8
         distance = np.sqrt(3.0 * (squares @ inverse_squares))
         decay = np.exp(-distance)
         shape = (1.0 + distance) * decay
@@ -161,6 +156,7 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
     bounds = list(
         zip(centre - MAX_DEVIATIONS * width, centre + MAX_DEVIATIONS * width, strict=True)
     )
-    options = {"maxiter": SEARCH_STEPS}
+    # Steps of the search for the length scales.
+    options = {"maxiter": 30}
     found = minimize(loss, centre, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
     return np.exp(found[:features]), np.exp(2.0 * found[features:])

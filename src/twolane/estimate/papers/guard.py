@@ -25,10 +25,6 @@ from twolane.estimate.query import Corunner, Floats, LaunchShape, Load, decode_s
 
 OWN_SAMPLES = 20
 """Samples after which a borrowed cell stands on its own."""
-DISTANCE_OFFSET = 0.5
-"""Added to distances: a cell next to one is not all that is known of it."""
-COVERED_CELLS = 0.99
-"""Share of cells that are not slower than they would borrow."""
 
 Cell = tuple[int, int, int, int, int]
 """Powers of new, reused, batch size, context of a request; then the decode lane's units."""
@@ -120,11 +116,13 @@ class ContentionGuard(Estimator):
         distances = _distances(self._places, self._places)
         np.fill_diagonal(distances, np.inf)
         above = self._logs - self._means(distances)
-        return float(np.quantile(above, COVERED_CELLS, method="higher"))
+        # Share of cells that are not slower than they would borrow.
+        return float(np.quantile(above, 0.99, method="higher"))
 
     def _means(self, distances: Floats) -> Floats:
         """Means of the measured cells' logarithms, weighted by distances [L, measured]: [L]."""
-        weights = 1.0 / np.square(np.square(distances + DISTANCE_OFFSET))
+        # Added to distances: a cell next to one is not all that is known of it.
+        weights = 1.0 / np.square(np.square(distances + 0.5))
         return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
 
 

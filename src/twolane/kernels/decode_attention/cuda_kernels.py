@@ -11,15 +11,12 @@ from twolane.kernels.pool import E4M3, Pool, RoundedPool, exponents_of, values_o
 from twolane.kernels.runtime import nvrtc
 
 LOG2E = 1.4426950408889634
-HEAD_DIMS = (64, 128)
 MAX_WORKERS = 12
 """Most warps of a block; there is one block an SM."""
 _HALF_BYTES = 8192
 """Bytes of keys or of values that one copy brings."""
 _POWERS = 128
 """Bytes of the exponents of a tile of a rounded pool."""
-COMBINERS = 4
-"""Blocks that combine the runs of one block of attention, as in the source."""
 _LINE = 128
 """Bytes of a token that the copy engine puts on a line of shared memory."""
 _SHARED = 227 * 1024 - 1024
@@ -51,7 +48,7 @@ class _AttentionArguments(ctypes.Structure):
 
 def serves(q: torch.Tensor, pool: Pool) -> bool:
     """Return whether the kernel exists for these queries and this pool."""
-    dims = (_LINE,) if isinstance(pool, RoundedPool) else HEAD_DIMS
+    dims = (_LINE,) if isinstance(pool, RoundedPool) else (64, 128)
     known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in dims
     return known and values_of(pool).is_contiguous() and nvrtc.available(q.device)
 
@@ -195,4 +192,5 @@ def attend(
     given = arguments(q, kv_heads, *rest, window=window, scale=scale, exponents=exponents_of(pool))
     parameters = tensor_map(values), given
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
-    combine.launch(COMBINERS * units, tuned.warps * 32, 0, *parameters, early=True)
+    # Blocks that combine the runs of one block of attention, as in the source.
+    combine.launch(4 * units, tuned.warps * 32, 0, *parameters, early=True)

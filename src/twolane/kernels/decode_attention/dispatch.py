@@ -30,8 +30,6 @@ MAX_GROUP = 16
 MAX_ROWS = 1024
 """Number of rows that one call serves."""
 PAGE_SIZES = (16, 32, 64)
-_EVERYTHING = 1 << 30
-"""Tokens of a window that hides nothing."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ def decode_attention(
     if window is not None and window < 1:
         raise ValueError(f"window={window}: at least 1")
     rest = tables, slots, lengths, out, scratch.partial
-    window = _EVERYTHING if window is None else window
+    # Tokens of a window that hides nothing.
+    window = (1 << 30) if window is None else window
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if hopper.serves(q, pool):
         tuned = hopper.tuning(units)

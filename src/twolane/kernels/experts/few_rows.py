@@ -14,20 +14,16 @@ from twolane.kernels.runtime import nvrtc
 
 MAX_ROWS = 16
 """Rows that the kernel routes at most, which are those of one tile of the products that follow."""
-_APART = 8
-"""Rows that have blocks of their own; with more, a block has several."""
 _WARPS = 8
 _COLUMNS = 256
 """Numbers of a row that a warp reads at a time."""
-_MAX_HIDDEN = 4096
-"""Numbers of a row whose part of the router the registers of a warp hold."""
-_MAX_PER_TOKEN = 32
 
 
 def serves(rows: int, per_token: int, router: Tensor) -> bool:
     """Return whether the kernel routes `rows` rows by this router, [experts, hidden], on Hopper."""
     hidden = router.shape[1]
-    sizes = hidden % _COLUMNS == 0 and hidden <= _MAX_HIDDEN and per_token <= _MAX_PER_TOKEN
+    # Numbers of a row whose part of the router the registers of a warp hold.
+    sizes = hidden % _COLUMNS == 0 and hidden <= 4096 and per_token <= 32
     kinds = router.dtype in (torch.bfloat16, torch.float16) and router.is_contiguous()
     return rows <= MAX_ROWS and sizes and kinds
 
@@ -76,7 +72,8 @@ def norm_and_route(
 
 def blocks(rows: int, experts: int) -> int:
     """Return the number of blocks for `rows` rows."""
-    return -(-experts // _WARPS) * min(rows, _APART)
+    # Rows that have blocks of their own; with more, a block has several.
+    return -(-experts // _WARPS) * min(rows, 8)
 
 
 @cache

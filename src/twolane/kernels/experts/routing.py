@@ -17,12 +17,8 @@ from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.fused import Out, launch_options, parts, quantised, rms_normal, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
 
-_SORTED = 1024
-"""Entries that a program of `_sort` looks at a time."""
 _ELEMENTS = 2048
 """Elements that one program copies or sums."""
-_HEAD = 4
-"""Numbers in front of the list of groups."""
 MIN_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -71,6 +67,7 @@ class Routing:
         entries = (rows, per_token)
         groups = experts + rows * per_token // MIN_GROUP
         weights = torch.zeros(entries, dtype=torch.float32, device=device)
+        # Numbers in front of the list of groups.
         return cls(
             experts,
             weights,
@@ -78,7 +75,7 @@ class Routing:
             ints(*entries),
             ints(rows * per_token),
             ints(experts),
-            ints(_HEAD + 4 * groups),
+            ints(4 + 4 * groups),
         )
 
     def first(self, rows: int) -> "Routing":
@@ -329,6 +326,7 @@ def route(
         **launch_options(logits.device),
     )
     count = rows * per_token
+    # Entries that a program of `_sort` looks at a time.
     launch(
         _sort,
         (experts,),
@@ -341,7 +339,7 @@ def route(
         EXPERTS=experts,
         PER_TOKEN=per_token,
         ROWS=group_rows,
-        BLOCK=_SORTED,
+        BLOCK=1024,
         ALL=block,
         num_warps=4,
         **launch_options(logits.device),

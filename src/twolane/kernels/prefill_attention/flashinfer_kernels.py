@@ -50,7 +50,6 @@ _MAX_BLOCKS = 511
 """Blocks that its launcher may start: a list for each, so more than any device has SMs."""
 _NHD, _HND = 0, 1
 _FULL, _CAUSAL = 0, 1
-_NO_WINDOW = -1
 _PART = 32
 _SEGMENTS = 64
 """Prompts of a pass that a graph's lists have room for."""
@@ -138,7 +137,7 @@ class _Launch:
         tensors = None, None, None, None
         soft_cap, v_scale, item_length = 0.0, 1.0, 0
         scalars = soft_cap, batch.scale, v_scale, item_length
-        return out, lse, mask, layout, _NO_WINDOW, no_dependent_launch, *tensors, *scalars
+        return out, lse, mask, layout, -1, no_dependent_launch, *tensors, *scalars
 
 
 @dataclass(frozen=True)

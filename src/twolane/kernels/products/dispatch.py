@@ -81,8 +81,6 @@ LAYER_MARGIN = 1.003
 _REPEATS, _LAYER_REPEATS = 3, 7
 APART = 0.02
 """Relative difference of a product to the library's beyond which it is wrong, not only rounded."""
-_SHORTLIST = 4
-"""Ways of the own kernel that are timed in layers."""
 COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
 MAX_TIMED = 128
@@ -438,7 +436,8 @@ def shortlist(seconds: Mapping[Way, float]) -> list[Way]:
     """Return the fastest ways of the own kernel, and the faster library."""
     order = sorted(seconds, key=seconds.__getitem__)
     own = [way for way in order if way.variant is not None]
-    return [*own[:_SHORTLIST], *[way for way in order if way.variant is None][:1]]
+    # Ways of the own kernel that are timed in layers.
+    return [*own[:4], *[way for way in order if way.variant is None][:1]]
 
 
 def improve(

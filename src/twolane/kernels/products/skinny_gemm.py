@@ -38,9 +38,6 @@ _SHARED = 216 * 1024
 block could not start early."""
 _RESERVED = 2048
 """Bytes of shared memory reserved for barriers and alignment."""
-_MAX_STAGES = 16
-_PARTIAL_FLOATS = 2 * 256 * 128
-"""A block leaves at most two partial tiles, none larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class Variant:
     @property
     def stages(self) -> int:
         """Tiles of w and x in flight in a block."""
-        return min(_MAX_STAGES, (_SHARED - _RESERVED) // self.stage_bytes)
+        return min(16, (_SHARED - _RESERVED) // self.stage_bytes)
 
     @property
     def shared(self) -> int:
@@ -161,7 +158,8 @@ class Scratch:
     @classmethod
     def of(cls, blocks: int, device: torch.device) -> "Scratch":
         """Allocate scratch memory for launches of up to this many blocks."""
-        floats = blocks * _PARTIAL_FLOATS
+        # A block leaves at most two partial tiles, none larger than this.
+        floats = blocks * (2 * 256 * 128)
         return cls(
             torch.empty(floats, dtype=torch.float32, device=device),
             torch.zeros(MAX_TILES, dtype=torch.int32, device=device),

@@ -16,11 +16,6 @@ from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup
 
-KV_SHARE = 0.25
-"""Share of the free memory that all ranks' KV pools take, unless their size is given."""
-MAX_KV_BYTES = 4 * 2**30
-"""Most bytes of all ranks' KV pools whose size is not given."""
-
 
 class CpuMachine:
     """This machine's cores with a model on them.
@@ -58,7 +53,8 @@ class CpuMachine:
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""
-        return int(min(free_memory() * KV_SHARE, MAX_KV_BYTES)) // self.tp
+        # All ranks' KV pools take at most this share of the free memory, and this many bytes.
+        return int(min(free_memory() * 0.25, 4 * 2**30)) // self.tp
 
     def start(
         self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress

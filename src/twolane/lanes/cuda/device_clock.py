@@ -4,11 +4,6 @@ import time
 
 import torch
 
-DRIFT = 2e-5
-"""Seconds a second that the device's clock and the host's are allowed to part."""
-REBASE_SECONDS = 10.0
-"""Events give their distance as float32 milliseconds: over this much it is exact to 1 us."""
-
 
 def new_event(*, timing: bool = False) -> torch.cuda.Event:
     """Return an event that is not recorded yet; a host that waits for it spins."""
@@ -34,7 +29,8 @@ class DeviceClock:
         """Return the time of an event that the caller has just waited for."""
         seconds = self._device_seconds(event)
         observed = time.monotonic() - seconds
-        drifted = self._offset + DRIFT * max(0.0, seconds - self._synced)
+        # Seconds a second that the device's clock and the host's are allowed to part.
+        drifted = self._offset + 2e-5 * max(0.0, seconds - self._synced)
         self._offset, self._synced = min(observed, drifted), seconds
         return seconds + self._offset
 
@@ -47,6 +43,7 @@ class DeviceClock:
 
     def _device_seconds(self, event: torch.cuda.Event) -> float:
         seconds: float = self._base_seconds + self._base.elapsed_time(event) * 1e-3
-        if seconds - self._base_seconds > REBASE_SECONDS:
+        # Events give their distance as float32 milliseconds: over this much it is exact to 1 us.
+        if seconds - self._base_seconds > 10.0:
             self._base, self._base_seconds = event, seconds
         return seconds

@@ -45,9 +45,6 @@ LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
 chooses depends on what their number is divisible by, too."""
 
-ENDING = 32
-"""Prompts that end in a slice, as many as are classified once before any is served."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -275,7 +272,8 @@ class LayerGraphs:
             for count in counts:
                 self._decoder.multiply(1, residual[:count], self.workspace, products)
         most = self._steps.buckets[-1]
-        self.load_heads(stream, units, most if units == self._whole else min(ENDING, most))
+        # Prompts that end in a slice, as many as are classified once before any is served.
+        self.load_heads(stream, units, most if units == self._whole else min(32, most))
 
     def load_heads(self, stream: torch.cuda.Stream, units: int, most: int) -> None:
         """Classify once as many rows as prompts may end in a slice, up to `most`; see

@@ -46,8 +46,6 @@ from twolane.sampling import SamplingParams
 T = TypeVar("T")
 log = logging.getLogger("twolane.cuda")
 
-WARM_TOKENS = 8192
-"""Tokens of the longest prompt that is tried at the start."""
 PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
 """Blocks of pinned memory allocated for each size that PyTorch rounds to (powers of two from 4
 bytes to 256 KiB): a launch takes fewer than ten, and few are queued at a time."""
@@ -299,7 +297,8 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
     some = 64 // (spec.heads // spec.kv_heads)
     new = sorted({min(count, most) for count in (1, some, some + 1, 192)})
     prompts = [(reused, count) for count in new for reused in {0, most - count}]
-    return [*prompts, (0, min(most, WARM_TOKENS))]
+    # Tokens of the longest prompt that is tried at the start.
+    return [*prompts, (0, min(most, 8192))]
 
 
 def _check_schemes(weights: Weights) -> None:

@@ -25,15 +25,10 @@ EXPLAIN_SECONDS = 0.5
 """Seconds to wait, after a collective failed, for the news that a rank has died."""
 POLL_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
-MAX_POLL_SECONDS = 1.0
-"""Seconds between two looks that count at most: if they are further apart, this process itself
-stood still."""
 PING_SECONDS = 1.0
 """Seconds between two pings of a rank that has nothing to do."""
 PING = bytes(LENGTH_BYTES)
 """A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
-ADAPTER_POLL_SECONDS = 0.02
-"""Seconds between two looks whether all ranks have read an adapter."""
 STOPPED_SECONDS = 8.0
 """Seconds for which a rank may be stopped by a signal, at the start, at rest and in a launch."""
 
@@ -199,7 +194,8 @@ class Followers:
         self.log(AdapterRecord(slot, path, digest, self._adapters))
         while not self.store.check(names):
             self.check()
-            if self._closing.wait(ADAPTER_POLL_SECONDS):
+            # Seconds between two looks whether all ranks have read an adapter.
+            if self._closing.wait(0.02):
                 raise RankLost("the ranks are being ended")
         problems = [self.store.get(name).decode() for name in names]
         for name in names:
@@ -256,7 +252,9 @@ class Followers:
         looked, now = time.monotonic(), 0.0
         while not self._closing.wait(POLL_SECONDS) and self._lost is None:
             last, looked = looked, time.monotonic()
-            now += min(looked - last, MAX_POLL_SECONDS)
+            # Seconds between two looks that count at most: if they are further apart, this process
+            # itself stood still.
+            now += min(looked - last, 1.0)
             yield now
 
     def _watch_stops(self) -> None:

@@ -34,8 +34,6 @@ _OF_ROPE = (_ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)
 _PART = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
 )
-_MAX_PARTS = 9999
-"""A model is split into at most this many files."""
 _NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 """Keys of YaRN that are not built, with the values that change nothing."""
 
@@ -78,7 +76,8 @@ class GGUFModel:
         if count == 1:
             return []
         name = _PART.fullmatch(path.name)
-        if name is None or int(name["count"]) != count or count > _MAX_PARTS:
+        # A model is split into at most this many files.
+        if name is None or int(name["count"]) != count or count > 9999:
             raise ValueError(
                 f"{path} is one of {count} files of a model, which must be named "
                 f"NAME-00001-of-{count:05}.gguf and so on"

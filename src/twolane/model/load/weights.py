@@ -44,8 +44,6 @@ QUANTIZATIONS: dict[str, Scheme] = {
     "int4": "int4_g128",
 }
 """Names of `quantization`, and the scheme that matrices get."""
-MIN_ITEMSIZE = 0.5
-"""Bytes that a weight takes at least in any of the quantised schemes."""
 
 
 def load_weights(
@@ -172,7 +170,8 @@ def _check_room(facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, r
     """
     stored = facts.quantization
     small = scheme is not None or (stored is not None and bool(stored.groups))
-    itemsize = MIN_ITEMSIZE if small else floats.itemsize
+    # Bytes that a weight takes at least in any of the quantised schemes.
+    itemsize = 0.5 if small else floats.itemsize
     needed, free = facts.spec.parameters * itemsize / ranks, free_memory()
     if needed > free:
         raise MemoryError(
