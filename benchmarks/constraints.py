@@ -60,11 +60,7 @@ each token of the vocabulary is checked."""
 
 def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str | None) -> Submit:
     params = SamplingParams(
-        temperature=1.0,
-        seed=place,
-        max_tokens=tokens,
-        grammar=grammar,
-        ignore_eos=grammar is None,
+        temperature=1.0, seed=place, max_tokens=tokens, grammar=grammar, ignore_eos=grammar is None
     )
     ids = [100 + (31 * place + i) % min(20_000, vocab_size - 100) for i in range(prompt)]
     return Submit(f"{time.monotonic_ns()}-{place}", ids, params)

@@ -20,14 +20,7 @@ from scipy.optimize import least_squares
 
 from twolane.estimate.profile import SHIPPED, Neighbour, Profile, Sample
 from twolane.estimate.query import Floats
-from twolane.lanes.work import (
-    DecodeRow,
-    DecodeWork,
-    HybridWork,
-    PrefillWork,
-    PromptRow,
-    Work,
-)
+from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.shapes import SHAPES
 from twolane.results.provenance import provenance, save
 from twolane.sim.device import DeviceModel

@@ -52,16 +52,9 @@ def measured() -> Iterator[list[str]]:
     panels, searches = _searches()
     for name, panel in panels.items():
         auto, best = _rivals(searches[name])
-        yield [
-            f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}",
-            str(panel["tbt_ms"]),
-            _spread(auto),
-            auto.where,
-            f"`{best.system}`",
-            _spread(best),
-            best.where,
-            f"**{auto.median / best.median:.2f}**",
-        ]
+        place = f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}"
+        held = (_spread(auto), auto.where, f"`{best.system}`", _spread(best), best.where)
+        yield [place, str(panel["tbt_ms"]), *held, f"**{auto.median / best.median:.2f}**"]
 
 
 def _searches() -> tuple[dict[str, Any], dict[str, list[Search]]]:
@@ -122,14 +115,8 @@ def slicing() -> Iterator[list[str]]:
     for path, found in _files("sharing*.json"):
         for batch, cost in found["slicing"].items():
             whole, sliced = (f"{cost[name] * 1e3:.1f} ms" for name in ("whole", "sliced"))
-            yield [
-                found["device"],
-                batch,
-                whole,
-                sliced,
-                f"{cost['cost']:+.1%}",
-                _made(path, found),
-            ]
+            shown = (whole, sliced, f"{cost['cost']:+.1%}")
+            yield [found["device"], batch, *shown, _made(path, found)]
 
 
 SATURATED = "panels-saturated.json"
@@ -381,18 +368,12 @@ TABLES = {
         )
         for name, shown in (("saturated", 3), ("saturated-all", None))
     },
-    "two-gpus": (
-        "TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date",
-        two_gpus,
-    ),
+    "two-gpus": ("TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date", two_gpus),
     "sharing": (
         "device|system|SMs held|lanes idle|device idle with work|file, commit, date",
         sharing,
     ),
-    "slicing": (
-        "device|prefill batch|one launch|layer by layer|cost|file, commit, date",
-        slicing,
-    ),
+    "slicing": ("device|prefill batch|one launch|layer by layer|cost|file, commit, date", slicing),
     "summary": ("what|result|on", summary),
     "claimed": (papers.CLAIMED, papers.claimed),
     "missing": (papers.MISSED, papers.missing),

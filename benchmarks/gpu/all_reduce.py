@@ -51,13 +51,7 @@ class Rig:
     """
 
     def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        channel: Any,
-        store: dist.Store,
-        hidden: int,
-        rows: int,
+        self, rank: int, ranks: int, channel: Any, store: dist.Store, hidden: int, rows: int
     ) -> None:
         self.rank, self.ranks, self.hidden = rank, ranks, hidden
         device = torch.device("cuda", rank)

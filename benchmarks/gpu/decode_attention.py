@@ -127,10 +127,7 @@ class Problem:
         return out
 
     def cuda(
-        self,
-        units: int,
-        extra: tuple[str, ...] = (),
-        window: int | None = None,
+        self, units: int, extra: tuple[str, ...] = (), window: int | None = None
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A call of the CUDA kernel with a scratch of its own, and what it writes to."""
         scratch, out = decode_scratch(*self.q.shape, units, "cuda"), torch.full_like(self.q, 7.0)

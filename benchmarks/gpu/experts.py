@@ -13,15 +13,7 @@ from typing import Any
 import torch
 from harness import Report, read_rate
 from measured import Figure, at_least, at_most
-from rig import (
-    PAGE,
-    RankedRig,
-    Rig,
-    decode_seconds,
-    finished,
-    pass_seconds,
-    prompt_rates,
-)
+from rig import PAGE, RankedRig, Rig, decode_seconds, finished, pass_seconds, prompt_rates
 
 from twolane.lanes.work import DecodeWork
 

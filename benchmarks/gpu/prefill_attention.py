@@ -26,10 +26,7 @@ from twolane.kernels.prefill_attention.dispatch import (
 from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-WORKLOADS = {
-    "8192 new": [(0, 8192)],
-    "1024 over 32K": [(32768, 1024)],
-}
+WORKLOADS = {"8192 new": [(0, 8192)], "1024 over 32K": [(32768, 1024)]}
 OTHERS = {
     "1024 over 4K": [(4096, 1024)],
     "512 over 8K": [(8192, 512)],

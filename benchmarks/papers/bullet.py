@@ -38,7 +38,6 @@ def ratio(
 FIG15 = {
     "ShareGPT 20/s": load("sharegpt", 20.0, 900, **EIGHT),
     "code 5/s": load("azure-code", 5.0, **EIGHT),
-    "arXiv 1.5/s": load("arxiv-sum", 1.5, **EIGHT),
 }
 SHARE, CODE = ["ShareGPT 20/s"], ["code 5/s"]
 FIG17 = {
@@ -47,22 +46,10 @@ FIG17 = {
 }
 FIG18 = {
     "235B": load(
-        "azure-code",
-        4.0,
-        model="qwen3-235b-a22b",
-        gpu="h20",
-        tp=8,
-        link=400e9,
-        quantization="fp8",
-    ),
+        "azure-code", 4.0, model="qwen3-235b-a22b", gpu="h20", tp=8, link=400e9, quantization="fp8"
+    )
 }
-HALVES = {
-    "Bullet": "",
-    "Naive": ",partition=false,schedule=false",
-    "w/Partition": ",schedule=false",
-    "w/Scheduler": ",partition=false",
-    "SM-108": ",prefill_units=108",
-}
+HALVES = {"Bullet": "", "SM-108": ",prefill_units=108"}
 FULL = (
     "neither keeps up with ShareGPT at 20/s: Bullet serves 10.9 a second, chunks of 1,024 11.4 and"
     " of 2,048 11.3; code at 5/s is not full"
@@ -219,7 +206,7 @@ EXPERIMENTS = {
     ),
     "bullet-fig22": Experiment(
         where="Bullet Fig. 22, 23",
-        runs=runs({name: FIG15[name] for name in (*SHARE, *CODE)}, HALVES),
+        runs=runs(FIG15, HALVES),
         rows=[
             ratio([*SHARE, *CODE], "SM-108", "mean_ttft", "mean TTFT of SM-108", 1.2, "",
                   more=False),

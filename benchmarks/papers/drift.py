@@ -1,4 +1,4 @@
-"""Drift: Figures 9, 10 and 13, Table 3; its Figure 12 is MuxWise's Figure 19."""
+"""Drift: Figures 9 and 10, Table 3; its Figure 12 is MuxWise's Figure 19."""
 
 import math
 from dataclasses import replace
@@ -98,31 +98,9 @@ EXPERIMENTS = {
         shown=("throughput", "hit_rate"),
         seeds=1,
     ),
-    "drift-fig13": Experiment(
-        where="Drift Fig. 13",
-        runs=beside(
-            {
-                "8B on an A100": Load(
-                    model="llama-3.1-8b", dataset="azure-conv", rate=5.0, tbt=0.02
-                )
-            },
-            {f"{n} groups": f"drift:groups={n}" for n in (3, 4, 5)},
-        ),
-        rows=[
-            Row(
-                what=f"P99 TBT of {n} groups over that of 4",
-                figure="p99_tbt",
-                of=[f"8B on an A100: {n} groups"],
-                over=["8B on an A100: 4 groups"],
-                why="the figure has no numbers in the text: three are worst, four and five alike",
-            )
-            for n in (3, 5)
-        ],
-        shown=("p99_tbt",),
-    ),
 }  # fmt: skip
 MISSING = {
-    "Drift Fig. 11": "the figure has no numbers in the text",
+    "Drift Fig. 11, 13": "the figures have no numbers in the text",
     "Drift Fig. 9 to 11, LoongServe": "elastic sequence parallelism is not built, and LoongServe"
     " keeps no prefixes",
     "Drift Fig. 9 to 11, Dynamo with 8B": "two GPUs of three prefill there, and the two phases have"

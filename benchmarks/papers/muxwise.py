@@ -313,5 +313,5 @@ EXPERIMENTS = {
 }  # fmt: skip
 MISSING = {
     "MuxWise Fig. 14 to 17, LoongServe": "elastic sequence parallelism is not built: a launch has"
-    " one group of ranks for its whole life",
+    " one group of ranks for its whole life"
 }

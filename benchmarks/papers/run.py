@@ -23,13 +23,14 @@ import drift
 import duetserve
 import msgspec
 import muxwise
+import switches
 from rich.console import Console
 from rich.table import Table
 from study import MIN_RATE, TRACES, Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
-PAPERS = (muxwise, duetserve, bullet, drift)
+PAPERS = (muxwise, duetserve, bullet, drift, switches)
 EXPERIMENTS: dict[str, Experiment] = {
     name: experiment for paper in PAPERS for name, experiment in paper.EXPERIMENTS.items()
 }
@@ -132,9 +133,7 @@ def values(experiment: Experiment, runs: Sequence[Done]) -> list[Value]:
 
 
 def _value(
-    row: Row,
-    found: Mapping[tuple[str, int], Mapping[str, Figures]],
-    runs: Mapping[str, Run | Ask],
+    row: Row, found: Mapping[tuple[str, int], Mapping[str, Figures]], runs: Mapping[str, Run | Ask]
 ) -> Value | None:
     ours: dict[str, list[float]] = {}
     more = False

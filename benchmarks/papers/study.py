@@ -46,8 +46,10 @@ MAX_RUNNING = 1024
 """Most requests at a time (DuetServe §5.1); SGLang's default is what memory holds."""
 ATTAINMENT = 0.99
 """Fraction of the gaps between tokens that must keep the bound in a search."""
-OCTAVE = 3
-"""Rates that a search tries from one to its double; neighbours are 26 % apart."""
+OCTAVE = 12
+"""Rates that a search tries from one to its double; neighbours are 6 % apart."""
+STRIDE = 4
+"""Rates from the first that a search tries to the second."""
 SPAN = 6
 """How many times the rate where a search begins its highest one may be, and it its lowest one."""
 MIN_RATE = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
@@ -301,29 +303,26 @@ class Bench:
 
     def _simulated(self, run: Run, gpu: str, seed: int) -> Figures:
         """Return the figures at the run's rate, or at the highest that a search finds; of a search
-        in which no rate holds only `goodput`, which is 0."""
+        in which no rate holds only `goodput`, which is 0, and `failed`."""
         if not run.search:
             return figures(run.load, self._result(run, gpu, seed, run.load.rate))
-        assert run.load.tbt is not None
-        slos = {"tbt": run.load.tbt}
-        best: dict[float, Figures] = {}
+        tried: dict[float, Figures | None] = {}
 
         def holds(rate: float) -> bool:
-            result = self._result(run, gpu, seed, rate, slos)
-            kept = goodput.shares(result.metrics, slos)["tbt"] or 0.0
-            if (
-                good := not result.interrupted
-                and kept >= ATTAINMENT
-                and goodput.lasting(result, rate)
-            ):
-                best[rate] = figures(run.load, result)
-            return good
+            tried[rate] = self.held(run, gpu, seed, rate)
+            return tried[rate] is not None
 
-        start = run.load.rate
-        rate = goodput.highest(
-            holds, start, OCTAVE, run.near, floor=start / SPAN, top=start * SPAN, stride=2
-        )
-        return {**best.get(rate, {}), "goodput": rate}
+        return searched(run, tried, holds)
+
+    def held(self, run: Run, gpu: str, seed: int, rate: float) -> Figures | None:
+        """Return the figures at a rate that holds; None if it does not."""
+        assert run.load.tbt is not None
+        slos = {"tbt": run.load.tbt}
+        result = self._result(run, gpu, seed, rate, slos)
+        kept = goodput.shares(result.metrics, slos)["tbt"] or 0.0
+        if result.interrupted or kept < ATTAINMENT or not goodput.lasting(result, rate):
+            return None
+        return figures(run.load, result)
 
     def _result(
         self, run: Run, gpu: str, seed: int, rate: float, slos: dict[str, float] | None = None
@@ -363,6 +362,19 @@ class Bench:
             num_warmups=min(WARMUPS, self.count(run)) if cold else 0,
         )
         return figures(run.load, asyncio.run(serve.run(config)))
+
+
+def searched(
+    run: Run, tried: Mapping[float, Figures | None], holds: Callable[[float], bool]
+) -> Figures:
+    """Return the figures at the highest rate that a search finds, with the lowest that failed
+    above it as `failed`; `holds` adds each rate to those `tried`."""
+    first = run.load.rate
+    near = round(OCTAVE * math.log2((run.near or first) / first))
+    start, ends = first * 2 ** (near / OCTAVE), (first / SPAN, first * SPAN)
+    rate = goodput.highest(holds, start, OCTAVE, floor=ends[0], top=ends[1], stride=STRIDE)
+    above = [other for other, found in tried.items() if found is None and other > rate]
+    return {**(tried.get(rate) or {}), "goodput": rate, "failed": min(above, default=math.inf)}
 
 
 def engine(run: Run) -> EngineConfig:
@@ -410,6 +422,7 @@ def figures(load: Load, result: Result) -> Figures:
         "throughput": len(answered) / result.duration,
         "finished": result.metrics.steady.finished if result.metrics.steady else 0.0,
         "tokens": float(prompts.sum() + outputs.sum()) / result.duration,
+        "prompt_tokens": float(prompts.sum()) / result.duration,
         "attainment": float(((ttft <= each * prompts) & (tpot <= pace)).mean()),
         "answered": len(answered) / len(result.records),
         **(_lanes(load, result) if result.simulated else {}),

@@ -147,13 +147,13 @@ def test_what_grammars_cost_is_measured(tmp_path):
 
 
 def test_the_papers_comparisons_run(tmp_path):
-    names = ("drift-fig13", "muxwise-fig6")
+    names = ("bullet-fig22", "muxwise-fig6")
     few = ("--requests", 6, "--seeds", 1)
     said = run("papers/run.py", *names, *few, "--out", tmp_path, cwd=tmp_path)
-    runs = saved(tmp_path / "drift-fig13.json")["runs"]
-    assert len(runs) == 6  # on both models of the A100
+    runs = saved(tmp_path / "bullet-fig22.json")["runs"]
+    assert len(runs) == 8  # on both models of the A100
     assert {done["gpu"] for done in runs} == {"a100-80gb", "a100-80gb-split"}
-    assert "Drift Fig. 13" in said
+    assert "Bullet Fig. 22" in said
     assert "505 ms" in said
 
 
@@ -211,17 +211,17 @@ def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypa
 
     made = []
     monkeypatch.setattr(Bench, "figures", lambda _, one, gpu, seed: made.append(one.system) or {})
-    command = ["run.py", "drift-fig13", "--seeds", "1", "--out", str(tmp_path)]
+    command = ["run.py", "bullet-fig22", "--seeds", "1", "--out", str(tmp_path)]
     for more, again in (
-        ([], 6),
+        ([], 8),
         ([], 0),
-        (["--fresh", "--runs", "*4 groups"], 2),
-        (["--fresh"], 6),
+        (["--fresh", "--runs", "*SM-108"], 4),
+        (["--fresh"], 8),
     ):
         monkeypatch.setattr(sys, "argv", [*command, *more])
         run.main()
         assert len(made) == again
-        assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 6
+        assert len(saved(tmp_path / "bullet-fig22.json")["runs"]) == 8
         made.clear()
 
 
