@@ -16,8 +16,14 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives with log-probabilities, as in OpenAI's API."""
 MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 128, 64
 """Most bad words of a request, and most characters of each."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most stop tokens of a request."""
+MAX_BIASED_TOKENS = 1024
+"""Most tokens of a request that have a logit bias."""
 MAX_LOGIT_BIAS = 100.0
 """Largest bias of a token, up or down, as in OpenAI's API."""
+MAX_SHOWN = 200
+"""Most characters of a refused value that its error shows."""
 PACKED_TOGETHER = 64
 """Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
 
@@ -105,7 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             raise self._mistyped(error) from error
         for name, holds, allowed in checks:
             if not holds:
-                raise FieldError(name, f"must be {allowed}, not {getattr(self, name)!r}")
+                given = repr(getattr(self, name))[:MAX_SHOWN]
+                raise FieldError(name, f"must be {allowed}, not {given}")
 
     def _mistyped(self, error: Exception) -> Exception:
         """Return the error of the first field of a wrong type; `error` where there is none."""
@@ -128,7 +135,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("logit_bias", all(0 <= t < 2**63 for t in self.logit_bias), "of token ids"),
+            (
+                "logit_bias",
+                len(self.logit_bias) <= MAX_BIASED_TOKENS
+                and all(0 <= t < 2**63 for t in self.logit_bias),
+                f"of up to {MAX_BIASED_TOKENS} token ids",
+            ),
             (
                 "logit_bias",
                 all(-MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS for bias in biases),
@@ -146,7 +158,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Named
             ("min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"),
             ("min_tokens", self.grammar is None or not self.min_tokens, "0 with a grammar"),
             ("ignore_eos", self.grammar is None or not self.ignore_eos, "false with a grammar"),
-            ("stop_token_ids", all(0 <= t < 2**63 for t in self.stop_token_ids), "of token ids"),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
+                and all(0 <= t < 2**63 for t in self.stop_token_ids),
+                f"up to {MAX_STOP_TOKEN_IDS} token ids",
+            ),
             ("allowed_token_ids", self._allows_tokens(), "of token ids, at least one"),
             ("allowed_token_ids", free or self.grammar is None, "absent with a grammar"),
             ("bad_words", self._bans_words(), f"up to {MAX_BAD_WORDS} words of {_LENGTHS}"),

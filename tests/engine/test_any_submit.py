@@ -64,7 +64,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "max_tokens": edges(None, 1, 2, 7, HUGE),
     "min_tokens": edges(0, 0, 1, 5, HUGE),
     "stop_token_ids": edges((), (2,), (0, 0, 11), tuple(range(VOCAB)), (VOCAB,), (HUGE,)),
-    "allowed_token_ids": edges(None, None, (5, 11), (2,), (0, VOCAB - 1), (VOCAB,), (HUGE,)),
+    "allowed_token_ids": edges(*[None] * 9, (5, 11)),
     "thinking_token_budget": edges(None, None, -1, 0, 3, HUGE),
     "ignore_eos": st.booleans(),
     "repetition_penalty": edges(5e-324, 1e-30, 1.0, 1.0, 1.5, 1e30, 1.7e308),
@@ -76,6 +76,10 @@ fields: dict[str, st.SearchStrategy[Any]] = {
 }
 sequences = st.lists(st.lists(any_token, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
 slos = st.builds(Slo, ttft=edges(None, 5e-324, 1e308), tbt=edges(None, 1.0), tpot=edges(None, 1.0))
+
+
+def mask(bits: int) -> bytes:
+    return bits.to_bytes(2, "little")
 
 
 @st.composite
@@ -95,6 +99,8 @@ def submits(draw: st.DrawFn) -> Submit:
         leader=draw(edges(None, None, "a", "b", "nobody")),
         rules=TokenRules(
             banned=draw(st.one_of(st.just(()), sequences)),
+            allowed=draw(edges(None, None, *map(mask, (5 << 8, 4, 1 + (8 << 8), 0xFFF, 0)), b"x")),
+            ends=draw(edges((), (), (3,), (VOCAB,))),
             thinking=None
             if params.thinking_token_budget in (None, -1)
             else draw(st.tuples(any_token, any_token)),
@@ -145,7 +151,8 @@ class Front:
         scored = [scores for output in outputs for scores in output.logprobs or ()]
         params = submit.params
         assert all(token in range(VOCAB) for token in got)
-        assert params.allowed_token_ids is None or {*got} <= {*params.allowed_token_ids}
+        allowed = int.from_bytes(submit.rules.allowed or mask(0xFFF), "little")
+        assert all(allowed >> token & 1 for token in got)
         for sequence in submit.rules.banned:
             parts = zip(*(got[place:] for place in range(len(sequence))), strict=False)
             assert sequence not in parts
@@ -164,7 +171,8 @@ class Front:
         for scores in [*scored, *(prompts[0] if prompts else ())]:
             assert 1 <= scores.rank <= VOCAB
         if got and outputs[-1].finish == "length":
-            ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+            ends = {*params.stop_token_ids}
+            ends |= set() if params.ignore_eos else {*EOS, *submit.rules.ends}
             assert not ends & set(got)
 
 

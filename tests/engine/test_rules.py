@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.sim.durations import FixedDurations
 from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
+from twolane.engine.constrained.bits import no_token, with_tokens
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.manager import KVCacheManager
@@ -261,23 +262,33 @@ def test_an_abort_ends_a_request_once_at_any_stage(name: str, at: float) -> None
 
 
 def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
-    every = tuple(range(1000))
+    every = tuple(range(100))
+    seventh = with_tokens(no_token(1000), [7])
     bad = {
         "prompt is empty": asks([]),
         "prompt has a token id outside 0 to 999": asks([1, 1000, 1]),
         "prompt has a token id": asks([1, -1, 1]),
         "stop_token_ids has a token id": asks([1], stop_token_ids=(1000,)),
         "logit_bias has a token id": asks([1], logit_bias={1000: 1.0}),
-        "stop_token_ids leave no token to choose": asks([1], stop_token_ids=every, min_tokens=1),
+        "stop_token_ids leave no token to choose": replace(
+            asks([1], stop_token_ids=(7,), min_tokens=1), rules=TokenRules(allowed=seventh)
+        ),
+        "stop_token_ids are more than 256": replace(
+            asks([1], min_tokens=1), rules=TokenRules(ends=tuple(range(300)))
+        ),
         "prompt has 64 tokens": asks([1] * 64),
         "grammar needs a model with a tokenizer": asks([1], grammar="x"),
         "allowed_token_ids has a token id": asks([1], allowed_token_ids=(1000,)),
+        "allowed_token_ids must come as": asks([1], allowed_token_ids=(7,)),
+        "allowed_token_ids must be a mask": replace(asks([1]), rules=TokenRules(allowed=b"x")),
         "bad_words has a token id": replace(asks([1]), rules=TokenRules(banned=((1, 1000),))),
         "bad_words may leave no token": replace(
-            asks([1], allowed_token_ids=(7,)), rules=TokenRules(banned=((1, 7),))
+            asks([1]), rules=TokenRules(banned=((1, 7),), allowed=seventh)
         ),
         "thinking_token_budget has a token id": thinks((3, 1000)),
-        "thinking_token_budget needs the end": thinks((3, 4), allowed_token_ids=(3, 7)),
+        "thinking_token_budget needs the end": replace(
+            thinks((3, 4)), rules=TokenRules(thinking=(3, 4), allowed=seventh)
+        ),
         "thinking_token_budget ends the answer": thinks((3, 4), stop_token_ids=(4,), min_tokens=1),
     }
     for message, request in bad.items():

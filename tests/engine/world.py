@@ -146,7 +146,7 @@ def _alone(
     slots = (SlotUpdate(0, 0, pages, sampling, -1 if adapter is None else 0),)
     budget = params.thinking_token_budget or 0
     thought = partial(_forced, rules.thinking, budget, prompt, answer.tokens)
-    masks = partial(_masks, params.allowed_token_ids, rules.banned, answer.tokens, thought)
+    masks = partial(_masks, rules.allowed, rules.banned, answer.tokens, thought)
     layers = decoder.spec.layers
     prefill = PrefillWork(0, (row,), 0, layers, True, (chunk,), slots, masks=masks())
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
@@ -162,7 +162,7 @@ def _alone(
 
 
 def _masks(
-    allowed: Sequence[int] | None,
+    allowed: bytes | None,
     banned: Sequence[tuple[int, ...]],
     output: Sequence[int],
     forced: Callable[[], int | None],
@@ -173,7 +173,8 @@ def _masks(
         return (TokenMask(0, with_tokens(no_token(size), [only])),)
     if allowed is None and not banned:
         return ()
-    left = {*(range(size) if allowed is None else allowed)}
+    every = range(size)
+    left = {t for t in every if allowed is None or allowed[t // 8] >> t % 8 & 1}
     for *begin, last in banned:
         if (*output,)[len(output) - len(begin) :] == (*begin,):
             left.discard(last)
@@ -262,8 +263,8 @@ class World:
         """See `SEVENTH`."""
         change = msgspec.structs.replace
         if i % SEVENTH == 6:
-            some = tuple(range(i, 250, 6))
-            return change(drawn, params=change(drawn.params, allowed_token_ids=some))
+            some = with_tokens(no_token(tiny_decoder().spec.vocab_size), range(i, 250, 6))
+            return change(drawn, rules=TokenRules(allowed=some))
         if i < 3 or i >= self.requests - 2:
             return drawn
         if i % SEVENTH != 3:
@@ -271,8 +272,8 @@ class World:
         if i % 2 == 0:
             a, b, c, d = few = tuple(range(i, 250, 60))[:4]
             banned = ((a, b), (b, b), (d, d, a), (d, a, c, c), (c, c))
-            rules = TokenRules(banned=banned)
-            return change(drawn, params=change(drawn.params, allowed_token_ids=few), rules=rules)
+            allowed = with_tokens(no_token(tiny_decoder().spec.vocab_size), few)
+            return change(drawn, rules=TokenRules(banned=banned, allowed=allowed))
         said = alone(change(drawn, rules=TokenRules())).tokens
         parts = (said[:1], said[1:3], said[2:5], said[8:10])
         banned = tuple(tuple(part) for part in parts if part)

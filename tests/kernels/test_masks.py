@@ -4,7 +4,8 @@ import random
 
 import torch
 
-from twolane.lanes.cpu.sampler import broken_rows, token_mask
+from twolane.kernels.sampling import MAX_BANNED
+from twolane.lanes.cpu.sampler import Adjustment, broken_rows, token_mask
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
@@ -56,3 +57,34 @@ def test_what_a_mask_would_hide_is_still_broken():
     logits[1, 30], logits[2, 74], logits[3, 9] = torch.nan, torch.inf, -torch.inf
     made.adjust(logits, made.asked(points))
     assert broken_rows(logits) == [1, 2]
+
+
+def test_biases_and_bans_of_all_rows_are_those_of_each(monkeypatch):
+    """Whatever number of tokens a slot has, and after another request had the slot."""
+    monkeypatch.setattr("twolane.lanes.cuda.logit_processors.MAX_BIASED_TOKENS", 40)
+    slots, rng = SlotTable(SLOTS), random.Random(0)
+    made = LogitProcessors(slots, VOCAB, torch.device("cpu"))
+    for count in (40, 3, 0, 17):
+        asked = [
+            Sampling(
+                SamplingParams(
+                    logit_bias={t: rng.uniform(-9, 9) for t in rng.sample(range(VOCAB), biased)},
+                    stop_token_ids=tuple(rng.sample(range(1, VOCAB), banned)),
+                    min_tokens=4,
+                ),
+                *(0, 3, (0,)),
+            )
+            for biased, banned in ((count, 30), (1, count), (0, 0), (40 - count, 9))
+        ]
+        slots.take([SlotUpdate(slot, 0, (slot,), each) for slot, each in enumerate(asked)])
+        points = [SamplingPoint(row, 3 - row, (3, 6, 7)[row]) for row in range(3)]
+        made.begin([SamplingPoint(row, row, 3) for row in range(SLOTS)])
+        logits = torch.randn(3, VOCAB)
+        expected = logits.clone()
+        for point in points:
+            sampling, row = asked[point.slot], expected[point.row]
+            Adjustment(sampling.params, (), ()).apply(row)
+            if len(banned := sampling.banned(point.position)) > MAX_BANNED:
+                row[list(banned)] = -torch.inf
+        made.adjust(logits, made.asked(points))
+        assert torch.equal(logits, expected)

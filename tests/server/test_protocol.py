@@ -4,10 +4,11 @@ from collections.abc import Iterable
 import pytest
 from pydantic import ValidationError
 
+from twolane.common.errors import FieldError
 from twolane.frontend.generate_request import text_of
 from twolane.frontend.messages import turns_of
 from twolane.frontend.prepare import effort_variables
-from twolane.sampling import SamplingParams
+from twolane.sampling import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
@@ -370,6 +371,25 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
         kind.model_validate(body)
     assert caught.value.error_count() <= 2
     assert from_validation(caught.value.errors()).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS))),
+        ("stop_token_ids", [7] * MAX_STOP_TOKEN_IDS),
+        ("logit_bias", {str(token): 1 for token in range(MAX_BIASED_TOKENS)}),
+    ],
+)
+def test_lists_that_are_walked_for_each_token_have_a_bound(field, most):
+    request = CompletionRequest.model_validate({"prompt": "x", field: most}).request()
+    assert len(getattr(request.sampling, field)) == len(most)
+    more = {**most, "9999": 1} if isinstance(most, dict) else [*most, 7]
+    error = refusal(CompletionRequest, {"prompt": "x", field: more})
+    assert error.param == field
+    with pytest.raises(FieldError, match=f"^{field} "):
+        params = {int(k): v for k, v in more.items()} if isinstance(more, dict) else tuple(more)
+        SamplingParams(**{field: params})
 
 
 @pytest.mark.parametrize("block", ["x", {}, {"type": []}, {"type": "image", "source": 1}])

@@ -11,14 +11,14 @@ from msgspec.structs import replace
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constrained.banned import Banned
-from twolane.engine.constrained.bits import every_token, no_token, with_tokens
+from twolane.engine.constrained.bits import every_token, without_tokens
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.constrained.thinking import ThinkingBudget
 from twolane.engine.kv.manager import Lookup
 from twolane.engine.messages import Refused, Submit, Vocabulary
 from twolane.engine.request import Request
 from twolane.engine.state import State
-from twolane.lanes.work import Sampling
+from twolane.lanes.work import MAX_ENDS, Sampling
 from twolane.sampling import check_token_ids
 
 
@@ -116,9 +116,8 @@ class Intake:
     def _set_mask(self, request: Request, message: Submit) -> None:
         """Set the mask of the first token, and what the later ones depend on, without a
         grammar."""
-        allowed, size = message.params.allowed_token_ids, self._model.vocab_size
-        if allowed is not None:
-            request.mask = with_tokens(no_token(size), allowed)
+        size = self._model.vocab_size
+        request.mask = message.rules.allowed
         if message.rules.banned:
             banned = Banned(message.rules.banned, request.mask or every_token(size))
             request.mask = banned.mask(request.tokens, request.prompt_tokens)
@@ -170,23 +169,33 @@ class Intake:
         params, banned, size = message.params, message.rules.banned, self._model.vocab_size
         words = [token for sequence in banned for token in sequence]
         named = {"prompt": message.prompt, **params.token_ids, "bad_words": words}
+        named["stop_token_ids"] = (*params.stop_token_ids, *message.rules.ends)
         named["thinking_token_budget"] = thinking = message.rules.thinking or ()
         for name, tokens in named.items():
             check_token_ids(name, tokens, size)
+        if params.allowed_token_ids is not None:
+            raise FieldError("allowed_token_ids", "must come as the mask of the rules")
         if params.grammar is not None and self._grammars is None:
             raise FieldError("grammar", "needs a model with a tokenizer")
-        allowed = range(size) if params.allowed_token_ids is None else params.allowed_token_ids
-        ends = {*params.stop_token_ids, *self._eos_token_ids}
-        if params.min_tokens and all(token in ends for token in allowed):
+        allowed = message.rules.allowed or every_token(size)
+        if len(allowed) != -(-size // 8) or not any(allowed):
+            raise FieldError("allowed_token_ids", "must be a mask of the vocabulary's tokens")
+        ends = {*params.stop_token_ids, *self._ends(message)} if params.min_tokens else set()
+        if len(ends) > MAX_ENDS:
+            raise FieldError("stop_token_ids", f"are more than {MAX_ENDS} with the model's own")
+        if ends and not any(without_tokens(allowed, ends)):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
-        masked = {sequence[-1] for sequence in banned}
-        if thinking and (thinking[1] in masked or thinking[1] not in allowed):
+        left = without_tokens(allowed, {sequence[-1] for sequence in banned})
+        if thinking and not left[thinking[1] // 8] >> thinking[1] % 8 & 1:
             raise FieldError("thinking_token_budget", "needs the end of thinking to be allowed")
-        if thinking and params.min_tokens and thinking[1] in ends:
+        if thinking and thinking[1] in ends:
             raise FieldError("thinking_token_budget", "ends the answer before min_tokens")
-        masked |= ends if params.min_tokens else set()
-        if banned and all(token in masked for token in allowed):
+        if banned and not any(without_tokens(left, ends)):
             raise FieldError("bad_words", "may leave no token to choose")
+
+    def _ends(self, message: Submit) -> tuple[int, ...]:
+        """Return the tokens that end the request unless it ignores them."""
+        return tuple(dict.fromkeys((*self._eos_token_ids, *message.rules.ends)))
 
     def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
@@ -195,11 +204,10 @@ class Intake:
         params = replace(
             message.params,
             grammar=None,
-            allowed_token_ids=None,
             bad_words=(),
             thinking_token_budget=None,
         )
-        return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
+        return Sampling(params, seed, len(message.prompt), self._ends(message))
 
     def _lookup(self, request: Request) -> Lookup:
         kv = self._state.kv

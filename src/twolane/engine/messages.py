@@ -28,6 +28,11 @@ class TokenRules(msgspec.Struct, frozen=True):
 
     banned: tuple[tuple[int, ...], ...] = ()
     """Tokens of `bad_words`: sequences that the output does not contain, none empty."""
+    allowed: bytes | None = None
+    """Mask of `allowed_token_ids`, a bit for each token, the lowest first; None allows all."""
+    ends: tuple[int, ...] = ()
+    """Tokens that only the tokenizer's files declare as the ends of an answer. They end it as the
+    model's end-of-sequence tokens do."""
     thinking: tuple[int, int] | None = None
     """Tokens that begin and end the thinking of `thinking_token_budget`."""
 

@@ -19,7 +19,14 @@ from twolane.frontend.messages import Messages, Turn, turns_of
 from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRING_LENGTH, MAX_STRINGS
-from twolane.sampling import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
+from twolane.sampling import (
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 INT32_MAX = 2**31 - 1
 
@@ -48,6 +55,7 @@ Truncation = Annotated[
 """Number of last tokens of a prompt to keep; -1: as many as leave room for the answer."""
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 """Lists fail fast: only the first error is reported, and millions could be sent."""
 MAX_CHOICES = 128
 """Most answers to a prompt, as in OpenAI's API."""
@@ -76,7 +84,8 @@ LogitBias = Annotated[
         Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
         Annotated[float, Field(ge=-100, le=100)],
     ],
-    one_message("must map token ids to numbers between -100 and 100"),
+    Field(max_length=MAX_BIASED_TOKENS),
+    one_message(f"must map up to {MAX_BIASED_TOKENS} token ids to numbers between -100 and 100"),
 ]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
 MAX_TOOLS = 1024
@@ -185,7 +194,7 @@ class LimitedFields(SamplingFields):
 
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopTokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: BadWords | None = None
     thinking_token_budget: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None

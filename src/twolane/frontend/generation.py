@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Protocol
 
@@ -141,20 +141,17 @@ class Generation:
 
     def _begin(self, index: int, codec: TextCodec) -> None:
         """Send an answer to the engine."""
-        prepared, ready = self._prepared, self._engine.ready
+        prepared = self._prepared
         request = prepared.request
         prompt, place = divmod(index, request.n)  # the second among the answers to the prompt
         tokens, params = prepared.prompts[prompt].tokens, of_answer(prepared.params, place)
-        eos = ready.eos_token_ids
-        # Those that only the tokenizer's files declare; the engine does not read them.
-        more = [token for token in codec.ends if token not in eos and token < ready.vocab_size]
-        ends = [*eos, *more]
+        ends = [*self._engine.ready.eos_token_ids, *prepared.rules.ends]
         reader = OutputReader(index, codec, tokens, params, prepared.text, ends, self._hidden)
         self._readers.append(reader)
         submit = Submit(
             self._open[index],
             tokens,
-            ended_by(params, more),
+            params,
             request.priority,
             request.slo,
             self._open.get(index - place) if place else None,
@@ -217,14 +214,6 @@ class Generation:
         del self._open[index]
         if self._observer is not None:
             self._observer.ended(index, event, now)
-
-
-def ended_by(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
-    """Return the parameters with additional end tokens, unless the request ignores those."""
-    if not tokens or params.ignore_eos:
-        return params
-    stops = dict.fromkeys((*params.stop_token_ids, *tokens))
-    return msgspec.structs.replace(params, stop_token_ids=tuple(stops))
 
 
 def of_answer(params: SamplingParams, place: int) -> SamplingParams:

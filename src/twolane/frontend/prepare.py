@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
@@ -54,7 +55,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     request: GenerateRequest
     prompts: Sequence[Prompt]
     params: SamplingParams
-    """Sampling parameters, with the grammar of the answers."""
+    """Sampling parameters, with the grammar of the answers, and without `allowed_token_ids`, which
+    the rules have as a mask."""
     format: AnswerFormat
     text: TextOptions
     """Options of the text, with those that the format needs."""
@@ -112,8 +114,8 @@ class Preparer:
         text = replace(request.text, thinking=form.thinking)
         if form.shows_special:
             text = replace(text, skip_special_tokens=False)
-        banned = await self._texts.sequences(params.bad_words, client)
-        rules = TokenRules(banned=banned, thinking=self._thinking_tokens(params))
+        rules = await self._rules(params, client)
+        params = replace(params, allowed_token_ids=None)
         return Prepared(
             request=request, prompts=prompts, params=params, format=form, text=text, rules=rules
         )
@@ -236,9 +238,22 @@ class Preparer:
         if request.limit_field is not None and longest + wanted > self._context:
             field = request.limit_field if params.max_tokens else "min_tokens"
             raise ContextExceeded(field, self._context, str(longest), wanted, "the prompt")
+        size = self._engine.ready.vocab_size
+        if len(params.allowed_token_ids or ()) > size:
+            raise FieldError("allowed_token_ids", f"has more than the vocabulary's {size} tokens")
         for field, ids in params.token_ids.items():
-            check_token_ids(field, ids, self._engine.ready.vocab_size)
+            check_token_ids(field, ids, size)
         self.codec.check_stop(request.text.stop)
+
+    async def _rules(self, params: SamplingParams, client: str) -> TokenRules:
+        """Return the rules on the answers' tokens that follow from the parameters."""
+        eos, size = self._engine.ready.eos_token_ids, self._engine.ready.vocab_size
+        return TokenRules(
+            banned=await self._texts.sequences(params.bad_words, client),
+            allowed=allowed_mask(params.allowed_token_ids, size),
+            ends=tuple(end for end in self.codec.ends if end not in eos and end < size),
+            thinking=self._thinking_tokens(params),
+        )
 
     async def _format(
         self, request: GenerateRequest, tokens: Sequence[int], client: str
@@ -279,6 +294,16 @@ class Preparer:
         if self.codec.has_tokenizer and not self._vocabulary_sent:
             self._engine.send_vocabulary(self.codec.tokenizer_json)
             self._vocabulary_sent = True
+
+
+def allowed_mask(tokens: Sequence[int] | None, vocab_size: int) -> bytes | None:
+    """Return a bit for each token of the vocabulary, the lowest first: whether it is one of
+    these; None for None."""
+    if tokens is None:
+        return None
+    bits = np.zeros(vocab_size, np.bool_)
+    bits[np.array(tokens)] = True
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[str, object]:

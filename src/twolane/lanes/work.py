@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import msgspec
 
 from twolane.devices import LANES, LaneName
-from twolane.sampling import SamplingParams
+from twolane.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
+MAX_ENDS = 2 * MAX_STOP_TOKEN_IDS
+"""Most tokens that end a request, the model's own and those of the request together."""
 Tokens = bytes
 """Token ids, each an int64 in the machine's byte order."""
 

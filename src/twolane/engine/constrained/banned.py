@@ -1,7 +1,8 @@
 """Sequences of tokens that an output must not contain."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 from twolane.engine.constrained.bits import without_tokens
 
@@ -16,13 +17,9 @@ class Banned:
         allowed: mask of the tokens that may be chosen where no sequence would be complete.
     """
 
-    def __init__(self, sequences: Iterable[Sequence[int]], allowed: bytes) -> None:
+    def __init__(self, sequences: Collection[Sequence[int]], allowed: bytes) -> None:
         self._always = without_tokens(allowed, [only for only, *more in sequences if not more])
-        self._by_last_but_one: dict[int, list[tuple[array[int], int]]] = {}
-        for *begin, last in sequences:
-            if begin:
-                ends = self._by_last_but_one.setdefault(begin[-1], [])
-                ends.append((array("q", begin), last))
+        self._begins = _begins_of(tuple(map(tuple, sequences)))
 
     free = False
     """See `TokenRule.free`."""
@@ -30,13 +27,38 @@ class Banned:
     @property
     def changes(self) -> bool:
         """Whether the mask depends on the output."""
-        return bool(self._by_last_but_one)
+        return bool(self._begins.longer)
 
     def mask(self, tokens: "array[int]", prompt_tokens: int) -> bytes:
         """See `TokenRule.mask`."""
-        output = len(tokens) - prompt_tokens
-        begun = self._by_last_but_one.get(tokens[-1], ()) if output else ()
-        ends = [
-            last for begin, last in begun if len(begin) <= output and tokens[-len(begin) :] == begin
-        ]
+        ends: list[int] = []
+        node: _Begin | None = self._begins
+        place = len(tokens)
+        while place > prompt_tokens and node is not None:
+            place -= 1
+            node = node.longer.get(tokens[place])
+            ends += node.lasts if node is not None else ()
         return without_tokens(self._always, ends) if ends else self._always
+
+
+class _Begin:
+    """What banned sequences have before their last tokens, in a tree that is read from its end:
+    looking through it takes as many steps as a sequence has tokens, however many there are."""
+
+    def __init__(self) -> None:
+        self.longer: dict[int, _Begin] = {}
+        """The begins that have one more token in front, by that token."""
+        self.lasts: list[int] = []
+        """Last tokens of the sequences that have exactly this begin."""
+
+
+@lru_cache(8)
+def _begins_of(sequences: tuple[tuple[int, ...], ...]) -> _Begin:
+    """Return the root of the tree of the sequences' begins, which a request's answers share."""
+    root = _Begin()
+    for *begin, last in filter(lambda each: len(each) > 1, sequences):
+        node = root
+        for token in reversed(begin):
+            node = node.longer.setdefault(token, _Begin())
+        node.lasts.append(last)
+    return root

@@ -9,8 +9,8 @@ def no_token(vocab_size: int) -> bytes:
 
 
 def every_token(vocab_size: int) -> bytes:
-    """Return the mask that allows all tokens."""
-    return b"\xff" * -(-vocab_size // 8)
+    """Return the mask that allows all tokens, and has no bit beyond them."""
+    return ((1 << vocab_size) - 1).to_bytes(-(-vocab_size // 8), "little")
 
 
 def with_tokens(mask: bytes, tokens: Iterable[int]) -> bytes:

@@ -1,6 +1,6 @@
 """Runs work on the model, eagerly, on the calling thread: what the CPU lanes do."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,8 +205,11 @@ class Runner:
             return Step()
         broken = {rows[i] for i in broken_rows(logits)}
         samplings = [self._slots.sampling_of(point.slot) for point in points]
+        tops = {i: each.params.logprobs for i, each in enumerate(samplings)}
+        asked = {i: top for i, top in tops.items() if top is not None}
+        raw = logits[list(asked)]  # a copy: sampling changes the logits
         chosen = sample(logits, list(map(self._sample_row, points, samplings)))
-        scores = _scores(logits, chosen, samplings)
+        scores = _scores(raw, chosen, asked)
         embeddings = self._embeddings(hidden, samplings)
         tokens: list[int] = chosen.tolist()
         for point, token in zip(points, tokens, strict=True):
@@ -271,14 +274,15 @@ def _adjustment(sampling: Sampling) -> Adjustment | None:
     return Adjustment(sampling.params, known[:n], known[n:])
 
 
-def _scores(
-    logits: Tensor, chosen: Tensor, samplings: Sequence[Sampling]
-) -> dict[int, TokenLogprobs]:
-    """Log-probabilities of the rows that ask for them, by row of the logits."""
-    tops = {i: sampling.params.logprobs for i, sampling in enumerate(samplings)}
-    asked = {i: top for i, top in tops.items() if top is not None}
+def _scores(raw: Tensor, chosen: Tensor, asked: Mapping[int, int]) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the rows that ask for them, by row of the step.
+
+    Args:
+        raw: logits of these rows as the model gave them, [P, vocab].
+        chosen: tokens of all rows, [R].
+        asked: number of alternatives that each of these rows wants, by row of the step.
+    """
     if not asked:
         return {}
-    rows = list(asked)
-    scores = score(logits[rows], chosen[rows], list(asked.values()))
-    return dict(zip(rows, scores, strict=True))
+    scores = score(raw, chosen[list(asked)], list(asked.values()))
+    return dict(zip(asked, scores, strict=True))

@@ -16,6 +16,7 @@ are not much wider than that.)
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from twolane.sampling import SamplingParams, TokenLogprobs
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 _MAX_FLOAT = torch.finfo(torch.float32).max
+KEPT_MASKS = 64
+"""This many masks, the latest, are kept as tensors: `allowed_token_ids` has the same at each
+step."""
 
 
 class Adjustment:
@@ -108,18 +112,20 @@ def broken_rows(logits: torch.Tensor) -> list[int]:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
-    """Sample one token a row, int64 [R], from logits, float32 [R, vocab], which are left as they
-    are.
+    """Sample one token a row, int64 [R], from logits, float32 [R, vocab].
 
-    Greedy rows take the most likely token, the lowest id where several tie.
+    Greedy rows take the most likely token, the lowest id where several tie. Bias, penalties and
+    banned tokens change the logits of their rows in place: a copy would cost more than the change.
     """
-    single = [r for r, row in enumerate(rows) if not row.params.greedy or _changes(row)]
-    tokens = [_choose(logits[r], rows[r]) for r in single]
-    if len(single) == len(rows):
+    for values, row in zip(logits, rows, strict=True):
+        _change(values, row)
+    drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
+    tokens = [_draw(logits[r], rows[r]) for r in drawn]
+    if len(drawn) == len(rows):
         return torch.tensor(tokens, dtype=torch.long, device=logits.device)
     chosen = logits.argmax(dim=-1)
-    if single:
-        chosen[single] = torch.tensor(tokens, device=logits.device)
+    if drawn:
+        chosen[drawn] = torch.tensor(tokens, device=logits.device)
     return chosen
 
 
@@ -172,21 +178,20 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> _words(31))
 
 
-def _changes(row: SampleRow) -> bool:
-    return bool(row.banned) or row.adjustment is not None or row.allowed is not None
+def _change(logits: torch.Tensor, row: SampleRow) -> None:
+    """Apply bias, penalties and banned tokens to one row's logits [vocab]."""
+    if row.adjustment is not None:
+        row.adjustment.apply(logits)
+    if row.allowed is not None:
+        logits.masked_fill_(_refused(row.allowed, len(logits)), -torch.inf)
+    if row.banned:
+        logits.index_fill_(0, torch.tensor(row.banned), -torch.inf)
 
 
-def _choose(logits: torch.Tensor, row: SampleRow) -> int:
-    """Sample one row's token from logits [vocab]."""
-    if _changes(row):
-        logits = logits.clone()
-        if row.adjustment is not None:
-            row.adjustment.apply(logits)
-        if row.allowed is not None:
-            logits.masked_fill_(~token_mask(row.allowed, len(logits)), -torch.inf)
-        if row.banned:
-            logits[list(row.banned)] = -torch.inf
-    return int(logits.argmax()) if row.params.greedy else _draw(logits, row)
+@lru_cache(KEPT_MASKS)
+def _refused(allowed: bytes, vocab_size: int) -> torch.Tensor:
+    """Return the tokens that a mask does not allow, bool [vocab_size]."""
+    return ~token_mask(allowed, vocab_size)
 
 
 def token_mask(allowed: bytes, vocab_size: int) -> torch.Tensor:

@@ -5,7 +5,8 @@ for nothing here either, so look-ahead works as for all others. A slot's history
 device, since a step is queued before the token of the one before it is known.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +18,56 @@ from twolane.kernels.token_masks import allow_only
 from twolane.lanes.cuda.slots import upload
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
-from twolane.lanes.work import Sampling, TokenMask, unpack
-from twolane.sampling import TokenLogprobs
+from twolane.lanes.work import MAX_ENDS, Sampling, TokenMask, unpack
+from twolane.sampling import MAX_BIASED_TOKENS, TokenLogprobs
 
 _MAX_FLOAT = torch.finfo(torch.float32).max
 
 
+class SlotBiases:
+    """Amounts that each slot adds to the logits of some tokens, on the device.
+
+    All rows are changed by one kernel, however many tokens their slots have.
+
+    Args:
+        slots: the most requests at a time.
+        width: the most tokens of a slot.
+        device: The device of the logits.
+    """
+
+    def __init__(self, slots: int, width: int, device: torch.device) -> None:
+        self._device, self._width = device, width
+        self._ids = torch.zeros((slots, width), dtype=torch.int32, device=device)
+        self._amounts = torch.zeros((slots, width), dtype=torch.float32, device=device)
+        self._counts = [0] * slots
+
+    def put(self, slot: int, amounts: Mapping[int, float]) -> None:
+        """Set the amounts of a slot by token id."""
+        self._counts[slot] = len(amounts)
+        if not amounts:
+            return
+        # The first token stands in the places that are left: to write it twice changes nothing.
+        ids = np.full(self._width, next(iter(amounts)), np.int32)
+        values = np.full(self._width, next(iter(amounts.values())), np.float32)
+        ids[: len(amounts)] = list(amounts)
+        values[: len(amounts)] = list(amounts.values())
+        sent = upload(np.concatenate([ids, values.view(np.int32)]), self._device)
+        self._ids[slot] = sent[: self._width]
+        self._amounts[slot] = sent[self._width :].view(torch.float32)
+
+    def apply(self, logits: Tensor, points: Iterable[SamplingPoint]) -> None:
+        """Add their slots' amounts to the rows of logits, float32 [R, vocab], in place."""
+        rows = [(point.row, point.slot) for point in points if self._counts[point.slot]]
+        if not rows:
+            return
+        widest = max(self._counts[slot] for _, slot in rows)
+        row, slot = upload(np.array(rows, np.int32).T, self._device).long().view(2, -1, 1)
+        ids = self._ids[slot[:, 0], :widest].long()
+        logits[row, ids] = logits[row, ids] + self._amounts[slot[:, 0], :widest]
+
+
 class TokenHistory:
-    """Bias and penalty state of one sequence on the device, as `lanes.cpu.sampler.Adjustment`.
+    """Penalty state of one sequence on the device, as `lanes.cpu.sampler.Adjustment`.
 
     Args:
         sampling: Sampling of the request.
@@ -33,29 +76,16 @@ class TokenHistory:
     """
 
     def __init__(self, sampling: Sampling, vocab: int, device: torch.device) -> None:
-        self.sampling = sampling
-        params = sampling.params
-        self._seen: Tensor | None = None
-        self._bias: tuple[Tensor, Tensor] | None = None
-        if params.penalises:
-            known, n = unpack(sampling.known), sampling.prompt_tokens
-            prompt, output = known[:n], known[n:]
-            counted = [np.bincount(part, minlength=vocab) for part in (prompt, output)]
-            counts = upload(np.stack(counted).astype(np.int32), device).view(2, vocab)
-            self._seen, self._counts = counts[0] > 0, counts[1].float()
-        if params.logit_bias:
-            ids = np.array(list(params.logit_bias), dtype=np.int32)
-            values = np.array(list(params.logit_bias.values()), dtype=np.float32)
-            sent = upload(np.concatenate([ids, values.view(np.int32)]), device)
-            self._bias = sent[: len(ids)].long(), sent[len(ids) :].view(torch.float32)
+        self._params = sampling.params
+        known, n = unpack(sampling.known), sampling.prompt_tokens
+        prompt, output = known[:n], known[n:]
+        counted = [np.bincount(part, minlength=vocab) for part in (prompt, output)]
+        counts = upload(np.stack(counted).astype(np.int32), device).view(2, vocab)
+        self._seen, self._counts = counts[0] > 0, counts[1].float()
 
     def apply(self, logits: Tensor) -> None:
         """Change logits, float32 [vocab], in place; they stay finite."""
-        if self._bias is not None:
-            logits.index_add_(0, *self._bias)
-        if self._seen is None:
-            return
-        params, counts = self.sampling.params, self._counts
+        params, counts = self._params, self._counts
         factor, produced = params.repetition_penalty, counts > 0
         values = torch.where(logits > 0, logits / factor, logits * factor)
         values = torch.where(self._seen | produced, values, logits)
@@ -64,8 +94,7 @@ class TokenHistory:
 
     def add(self, token: Tensor) -> None:
         """Append an output token, int [1], to the sequence."""
-        if self._seen is not None:
-            self._counts.index_add_(0, token.long(), self._counts.new_ones(1))
+        self._counts.index_add_(0, token.long(), self._counts.new_ones(1))
 
 
 @dataclass(frozen=True)
@@ -113,6 +142,10 @@ class LogitProcessors:
         self._slots = slots
         self._vocab, self._device = vocab, device
         self._wanting: set[int] = set()
+        count = len(slots.sampling)
+        self._biases = SlotBiases(count, MAX_BIASED_TOKENS, device)
+        self._bans = SlotBiases(count, MAX_ENDS, device)
+        """Tokens that end a request, where they are too many for the sampling kernel."""
         self._histories: dict[int, TokenHistory] = {}
         self._allowed: dict[int, bytes] = {}
         """Masks by slot, until the slot has been sampled."""
@@ -129,11 +162,14 @@ class LogitProcessors:
             params = sampling.params
             self._histories.pop(slot, None)
             self._wanting.discard(slot)
-            if params.penalises or params.logit_bias:
+            if params.penalises:
                 self._histories[slot] = TokenHistory(sampling, self._vocab, self._device)
-            many_banned = len(sampling.banned(sampling.prompt_tokens)) > MAX_BANNED
+            self._biases.put(slot, params.logit_bias)
+            ends = sampling.banned(sampling.prompt_tokens)
+            many_banned = len(ends) > MAX_BANNED
+            self._bans.put(slot, dict.fromkeys(ends, -math.inf) if many_banned else {})
             asked = params.logprobs is not None or params.embeds
-            if slot in self._histories or many_banned or asked:
+            if params.penalises or params.logit_bias or many_banned or asked:
                 self._wanting.add(slot)
 
     def asked(self, points: Iterable[SamplingPoint]) -> list[SamplingPoint]:
@@ -161,13 +197,12 @@ class LogitProcessors:
         scored = {row: top for row, top in tops.items() if top is not None}
         raw = {row: logits[row : row + 1].clone() for row in scored}
         broken = self._broken(logits, wanting)
+        self._biases.apply(logits, wanting)
         for point in wanting:
-            row = logits[point.row]
             if (history := self._histories.get(point.slot)) is not None:
-                history.apply(row)
-            if len(banned := samplings[point.row].banned(point.position)) > MAX_BANNED:
-                ids = upload(np.array(banned, dtype=np.int32), self._device)
-                row[ids.long()] = -torch.inf
+                history.apply(logits[point.row])
+        banning = (point for point in wanting if samplings[point.row].banned(point.position))
+        self._bans.apply(logits, banning)
         self._mask(logits, points)
         if broken is not None:
             rows, flags = broken
