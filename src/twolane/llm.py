@@ -180,7 +180,9 @@ class LLM:
             with bars as show:
                 self._engine, self._texts, sampling, _ = self._run(start_engine(config, show))
                 self._params = SamplingParams(**sampling)
-                formats = ModelFormats(self._texts.template_source)
+                formats = ModelFormats(
+                    self._texts.template_source, shows_tools=self._texts.shows_tools
+                )
                 self._preparer = Preparer(self._engine, self._texts, formats)
         except BaseException:
             self._stop_loop()

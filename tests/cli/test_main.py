@@ -158,7 +158,7 @@ def test_a_terminal_obeys_no_answer(terminal, shown, monkeypatch):
     monkeypatch.setattr("twolane.frontend.generation.Generation", Answered)
     preparer = SimpleNamespace(prepare=AsyncMock())
     monkeypatch.setattr("twolane.frontend.prepare.Preparer", lambda *_: preparer)
-    texts = SimpleNamespace(codec=None, template_source=None)
+    texts = SimpleNamespace(codec=None, template_source=None, shows_tools=False)
     asyncio.run(answer(None, texts, "x", SamplingParams(), chat=False))
     assert out.getvalue() == shown
 

@@ -659,7 +659,7 @@ def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
 )
 def test_an_answer_goes_on_with_the_thinking_that_it_is_given(continued, read):
     asked = FormatOptions(tools=[Tool("f", None)])
-    form = ModelFormats("{{ tools }}<tool_call></think>").of(
+    form = ModelFormats("{{ tools }}<tool_call></think>", shows_tools=True).of(
         asked, "a" + (continued or ""), continued
     )
     reader = form.reader()
@@ -697,7 +697,7 @@ def test_a_call_with_which_the_thinking_ends_is_a_call(text, thinking, content, 
     """And a draft, which has something behind it, or is cut, is thinking."""
     tools = [Tool("weather", {"type": "object", "properties": {"days": {"type": "integer"}}})]
     reader = (
-        ModelFormats("{{ tools }}<tool_call><function=</think>")
+        ModelFormats("{{ tools }}<tool_call><function=</think>", shows_tools=True)
         .of(FormatOptions(tools), "<think>\n")
         .reader()
     )
@@ -855,7 +855,9 @@ def test_arguments_in_thinking_come_as_one_piece():
 def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     """Magistral's are, and text without special tokens would lack them."""
     for hidden in (True, False):
-        form = ModelFormats("[/THINK]", hides=lambda _, h=hidden: h).of(FormatOptions(), "a")
+        form = ModelFormats("[/THINK]", shows_tools=False, hides=lambda _, h=hidden: h).of(
+            FormatOptions(), "a"
+        )
         assert (form.thinking, form.shows_special) == (KNOWN_MARKS[1], hidden)
     reader = form.reader()
     reader.read("[THINK]Hm[/THINK]Yes", ended=True)
@@ -863,7 +865,7 @@ def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
 
 
 def test_seed_oss_thinks_between_marks_of_its_own():
-    form = ModelFormats("<seed:think></seed:think>").of(FormatOptions(), "a")
+    form = ModelFormats("<seed:think></seed:think>", shows_tools=False).of(FormatOptions(), "a")
     reader = form.reader()
     reader.read("<seed:think>Hm</seed:think>Yes", ended=True)
     assert (reader.thinking, reader.content) == ("Hm", "Yes")

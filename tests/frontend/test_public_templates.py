@@ -307,7 +307,7 @@ def test_tools_that_only_a_message_of_the_system_shows(source, given):
         assert shown(source, messages, tools=TOOLS) == wanted
         assert "Now & then" in wanted
         assert shown(source, messages) == raw(source, messages, add_generation_prompt=True)
-    assert ModelFormats(GLM4_9B).calls == "glm4_0414"
+    assert ModelFormats(GLM4_9B, shows_tools=True).calls == "glm4_0414"
     history = shown(GLM4_9B, called(None), tools=TOOLS)
     assert f"<|assistant|>get_weather\n{json.dumps(ARGUMENTS, ensure_ascii=False)}" in history
     assert history.endswith("<|observation|>\nResult5 °C<|assistant|>")

@@ -245,7 +245,9 @@ def test_what_cannot_be_sent_to_a_sandbox_is_named():
 def test_a_template_that_takes_too_much_is_refused(bomb):
     async def work():
         async with sandboxed(BOMBS[bomb] + "{{ messages[0].content }}") as sandbox:
-            texts = Texts(TextCodec(None), sandbox, Loaded(b"", "", True, frozenset(), frozenset()))
+            texts = Texts(
+                TextCodec(None), sandbox, Loaded(b"", "", False, True, frozenset(), frozenset())
+            )
             with pytest.raises(TextError):
                 await texts.chat(HELLO)
             assert await texts.encode("Hello")

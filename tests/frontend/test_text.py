@@ -1,3 +1,4 @@
+import json
 import sys
 import threading
 import time
@@ -365,7 +366,7 @@ def test_variables_of_a_template_for_tools(tokenizer):
     told = codec.chat([{"role": "user", "content": "Hi"}], variables={"thinking": 1}, tools=[tool])
     assert codec.decode(told, skip_special_tokens=False) == "Hifthink"
     assert with_template(tokenizer, NAMED).template_variables(tools=True) == {"enable_thinking"}
-    loaded = Loaded(b"", source, True, frozenset({"a"}), frozenset({"b"}))
+    loaded = Loaded(b"", source, False, True, frozenset({"a"}), frozenset({"b"}))
     texts = Texts(TextCodec(None), None, loaded)
     known = [[texts.has_variable(name, tools=tools) for name in "ab"] for tools in (False, True)]
     assert known == [[True, False], [False, True]]
@@ -442,6 +443,52 @@ def test_a_prompt_that_lacks_what_was_said_is_refused(tokenizer, template, turns
     with pytest.raises(TextError, match="does not show") as refusal:
         with_template(tokenizer, template).chat(turns)
     assert refusal.value.param.startswith(param)
+
+
+CHATML = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}"""
+ALTERNATING = """{%- if messages[0].role == 'system' %}
+{{- raise_exception('no system') }}{% endif %}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}
+{{- '[' + m.role + ']' + m.content }}{% endfor %}"""
+"""A template without a place for the system, for tools or for calls."""
+
+
+def test_tools_are_told_of_where_a_template_has_no_place_for_them(tokenizer):
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    turns = [
+        {"role": "user", "content": ["Look", "it up"]},
+        {"role": "assistant", "content": None, "tool_calls": [*calls("look_up"), *calls("more")]},
+        {"role": "tool", "tool_call_id": "a", "content": "found <it>"},
+        {"role": "tool", "tool_call_id": "b", "content": ["and", "more"]},
+        {"role": "user", "content": "Thanks"},
+    ]
+    for template, start in (
+        (ALTERNATING, "[user]# Tools"),
+        (CHATML, "<|im_start|>system\n# Tools"),
+    ):
+        codec = with_template(tokenizer, template)
+        assert not codec.shows_tools
+        shown = codec.chat(turns, tools=[tool], tools_as_text=True)
+        text = codec.decode(shown, skip_special_tokens=False)
+        assert text.startswith(start)
+        for part in (
+            f"<tools>\n{json.dumps(tool)}\n</tools>",
+            "</tool_call>\n\nLook\nit up" if template == ALTERNATING else "Look\nit up<|im_end|>",
+            '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name"',
+            "<tool_response>\nfound <it>\n</tool_response>\n<tool_response>\nand\nmore\n</tool",
+        ):
+            assert part in text
+        with_system = [{"role": "system", "content": "Be brief."}, *turns]
+        if template == CHATML:
+            shown = codec.chat(with_system, tools=[tool], tools_as_text=True)
+            text = codec.decode(shown, skip_special_tokens=False)
+            assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+        else:
+            with pytest.raises(TextError, match="no system"):
+                codec.chat(with_system, tools=[tool], tools_as_text=True)
 
 
 def test_calls_are_not_taken_for_shown_since_somebody_names_the_function(tokenizer):

@@ -1,5 +1,6 @@
 import json
 import subprocess
+from dataclasses import replace
 
 import pytest
 from gguf import GGUFReader
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from twolane.common.errors import FieldError
 from twolane.common.files import write_cache
 from twolane.frontend.text.convert import convert
 from twolane.frontend.text.tokenizer import load_file, load_tokenizer
@@ -173,3 +175,17 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path):
 def test_a_shape_has_no_tokenizer():
     with pytest.raises(ValueError, match="qwen3-8b has no tokenizer"):
         load_tokenizer(resolve("qwen3-8b", "dummy"))
+
+
+def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(smollm2, tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("{{ messages[0].content }}<|endoftext|>")
+    read = load_file(smollm2.with_chat_template(str(file)))
+    assert (read.chat_template, read.template_source) == (file.read_text(), str(file))
+    assert "<|im_start|>" in load_file(smollm2).chat_template
+    file.write_text("{% if")
+    with pytest.raises(ValueError, match=f"the chat template in {file} is broken"):
+        load_file(smollm2.with_chat_template(str(file)))
+    for source, wrong in ((smollm2, str(tmp_path)), (replace(smollm2, tokenizer=None), str(file))):
+        with pytest.raises(FieldError, match="chat_template"):
+            source.with_chat_template(wrong)

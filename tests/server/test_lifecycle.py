@@ -213,7 +213,9 @@ def service_of(texts):
     )
     metrics = Monitoring.of(engine, "slow").metrics
     options = ServerOptions(max_queue=9)
-    return Service(engine, texts, "slow", options, metrics, formats=ModelFormats(None))
+    return Service(
+        engine, texts, "slow", options, metrics, formats=ModelFormats(None, shows_tools=False)
+    )
 
 
 async def ask(service, path, body, leaves=None):

@@ -58,7 +58,7 @@ def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, ca
     source = resolve(str(write_parrot(tmp_path / "model", [])))
     expected = load_tokenizer(source).backend.to_str()
     assert source.tokenizer is not None
-    kept = _kept(source.tokenizer)
+    kept = _kept(source)
     whole = kept.read_bytes()
     damaged = {
         "cut": whole[: len(whole) // 2],

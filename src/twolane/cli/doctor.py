@@ -38,6 +38,9 @@ def doctor(
         str | None,
         typer.Option(help="Print the tokens of this text for MODEL: id, name and text of each."),
     ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="File of a chat template in place of MODEL's own.")
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="Print the settings of this system.", autocompletion=systems)
     ] = None,
@@ -58,13 +61,14 @@ def doctor(
             show_system(system)
         raise typer.Exit
     if model is None:
-        if tokens is not None:
-            raise wrong_setting(FieldError("tokens", "needs MODEL"))
+        for name, value in (("tokens", tokens), ("chat_template", chat_template)):
+            if value is not None:
+                raise wrong_setting(FieldError(name, "needs MODEL"))
         raise typer.Exit(0 if report() else 1)
     from twolane.cli.doctor_model import report as report_model
 
     with one_line_errors():
-        report_model(model, tokens)
+        report_model(model, tokens, chat_template)
 
 
 def report() -> bool:

@@ -22,16 +22,22 @@ from twolane.model.load.configs import declared_eos
 from twolane.model.load.hub import ModelSource, resolve
 
 
-def report(name: str, tokens: str | None) -> None:
+def report(name: str, tokens: str | None, chat_template: str | None) -> None:
     """Print what is read of a model, or the tokens of a text.
 
+    Args:
+        name: Name of the model.
+        tokens: The text whose tokens are printed.
+        chat_template: File of a chat template in place of the model's own.
+
     Raises:
-        ValueError: there is no such model, or its tokenizer cannot be read.
+        ValueError: there is no such model, or its tokenizer or that file cannot be read.
         PullError: it could not be fetched.
     """
     source = resolve(name)
     if source.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
+    source = source.with_chat_template(chat_template)
     file, tokenizer = load_both(source)
     rows = describe(source, file, tokenizer)
     if tokens is not None:
@@ -137,6 +143,7 @@ def form_rows(
         calls = f"arguments as {form.arguments}, beside {contents}"
     elif form.shows_calls:
         calls = "messages of their own" if form.named_calls else "part of the content"
+    yield "  tools", "shown" if form.shows_tools else "told of in a message, as Hermes' are", ""
     yield "  tool calls", calls, ""
     yield "  developer", "a role of its own" if form.developer else "read as system", ""
     yield "  turn ends", repr(form.turn_end), ""

@@ -118,7 +118,9 @@ async def answer(
     asked: dict[str, Any] = {"prompts": [prompt]}
     if texts.has_chat_template if chat is None else chat:
         asked = {"conversation": Conversation(turns=[{"role": "user", "content": prompt}])}
-    preparer = Preparer(engine, texts, ModelFormats(texts.template_source))
+    preparer = Preparer(
+        engine, texts, ModelFormats(texts.template_source, shows_tools=texts.shows_tools)
+    )
     prepared = await preparer.prepare(GenerateRequest(sampling=params, **asked))
     with Generation(engine, texts.codec, prepared) as generation:
         async for delta in generation:

@@ -35,7 +35,7 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles", "play
 
 @app.command(cls=Command, epilog=EPILOG)
 @takes_engine_settings(
-    *("load_format", "dtype", "profile", *LORA, *KV_EVENTS),
+    *("load_format", "dtype", "profile", "chat_template", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.
     *("device", "cores", "tensor_parallel_size", "all_reduce"),
 )

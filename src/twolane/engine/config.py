@@ -30,7 +30,7 @@ KV_EVENTS = (
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
     "tbt_buffer_ms", "tbt_buffer_at", "prefix_cache", "disaggregated", "profile", "estimator",
-    "trace", *LORA, *KV_EVENTS,
+    "trace", "chat_template", *LORA, *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -73,6 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[int | None, Option(MODEL, "TOKENS", least=2)] = None
     """Largest number of tokens of one request, prompt and answer together; by default the model's
     positions, if the KV pool holds them."""
+    chat_template: Annotated[str | None, Option(MODEL, "FILE")] = None
+    """File with a chat template (Jinja) in place of the model's own, with tools and without."""
     seed: Annotated[int, Option(MODEL, most=MAX_SEED)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
     router_skew: Annotated[float, Option(MODEL, least=0.0)] = 0.0

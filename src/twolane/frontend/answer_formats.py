@@ -38,6 +38,8 @@ class AnswerFormat(NamedTuple):
 
 
 FREE_TEXT = AnswerFormat()
+AS_TEXT = "hermes"
+"""Form of calls in which tools are told of as text."""
 
 
 class FormatOptions(NamedTuple):
@@ -90,8 +92,13 @@ class ModelFormats:
     Args:
         template: the model's chat template; None: it has none.
         tool_parser: a name of `FORMATS`; None: the format is found from the template.
+        shows_tools: Whether the template shows tools. If not, or if it shows them for calls of an
+            unknown format, the model is told of them in a message, and calls have Hermes' form.
         reasons: true if thinking that the template has marks for is separated from the answer.
         hides: returns whether a text is a special token, which answers do not show.
+
+    Raises:
+        FieldError: the parser is for another form than that of which the model is told.
     """
 
     def __init__(
@@ -99,11 +106,18 @@ class ModelFormats:
         template: str | None,
         tool_parser: str | None = None,
         *,
+        shows_tools: bool,
         reasons: bool = True,
         hides: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self.calls = format_of(template) if tool_parser is None else tool_parser
-        """Format of the model's calls, a name of `FORMATS`; None: its template shows no tools."""
+        own = (tool_parser or format_of(template)) if shows_tools else None
+        self.tools_as_text = own is None
+        """Whether tools, calls and results are put into messages as text; see `TextCodec.chat`."""
+        self.calls = own or AS_TEXT
+        """Format of the model's calls, a name of `FORMATS`."""
+        if template is not None and tool_parser not in (None, self.calls):
+            problem = f"must be {AS_TEXT}: the model's chat template shows no tools"
+            raise FieldError("tool_call_parser", problem)
         self.thinking = thinking_of(template) if reasons else None
         """Marks of the model's thinking; None: it does not think."""
         self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
@@ -149,12 +163,12 @@ class ModelFormats:
     ) -> GrammarJob | None:
         if options.enforced:
             several = options.several and not options.named
-            calls = Calls(self._known_calls(), options.enforced, several, free=False)
+            calls = Calls(self.calls, options.enforced, several, free=False)
             return GrammarJob("tools", calls, thinking)
         if options.constraint is not None:
             return GrammarJob(*options.constraint, thinking)
         if any(tool.strict for tool in options.tools):
-            calls = Calls(self._known_calls(), options.tools, options.several, free=True)
+            calls = Calls(self.calls, options.tools, options.several, free=True)
             return GrammarJob("tools", calls, thinking)
         return None
 
@@ -164,7 +178,7 @@ class ModelFormats:
         if not (thinking or options.tools):
             return None
         types = parameter_types(options.tools)
-        calls = FORMATS[self._known_calls()] if options.tools else None
+        calls = FORMATS[self.calls] if options.tools else None
 
         def reader() -> AnswerReader:
             thoughts = None if thinking is None else ReasoningParser(thinking)
@@ -176,8 +190,3 @@ class ModelFormats:
             return AnswerReader(thoughts, find(), unclosed=unclosed, several=options.several)
 
         return reader
-
-    def _known_calls(self) -> str:
-        if self.calls is None:
-            raise FieldError("tools", "is not supported: the model's chat template shows none")
-        return self.calls

@@ -190,6 +190,7 @@ class Preparer:
             "continue_final_message": asked.continue_final_message,
             "variables": variables,
             "tools": tools,
+            "tools_as_text": self._formats.tools_as_text,
         }
 
     def _check_length(self, length: int, field: str) -> None:

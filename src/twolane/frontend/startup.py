@@ -50,7 +50,7 @@ async def start_engine(
         EngineError: the engine could not start, for instance with an unsupported model.
     """
     check_served(config)
-    source = await fetch(config)
+    source = (await fetch(config)).with_chat_template(config.chat_template)
     if config.max_model_len is not None:
         context_length(config, await asyncio.to_thread(source.spec))
     defaults = source.sampling_defaults()

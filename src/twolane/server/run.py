@@ -243,6 +243,7 @@ def service_of(
     formats = ModelFormats(
         texts.template_source,
         options.tool_call_parser,
+        shows_tools=texts.shows_tools,
         reasons=options.reasoning_parser == "auto",
         hides=texts.codec.hides,
     )

@@ -16,6 +16,7 @@ from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
+from twolane.frontend.text.tools_as_text import with_tools_as_text
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
@@ -255,8 +256,14 @@ class TextCodec:
     @property
     def template_source(self) -> str | None:
         """Source of the chat template for tools; None: there is none."""
-        template = self._tool_template or self._template
+        template = self._template_for(tools=True)
         return None if template is None else template.source
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows the tools that the model may call."""
+        template = self._template_for(tools=True)
+        return template is not None and template.form.shows_tools
 
     def template_variables(self, *, tools: bool) -> frozenset[str]:
         """Return the variables of the chat template, or of that for conversations with tools, which
@@ -297,8 +304,12 @@ class TextCodec:
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tools_as_text: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation; see `ChatTemplate.render`.
+
+        With `tools_as_text`, the template is given tools, calls and results as text in Hermes'
+        form, except calls of a conversation without tools that it shows itself.
 
         Where the template refuses the messages, or shows but some of them, those of the system in
         front are one message, and so are those of the user that follow each other.
@@ -311,23 +322,27 @@ class TextCodec:
         if template is None:
             raise TextError(self._no_chat)
         check_variables(template, variables or {})
-        check_calls(template, messages)
+        turns = messages
+        if tools_as_text and (tools or not template.form.shows_calls):
+            turns = with_tools_as_text(messages, tools, system=template.form.has_role("system"))
+            tools = None
         if tools and not template.form.shows_tools:
-            problem = "tools is not supported: the model's chat template shows none"
-            raise TextError(problem, param="tools")
+            raise TextError("the model's chat template shows no tools", param="tools")
+        check_calls(template, turns)
         rendered = partial(
             rendering,
             template,
+            messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
             tools=tools,
         )
         try:
-            text = rendered(messages)
+            text = rendered(turns)
         except TextError as refusal:
-            fewer = with_fewer_messages(messages)
-            if len(fewer) == len(messages):
+            fewer = with_fewer_messages(turns)
+            if len(fewer) == len(turns):
                 raise
             try:
                 text = rendered(fewer)
@@ -499,14 +514,22 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
             raise TextError("the model's chat template does not show tool calls", param=param)
 
 
-def rendering(template: ChatTemplate, messages: Sequence[Message], **options: Any) -> str:
+def rendering(
+    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[Message], **options: Any
+) -> str:
     """Return a conversation as text; see `ChatTemplate.render`.
+
+    Args:
+        template: The chat template.
+        messages: The messages as they were given, whose words the text must have.
+        turns: The messages as the template gets them.
+        options: Further arguments of `ChatTemplate.render`.
 
     Raises:
         TextError: the template refuses, or what was said is not in the prompt that it makes.
     """
     try:
-        text = template.render(messages, **options)
+        text = template.render(turns, **options)
     except Exception as error:  # templates are programs that come with the model
         raise TextError(f"the model's chat template refused the messages: {error}") from error
     check_words(messages, text)

@@ -4,7 +4,7 @@
 rebuilds some tokenizers from the name of a class: it is asked for formats that only it reads, and
 by `twolane doctor` for its opinion. It takes seconds to import and brings PyTorch with it, so no
 process that serves should: `load_both` runs
-`python -m twolane.frontend.text.convert SOURCE TARGET`.
+`python -m twolane.frontend.text.convert TARGET SOURCE [CHAT_TEMPLATE]`.
 """
 
 import sys
@@ -42,11 +42,15 @@ FORM_SECONDS = 10.0
 
 
 @tokenizer_errors()
-def convert(source: Path) -> TokenizerFile:
+def convert(source: Path, chat_template: Path | None = None) -> TokenizerFile:
     """Return the converted tokenizer of a directory or GGUF file.
 
+    Args:
+        source: The directory or file.
+        chat_template: The file of the chat template in place of the model's own.
+
     Raises:
-        ValueError: it is none that can be read.
+        ValueError: it is none that can be read, or the given chat template is none that works.
     """
     if source.is_dir():
         parts = from_directory(source)
@@ -64,12 +68,17 @@ def convert(source: Path) -> TokenizerFile:
     add_named_tokens(parts)
     add_extra_tokens(parts)
     bos = settle_bos(parts)
+    if chat_template is not None:
+        text = chat_template.read_text(encoding="utf-8")
+        parts.templates = {"default": Template(text, str(chat_template))}
     template, tool_template = (parts.templates.get(name) for name in ("default", "tool_use"))
     if template is None and parts.templates:
         named = ", ".join(sorted(parts.templates))
         chat = "no chat" if tool_template is None else "no chat without tools"
         parts.notes.append(f"there is no default among the chat templates ({named}): {chat}")
     form, tool_form = form_of(template, parts), form_of(tool_template, parts)
+    if chat_template is not None and form is None:
+        raise ValueError(parts.notes[-1])
     ends = ends_by_name(parts)
     for each in (form, tool_form):
         if each is not None:
@@ -371,10 +380,10 @@ def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
 
 def main() -> int:
     """Convert, and return the exit code; the last line on standard error states what failed."""
-    source, target = map(Path, sys.argv[1:])
+    target, *sources = map(Path, sys.argv[1:])
     limit_memory(SETUP_MEMORY)
     try:
-        target.write_bytes(msgspec.json.encode(convert(source)))
+        target.write_bytes(msgspec.json.encode(convert(*sources)))
     except Exception as error:  # whatever a broken tokenizer leads to
         print(" ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
         return 1

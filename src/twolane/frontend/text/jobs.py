@@ -88,6 +88,8 @@ class TokenizerSetup(msgspec.Struct, frozen=True):
     name: str
     tokenizer: str
     """Directory or GGUF file with the tokenizer."""
+    chat_template: str | None
+    """File of the chat template in place of the model's own."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -97,6 +99,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """The tokenizer: a `TokenizerFile` as JSON."""
     template: str | None
     """Source of the chat template for tools; None: there is none that works."""
+    shows_tools: bool
+    """Whether that template shows tools."""
     has_chat: bool
     """Whether there is a chat template that works without tools."""
     variables: frozenset[str]

@@ -56,6 +56,10 @@ class TemplateForm(msgspec.Struct, frozen=True):
         """Whether the template renders tool calls."""
         return self.arguments is not None or self.named_calls or bool(self.calls_as_text)
 
+    def has_role(self, role: str) -> bool:
+        """Return whether the template renders messages of a role."""
+        return role in self.text_roles or role in self.part_roles
+
     def adapted(self, turn: Message) -> list[dict[str, Any]]:
         """Return a message as the message or messages that the template reads."""
         if not self.named_calls:

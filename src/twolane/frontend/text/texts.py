@@ -60,6 +60,8 @@ class Texts:
         self.codec = codec
         self.template_source = None if loaded is None else loaded.template
         """Source of the chat template for tools; None: there is none that works."""
+        self.shows_tools = loaded is not None and loaded.shows_tools
+        """Whether that template shows tools."""
         self.has_chat_template = loaded is not None and loaded.has_chat
         """Whether there is a chat template that works without tools."""
         self._loaded = loaded
@@ -80,7 +82,8 @@ class Texts:
         """
         if source.tokenizer is None:
             return cls(TextCodec(None))
-        setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer)))
+        template = None if source.chat_template is None else str(source.chat_template)
+        setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer), template))
         sandbox = Sandbox(
             "twolane.frontend.text.worker", setup, limits, "long texts wait to be tokenised"
         )

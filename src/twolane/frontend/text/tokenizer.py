@@ -121,7 +121,7 @@ def add_note(source: ModelSource, note: str) -> None:
     file = load_file(source)
     if source.tokenizer is not None and note not in file.notes:
         noted = msgspec.structs.replace(file, notes=[*file.notes, note])
-        write_cache(_kept(source.tokenizer), msgspec.json.encode(noted))
+        write_cache(_kept(source), msgspec.json.encode(noted))
 
 
 def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
@@ -136,14 +136,14 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
     """
     if source.tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer")
-    kept = _kept(source.tokenizer)
+    kept = _kept(source)
     try:
         return read_file(kept.read_bytes())
     except OSError:
         pass
     except ValueError as error:
         log.warning("%s is damaged and is rebuilt: %s", kept, error)
-    return read_file(_convert(source.name, source.tokenizer, kept))
+    return read_file(_convert(source, kept))
 
 
 def read_file(
@@ -215,13 +215,20 @@ def decoding(backend: str) -> str:
     return msgspec.json.encode({"version": "1.0", **nothing, **kept, "model": words}).decode()
 
 
-def _kept(path: Path) -> Path:
-    return cache_dir() / "tokenizers" / f"{_fingerprint(path)}.json"
+def _kept(source: ModelSource) -> Path:
+    return cache_dir() / "tokenizers" / f"{_fingerprint(source)}.json"
 
 
-def _fingerprint(path: Path) -> str:
+def _read(source: ModelSource) -> list[Path]:
+    """Return the paths that a tokenizer is converted from."""
+    return [path for path in (source.tokenizer, source.chat_template) if path is not None]
+
+
+def _fingerprint(source: ModelSource) -> str:
     """Return a fingerprint of the tokenizer's files and of the code that reads them."""
-    files = [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
+    files = list[Path]()
+    for path in _read(source):
+        files += [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
     parts = [str(_FORMAT), version("transformers"), version("tokenizers")]
     for file in files:
         stat = file.stat()
@@ -229,16 +236,19 @@ def _fingerprint(path: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _convert(name: str, path: Path, kept: Path) -> bytes:
+def _convert(source: ModelSource, kept: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
         made = Path(scratch) / "tokenizer.json"
-        command = [sys.executable, "-m", "twolane.frontend.text.convert", str(path), str(made)]
+        command = [sys.executable, "-m", "twolane.frontend.text.convert", str(made)]
+        command += map(str, _read(source))
         run = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
         if run.returncode != 0:
             lines = run.stderr.strip().splitlines()
-            raise ValueError(f"{name}: no tokenizer: {lines[-1] if lines else 'unknown reason'}")
+            raise ValueError(
+                f"{source.name}: no tokenizer: {lines[-1] if lines else 'unknown reason'}"
+            )
         data = made.read_bytes()
     write_cache(kept, data)
     return data

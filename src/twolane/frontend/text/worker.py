@@ -39,11 +39,13 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     """
     setup = msgspec.msgpack.decode(data, type=TokenizerSetup)
     source = ModelSource("dir", setup.name, None, Path(setup.tokenizer))
+    source = source.with_chat_template(setup.chat_template)
     file, tokenizer = load_both(source)
     codec = TextCodec(tokenizer)
     loaded = Loaded(
         msgspec.json.encode(file),
         codec.template_source,
+        codec.shows_tools,
         codec.has_chat_template,
         codec.template_variables(tools=False),
         codec.template_variables(tools=True),

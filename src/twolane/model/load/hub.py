@@ -14,12 +14,13 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from twolane.common.checked_json import read_json
+from twolane.common.errors import FieldError
 from twolane.common.files import (
     expanded,
     is_file,
@@ -78,6 +79,23 @@ class ModelSource:
     """Directory or GGUF file with the tokenizer, if there is one."""
     recommended: Mapping[str, float] = field(default_factory=dict)
     """Values that an alias's model card recommends, by the names of `SamplingParams`."""
+    chat_template: Path | None = None
+    """File of the chat template in place of the model's own."""
+
+    def with_chat_template(self, file: str | None) -> Self:
+        """Return the model with the chat template of a file; None: with its own.
+
+        Raises:
+            FieldError: there is no such file, or the model has no tokenizer.
+        """
+        if file is None:
+            return self
+        if self.tokenizer is None:
+            raise FieldError("chat_template", "needs a model with a tokenizer")
+        path = expanded(file)
+        if not is_file(path):
+            raise FieldError("chat_template", f"must be a file, and there is none at {file}")
+        return replace(self, chat_template=path)
 
     @cached_property
     def facts(self) -> ModelFacts:

@@ -81,7 +81,8 @@ class Service:
         self.tracing: Tracer | None = None
         """Tracing of requests; None: not traced."""
         self.availability = Availability(engine)
-        self.preparer = Preparer(engine, texts, formats or ModelFormats(texts.template_source))
+        formats = formats or ModelFormats(texts.template_source, shows_tools=texts.shows_tools)
+        self.preparer = Preparer(engine, texts, formats)
         self.body_checker = BodyChecker()
         """Checks large bodies in a sandbox."""
 
