@@ -1,4 +1,4 @@
-"""What launches are told late or piece by piece: masks, of which two may be missing, and pages."""
+"""What launches are told: masks, of which two may be missing, pages, and what they wait for."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,6 +32,7 @@ class Lanes:
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
         self.works: list[Work] = []
+        self.after: list[Sequence[int]] = []
         self.told: list[tuple[int, Sequence[TokenMask]]] = []
 
     def clock(self) -> float:
@@ -42,6 +43,7 @@ class Lanes:
         ticket.number = len(self.tickets)
         self.tickets.append(ticket)
         self.works.append(work)
+        self.after.append(after)
         return ticket
 
     def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
@@ -126,6 +128,19 @@ def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> 
     engine._end("a", "abort")
     engine.reap()
     assert lanes.told[3:] == [(4, ()), (5, ())], "launches that nobody is left in wait for nothing"
+
+
+def test_a_launch_names_one_in_another_lane_that_is_done() -> None:
+    """Other ranks may not have ended it."""
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    engine.take([submit("a", 20, 8)])
+    prefill(engine, "a")
+    lanes.end(0, 7)
+    engine.reap()
+    assert engine.carry_out(STEP)
+    assert engine.carry_out(STEP)
+    assert lanes.after == [(), (0,), ()]
 
 
 def test_banned_sequences_wait_for_a_token_and_for_the_grammars_beside_them(

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.engine.world import PAGE, make_checkpoint
 from tests.lanes.test_real_threads import PATIENCE, ThreadedWorld
 from tests.model.doubled import _double
 from twolane.common.resources import usable_cores
-from twolane.lanes.base import Step
+from twolane.lanes.base import Step, Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import AwaitMasks, Runner, no_late_masks
 from twolane.lanes.ranks.cpu_follower import carry_out
@@ -52,6 +52,7 @@ from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import ModelSource, resolve
 from twolane.model.load.weights import load_weights
+from twolane.parallel import group
 from twolane.parallel.group import CpuGroup
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
@@ -60,6 +61,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS, FULL_WORLDS = 4, 100
 DELAY = 0.004
 """Most seconds that a rank is held up before a step."""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank that waits for another in vain fail in time to say why."""
+    monkeypatch.setattr(group, "COLLECTIVE_TIMEOUT_SECONDS", PATIENCE)
 
 
 @cache
@@ -108,6 +115,7 @@ class Nearby:
     def __init__(self, runner: Runner) -> None:
         self.lanes = CpuLanes(runner, usable_cores(), lambda: None)
         self._records: SimpleQueue[bytes | None] = SimpleQueue()
+        self.lanes.explain = self._fail
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -133,21 +141,39 @@ class Nearby:
         self._thread.join(timeout)
         self.lanes.close(timeout)
 
+    def _fail(self, error: BaseException) -> BaseException:
+        """Keep the first error, which rank 0 then raises when it has waited long enough."""
+        self.error = self.error or error
+        return error
+
     def _follow(self) -> None:
         try:
             while (encoded := self._records.get()) is not None:
                 carry_out(self.lanes, decode(encoded))
         except BaseException as error:
-            self.error = error
+            self._fail(error)
+
+
+def ranked(first: Runner, second: Runner, notify: Callable[[], None] = lambda: None) -> RankedLanes:
+    """The lanes of rank 0, with this other rank."""
+    lanes = CpuLanes(first, usable_cores(), notify)
+    return RankedLanes(lanes, Nearby(second))  # type: ignore[arg-type]
+
+
+def wait_for(ticket: Ticket) -> None:
+    """Wait until rank 0 has ended a launch."""
+    until = time.monotonic() + PATIENCE
+    while not ticket.done:
+        assert time.monotonic() < until, "a rank stands still"
+        time.sleep(0.001)
+    ticket.check()
 
 
 class RankedWorld(ThreadedWorld):
     """A world whose lanes are those of two ranks."""
 
     def make_lanes(self, runner: Runner) -> Any:
-        first, second = ranks(self.pages, self.slots)
-        lanes = CpuLanes(first, usable_cores(), self.news.set)
-        return RankedLanes(lanes, Nearby(second))  # type: ignore[arg-type]
+        return ranked(*ranks(self.pages, self.slots), self.news.set)
 
 
 @pytest.mark.timeout(1800)
@@ -261,6 +287,31 @@ def some_work(layers: int) -> list[Work]:
         DecodeWork((DecodeRow(0, 6, 1),), 1),
         HybridWork((DecodeRow(0, 7, 1),), (PromptRow(1, 0, 5),), (other,), (second,)),
     ]
+
+
+def test_a_slice_follows_the_one_before_it_on_every_rank() -> None:
+    """Rank 0 has ended that one, in the other lane, and the other rank has not kept its hidden
+    states yet."""
+
+    class Slow(Runner):
+        def _slice(self, work: PrefillWork, hidden: Tensor) -> Tensor:
+            hidden = super()._slice(work, hidden)
+            if not work.finishes:
+                launched.wait(PATIENCE)
+                time.sleep(0.05)
+            return hidden
+
+    launched = threading.Event()
+    first, second = ranks(8, 4)
+    second.__class__ = Slow
+    lanes = ranked(first, second)
+    slices = some_work(first._decoder.spec.layers)[:2]
+    before = lanes.launch("prefill", lanes.units, slices[0], ())
+    wait_for(before)
+    last = lanes.launch("decode", lanes.units, slices[1], (before.number,))
+    launched.set()
+    wait_for(last)
+    lanes.close(PATIENCE)
 
 
 def last_accesses(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[tuple[float, float]]:

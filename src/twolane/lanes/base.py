@@ -175,7 +175,8 @@ class Lanes(Protocol):
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """Queue work after what is queued in that lane and in lanes that exclude it (`EXCLUSIVE`).
 
-        It begins when the launches with the numbers `after` are done.
+        It begins when the launches with the numbers `after` are done, on every rank: they may name
+        launches that are done here already.
 
         Never blocks. The units of the prefill lane are counted from one end of the device, those
         of the decode lane from the other: they overlap only if they add up to more than all.

@@ -292,10 +292,11 @@ def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> lis
     """Return the tickets of other lanes that must end before a launch may use these allocations.
 
     A lane runs in order, so only launches in other lanes count. The last launch that names an
-    allocation begins after all earlier ones have ended.
+    allocation begins after all earlier ones have ended. Launches that are done count, too: another
+    rank may not have ended them.
     """
     last = dict.fromkeys([allocation.last_ticket for allocation in allocations])
-    return [t for t in last if t is not None and t.lane != lane and not t.done]
+    return [t for t in last if t is not None and t.lane != lane]
 
 
 def _inputs(chunks: Sequence[BatchChunk]) -> tuple[PromptChunk, ...]:

@@ -136,7 +136,8 @@ class CudaLanes:
         """See `Lanes.launch`."""
         before = self._open.pending(after)
         ticket = self._open.add(CudaTicket(lane, units))
-        launch = partial(self._launch, ticket, work, before)
+        record = LaunchRecord(lane, units, work, tuple(after), ticket.number)
+        launch = partial(self._launch, ticket, record, before)
         self._launcher.submit(launch, _turn(lane, work, before))
         return ticket
 
@@ -188,9 +189,11 @@ class CudaLanes:
         """Return a future that is done when the device has finished all launches."""
         return self._launcher.thread.submit(torch.cuda.synchronize)
 
-    def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
-        queue = partial(self._queue, ticket, work, after)
-        names = _names(ticket.lane, work)
+    def _launch(
+        self, ticket: CudaTicket, record: LaunchRecord, after: Sequence[CudaTicket]
+    ) -> None:
+        queue = partial(self._queue, ticket, record, after)
+        names = _names(record.lane, record.work)
         self._run_or_defer(_Deferred(names, partial(self._timed, ticket, queue), ticket, after))
         self._end_ready()
 
@@ -250,9 +253,10 @@ class CudaLanes:
         return WatchedLaunch(ticket, half.begun, queued, half.after)
 
     def _queue(
-        self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]
+        self, ticket: CudaTicket, record: LaunchRecord, after: Sequence[CudaTicket]
     ) -> WatchedLaunch | None:
         """Queue a launch; return None if its second half waits for masks."""
+        work = record.work
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
             used = used_by(ticket.lane, work)
@@ -262,8 +266,7 @@ class CudaLanes:
             begun = new_event(timing=True)
             begun.record(stream)
             between = self._between_layers() if is_slice(ticket.lane, work) else None
-            numbers = tuple([other.number for other in after])
-            self._log(LaunchRecord(ticket.lane, ticket.units, work, numbers, ticket.number))
+            self._log(record)
             queued = self.runner.run(work, ticket.lane, ticket.units, between)
             if queued.end is not None:
                 self._halves[ticket.number] = HalfLaunch(

@@ -34,7 +34,7 @@ from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import BatchRows, SamplingPoints
 from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
-from twolane.lanes.work import PrefillWork, TokenMask, Work
+from twolane.lanes.work import LaunchRecord, PrefillWork, TokenMask, Work
 from twolane.parallel.group import awaited, meet
 from twolane.parallel.peer_memory import PeerGroup, map_each_other
 
@@ -167,10 +167,12 @@ class DecodeLanes(CudaLanes):
         self._arrived[number] = arrival
         self._end_ready()
 
-    def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
-        if isinstance(work, PrefillWork) and not work.late:
+    def _launch(
+        self, ticket: CudaTicket, record: LaunchRecord, after: Sequence[CudaTicket]
+    ) -> None:
+        if isinstance(record.work, PrefillWork) and not record.work.late:
             self._masks[ticket.number] = ()  # its end waits for no masks, but for its pages
-        super()._launch(ticket, work, after)
+        super()._launch(ticket, record, after)
 
     def _ready(self) -> Collection[int]:
         """See `CudaLanes._ready`: slices that have arrived, and decode steps."""
