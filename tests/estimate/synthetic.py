@@ -2,9 +2,12 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 
 import numpy as np
 
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Key, Neighbour, Profile, Sample, load_of, model_digest
 from twolane.estimate.query import Load
 from twolane.model.shapes import SHAPES
@@ -40,6 +43,16 @@ def profile(noise: float = 0.0, rounds: int = 24, seed: int = 0) -> Profile:
     for point in plan(LIMITS, seed, rounds):
         result.samples += _samples(point, lambda: draw.lognormvariate(0.0, noise))
     return result
+
+
+def calibrated() -> Calibrated:
+    """The estimator of a profile with noise; fitted once, and everybody's own."""
+    return deepcopy(_calibrated())
+
+
+@cache
+def _calibrated() -> Calibrated:
+    return Calibrated(profile(noise=0.01))
 
 
 def _samples(point: Point, error: Callable[[], float]) -> list[Sample]:

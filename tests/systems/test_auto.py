@@ -26,7 +26,6 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import PACE_FRACTION
 from twolane.estimate.base import Estimator
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.kernels.sizes import SIZES
@@ -58,7 +57,7 @@ from twolane.workload.spec import WorkloadSpec
 
 BOTH = [level for level in LEVELS if all(level)]
 LEAD = Auto().lead_seconds
-KNOWN = Calibrated(synthetic.profile(noise=0.01))
+KNOWN = synthetic.calibrated()
 
 
 def plan(estimator=KNOWN, memory=None, **more):

@@ -10,7 +10,6 @@ import pytest
 
 from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
@@ -201,7 +200,7 @@ def test_a_pass_behind_both_lanes_decodes_those_whose_prompts_end_before_it() ->
     """The whole device excludes the lanes: it begins when both have ended, as is predicted."""
     script = PassBehindLanes([])
     arrivals = [(0.0, submit("a", 100, 9)), (0.1, submit("b", 3000, 9)), (0.1, submit("c", 80, 9))]
-    sim = simulate(script, arrivals, estimator=Calibrated(synthetic.profile(noise=0.01)))
+    sim = simulate(script, arrivals, estimator=synthetic.calibrated())
     (behind,) = [ran for ran in sim.record.of("device") if "c" in ran.requests][:1]
     (prompt,) = sim.record.of("prefill")
     assert behind.requests == ["a", "b", "c"]
@@ -234,7 +233,7 @@ def test_a_lane_begins_when_the_whole_device_is_free() -> None:
     """And is predicted to, though no request is in both."""
     script = SliceBehindStep([])
     arrivals = [(0.0, submit("a", 100, 9)), (0.1, submit("b", 10, 9))]
-    sim = simulate(script, arrivals, estimator=Calibrated(synthetic.profile(noise=0.01)))
+    sim = simulate(script, arrivals, estimator=synthetic.calibrated())
     prompt = sim.record.of("prefill")[1]
     assert prompt.start in [step.end for step in sim.record.of("device")]
     assert script.untils[0]["prefill"] > script.untils[0]["device"]

@@ -18,7 +18,6 @@ from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.predict import machine_key
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.names import EstimatorName
 from twolane.estimate.papers.guard import ContentionGuard
@@ -132,7 +131,7 @@ def test_an_idle_engine_plans_nothing_and_wants_no_waking(name: str) -> None:
 @pytest.mark.parametrize("name", SYSTEM_NAMES)
 def test_who_says_that_it_reads_no_slo_serves_the_same_under_any(name: str) -> None:
     """The server's and a request's own, tight and loose; and who reads them is told apart."""
-    estimator = Calibrated(synthetic.profile(noise=0.01))
+    estimator = synthetic.calibrated()
 
     def served(server: Slo, own: Slo) -> object:
         asked = [(0.02 * i, submit(f"r{i}", 90 + 240 * (i % 3), 12, slo=own)) for i in range(8)]

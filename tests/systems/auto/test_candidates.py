@@ -5,12 +5,11 @@ import pytest
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS
 from twolane.estimate.base import Estimator
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.systems.auto.candidates import Candidates, cut
 
-KNOWN = Calibrated(synthetic.profile(noise=0.01))
+KNOWN = synthetic.calibrated()
 DECODE, BATCH = Load.decode([1000] * 16), Load([2000], [0])
 STEP = 0.006
 

@@ -4,11 +4,10 @@ import pytest
 
 from tests.estimate import synthetic
 from tests.systems.handmade import view, waiting
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.systems.auto.costs import REFERENCE_TOKENS, PrefillCosts
 
-KNOWN = Calibrated(synthetic.profile(noise=0.01))
+KNOWN = synthetic.calibrated()
 
 
 def test_a_short_prompt_costs_its_part_of_the_reference_batch() -> None:

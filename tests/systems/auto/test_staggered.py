@@ -7,7 +7,6 @@ import pytest
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from twolane.engine.config import EngineConfig
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
@@ -21,7 +20,7 @@ from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
 from twolane.systems.view import LaneView
 from twolane.workload.spec import WorkloadSpec
 
-KNOWN = Calibrated(synthetic.profile(noise=0.01))
+KNOWN = synthetic.calibrated()
 LEAD = Auto().lead_seconds
 P, D = 116, 16
 CHOICE = Candidate("staggered", (P, D), 8, 0.0025, 0, 0.048, 0.9, 0.9, beside=0.020, ahead=0.004)

@@ -2,12 +2,11 @@
 
 from tests.estimate import synthetic
 from tests.systems.handmade import UNITS, decoding, view
-from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.query import Load, decode_step
 from twolane.slo import Slo
 from twolane.systems.auto.target import DEFAULT_TBT_SECONDS, DEFAULT_TBT_STEPS, target_tbt
 
-KNOWN = Calibrated(synthetic.profile(noise=0.01))
+KNOWN = synthetic.calibrated()
 
 
 def step_over(*contexts: int) -> float:
