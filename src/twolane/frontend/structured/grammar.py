@@ -16,9 +16,9 @@ from twolane.engine.constrained.matching import (
     parser_limits,
 )
 from twolane.frontend.parsers.reasoning import ThinkingMarks
+from twolane.frontend.structured.ecma import rust_regex
 from twolane.frontend.structured.gbnf import is_lark, plain_gbnf
 from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
-from twolane.frontend.structured.patterns import with_plain_digits
 from twolane.frontend.structured.schema import plain_schema
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
@@ -47,8 +47,12 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 def regex_grammar(regex: str) -> str:
-    """Return the grammar of all strings that match a regular expression as a whole."""
-    return LLMatcher.grammar_from_regex(with_plain_digits(regex))
+    """Return the grammar of all strings that match a regular expression as a whole.
+
+    Raises:
+        ValueError: see `rust_regex`.
+    """
+    return LLMatcher.grammar_from_regex(rust_regex(regex))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -27,16 +27,9 @@ EQUAL: Mapping[str, str] = MappingProxyType(
 MAX_SPLIT_LENGTH = 1024
 """Characters of an expression up to which it is searched for look-ahead: that takes quadratic time
 in the worst case."""
-ESCAPE = re.compile(r"\\.", re.DOTALL)
 AHEAD = "(?="
 STRUCTURE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 """Escapes and classes, which are skipped, and the marks of groups and alternatives."""
-
-
-def with_plain_digits(expression: str) -> str:
-    r"""Return an expression whose `\d` stands for 0 to 9, as in JavaScript and in vLLM, and not for
-    the digits of all scripts."""
-    return ESCAPE.sub(lambda found: "[0-9]" if found[0] == r"\d" else found[0], expression)
 
 
 def without_look_ahead(expression: str) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from twolane.common.checked_json import Json
+from twolane.frontend.structured.ecma import rust_regex
 from twolane.frontend.structured.patterns import EQUAL, without_look_ahead
 
 ONE = frozenset(
@@ -21,7 +22,7 @@ ONE = frozenset(
 """Keywords with a schema; `items` may also have several."""
 SEVERAL = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 """Keywords with a list of schemas."""
-NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "properties"})
 """Keywords with schemas by name."""
 COUNTS = frozenset(
     {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
@@ -84,7 +85,7 @@ def plain_schema(schema: object) -> Json:
     """Return an equivalent schema with only keywords that llguidance supports.
 
     Raises:
-        ValueError: it allows no value, or is no schema.
+        ValueError: it allows no value, is no schema, or has a pattern that `rust_regex` refuses.
     """
     if schema is True:
         return {}
@@ -141,7 +142,7 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
     if isinstance(form := plain.get("format"), str) and form in MOMENTS:
         plain = _also_matching(plain, MOMENTS[form])
     if isinstance(pattern := plain.get("pattern"), str):
-        first, *more = without_look_ahead(pattern)
+        first, *more = map(rust_regex, without_look_ahead(pattern))
         plain["pattern"] = first
         for each in more:
             plain = _also_matching(plain, each)
@@ -170,6 +171,8 @@ def _also_matching(schema: Json, pattern: str) -> Json:
 
 
 def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
+    if name == "patternProperties" and isinstance(value, Mapping):
+        return {rust_regex(key): _plain(each, root) for key, each in value.items()}
     if name in NAMED and isinstance(value, Mapping):
         return {key: _plain(each, root) for key, each in value.items()}
     if name in SEVERAL and isinstance(value, list):
@@ -233,7 +236,7 @@ def _with_names(schema: Json, names: Any, root: Mapping[str, Any]) -> Json:
         case {"const": str(only), **others} if not others:
             keywords = {"properties": {only: value}}
         case {"pattern": str(pattern), **others} if not others:
-            keywords = {"patternProperties": {pattern: value}}
+            keywords = {"patternProperties": {rust_regex(pattern): value}}
         case {"minLength": _} | {"maxLength": _} as lengths if not _unknown_lengths(lengths):
             keywords = {"patternProperties": {_of_length(lengths): value}}
         case _:
