@@ -14,6 +14,8 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Refused, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar, regex_grammar
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
 
 EOS = 2
@@ -47,6 +49,10 @@ def tokenizer():
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return made
+
+
+def vocabulary(words=None):
+    return TextCodec(ModelTokenizer(words or tokenizer(), None, {})).vocabulary()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ def check(text, grammar):
 async def serve(config, count):
     client = await EngineClient.start(config)
     try:
-        client.send_vocabulary(tokenizer().to_str())
+        client.send_vocabulary(vocabulary())
         return await ask(client, requests(count)), client.stats.preemptions
     finally:
         await client.close()
@@ -134,7 +140,7 @@ async def refusals(config):
     try:
         [early] = requests(1)
         too_early = await ask(client, [early])
-        client.send_vocabulary(tokenizer().to_str())
+        client.send_vocabulary(vocabulary())
         bad = replace(early.params, grammar=regex_grammar("("))
         answers = await ask(client, [replace(early, id="bad", params=bad), *requests(6)])
         return too_early["r0"][1], answers
@@ -158,7 +164,7 @@ async def abort_and_free(config):
     """A constrained request is given up; the one that has its slot next is free."""
     client = await EngineClient.start(config)
     try:
-        client.send_vocabulary(tokenizer().to_str())
+        client.send_vocabulary(vocabulary())
         constrained, free = requests(3)[0], requests(3)[2]
         alone = await ask(client, [free])
         for turn in range(6):

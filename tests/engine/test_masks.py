@@ -4,13 +4,12 @@ import threading
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from tests.server.serving import PATIENCE
 from twolane.engine.constrained import constraints
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
-from twolane.engine.constrained.matching import parser_limits
+from twolane.engine.constrained.matching import matcher_of
 from twolane.frontend.structured.grammar import (
     choice_grammar,
     context_free_grammar,
@@ -18,14 +17,14 @@ from twolane.frontend.structured.grammar import (
     regex_grammar,
 )
 
-from .test_constraints import EOS, GRAMMARS, tokenizer
+from .test_constraints import EOS, GRAMMARS, tokenizer, vocabulary
 
 STOP = 17
 
 
 def said(vocab_size: int, text: str) -> list[Constraint]:
     """Requests that have said this much of an answer, by a grammar each, and what is no answer."""
-    grammars = Grammars(tokenizer().to_str(), vocab_size, (EOS,), lambda: None, groups=2)
+    grammars = Grammars(vocabulary(), vocab_size, (EOS,), lambda: None, groups=2)
     asked = [regex_grammar("[0-9]+"), GRAMMARS[1], regex_grammar("[0-9]+"), GRAMMARS[1]]
     made = [grammars.constraint(each, {EOS, STOP}).result()[0] for each in asked]
     for token in tokenizer().encode(text).ids:
@@ -43,9 +42,9 @@ def test_masks_of_a_batch_are_those_of_each_alone(vocab_size: int) -> None:
     assert told.wait(PATIENCE)
     assert isinstance(failed, GrammarError)
     assert "-" in str(failed)
-    vocabulary = LLTokenizer(tokenizer().to_str(), eos_token=[EOS])
+    texts = vocabulary().matching([EOS])
     for grammar, mask in zip((regex_grammar("[0-9]+"), GRAMMARS[1]), masks, strict=False):
-        alone = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        alone = matcher_of(texts, grammar)
         assert alone.consume_tokens(tokenizer().encode("123").ids)
         bits = np.unpackbits(np.frombuffer(alone.compute_bitmask(), np.uint8), bitorder="little")
         wanted = {*np.flatnonzero(bits[:vocab_size]).tolist()}
@@ -65,7 +64,7 @@ def test_a_mask_that_is_computed_by_itself_is_the_same() -> None:
 
 
 def grammars() -> Grammars:
-    return Grammars(tokenizer().to_str(), 99, (EOS,), lambda: None, groups=2)
+    return Grammars(vocabulary(), 99, (EOS,), lambda: None, groups=2)
 
 
 def test_a_grammar_that_takes_long_to_compile_is_slow_in_all_groups(
@@ -100,7 +99,7 @@ def test_a_grammar_that_takes_longer_with_each_token_is_given_up() -> None:
     """Its last token is taken with the lock of the interpreter held, for tenths of a second."""
     words = Tokenizer.from_str(tokenizer().to_str())
     words.add_tokens([AddedToken("a" * 200, normalized=False)])
-    made = Grammars(words.to_str(), 150, (EOS,), lambda: None, groups=1)
+    made = Grammars(vocabulary(words), 150, (EOS,), lambda: None, groups=1)
     constraint = made.constraint(context_free_grammar("start: s\ns: s s | /./"), {EOS}).result()[0]
     for _ in range(3):
         constraint.take(words.token_to_id("a" * 200))

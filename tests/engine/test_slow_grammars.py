@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-from tests.engine.test_constraints import EOS, GRAMMARS, ask, requests, tokenizer
+from tests.engine.test_constraints import EOS, GRAMMARS, ask, requests, vocabulary
 from tests.engine.test_constraints import model as model
 from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
 from twolane.engine.constrained import constraints
-from twolane.engine.constrained.matching import parser_limits
+from twolane.engine.constrained.matching import matcher_of
 from twolane.engine.engine import Engine
 from twolane.engine.loop import turn
-from twolane.engine.messages import Outputs, Submit, Vocabulary
+from twolane.engine.messages import Outputs, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
 from twolane.sampling import SamplingParams
@@ -45,8 +45,7 @@ may begin some milliseconds."""
 
 @pytest.fixture(scope="module")
 def matcher() -> LLMatcher:
-    vocabulary = LLTokenizer(tokenizer().to_str(), eos_token=[EOS])
-    return LLMatcher(vocabulary, SLOW, limits=parser_limits())
+    return matcher_of(vocabulary().matching([EOS]), SLOW)
 
 
 def check(matcher: LLMatcher, tokens: list[int]) -> None:
@@ -98,7 +97,7 @@ def loop_of(model: str, system: str) -> Iterator[Loop]:
     woken = threading.Event()
     built = build(config, woken.set, lambda stage, fraction: None)
     try:
-        built.engine.take([Vocabulary(tokenizer().to_str())])
+        built.engine.take([vocabulary()])
         yield Loop(built.engine, woken)
     finally:
         built.close()
@@ -139,7 +138,7 @@ def test_answers_follow_slow_grammars_when_they_are_computed_again(
     async def serve() -> tuple[dict[str, tuple[list[int], object]], int]:
         client = await EngineClient.start(config)
         try:
-            client.send_vocabulary(tokenizer().to_str())
+            client.send_vocabulary(vocabulary())
             slow = [
                 Submit(f"s{i}", [5 + i] * 30, SamplingParams(seed=i, max_tokens=60, grammar=SLOW))
                 for i in range(5)

@@ -12,11 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
-
 from twolane.common.errors import FieldError
-from twolane.engine.constrained.matching import parser_limits
+from twolane.engine.constrained.matching import matcher_of
 from twolane.frontend.structured.grammar import json_schema_grammar, made_grammar
+from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import resolve
 
@@ -25,8 +24,9 @@ class Suite:
     """Counts what becomes of the cases of a folder."""
 
     def __init__(self) -> None:
-        self._words = load_tokenizer(resolve("smollm2-135m-instruct")).backend
-        self._vocabulary = LLTokenizer(self._words.to_str(), eos_token=[2])
+        tokenizer = load_tokenizer(resolve("smollm2-135m-instruct"))
+        self._words = tokenizer.backend
+        self._vocabulary = TextCodec(tokenizer).vocabulary().matching([2])
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -54,7 +54,7 @@ class Suite:
             self.wrong.append(f"{name}: {test['description']}: {json.dumps(test['data'])[:80]}")
 
     def _takes(self, grammar: str, data: Any) -> bool:
-        matcher = LLMatcher(self._vocabulary, grammar, limits=parser_limits())
+        matcher = matcher_of(self._vocabulary, grammar)
         text = json.dumps(data, ensure_ascii=False)
         ids = self._words.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -15,11 +15,13 @@ from twolane.frontend.structured.jobs import (
     Choices,
     ContextFree,
     GrammarJob,
+    GrammarSetup,
     Regex,
     Schema,
     SchemaText,
 )
 from twolane.frontend.structured.tools import Tool
+from twolane.frontend.text.codec import TextCodec
 
 from .test_structured import chain
 
@@ -35,7 +37,8 @@ def _patient(monkeypatch):
 
 @asynccontextmanager
 async def making(tokenizer, eos=2):
-    made = maker.GrammarMaker(tokenizer.backend.to_str(), [eos])
+    codec = TextCodec(tokenizer)
+    made = maker.GrammarMaker(GrammarSetup(codec.vocabulary(), codec.added_tokens, [eos]))
     try:
         yield made
     finally:

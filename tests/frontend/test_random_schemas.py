@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.engine.constrained.matching import parser_limits
+from twolane.engine.constrained.matching import matcher_of
 from twolane.frontend.structured.grammar import json_schema_grammar, made_grammar
+from twolane.frontend.text.codec import TextCodec
 
 from .random_schemas import random_schema, rooted
 
@@ -40,12 +40,12 @@ def valid(schema, text):
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer):
-    return LLTokenizer(tokenizer.backend.to_str(), eos_token=[2])
+    return TextCodec(tokenizer).vocabulary().matching([2])
 
 
 def walk(vocabulary, grammar, closing, chance):
     """Choose tokens at random; return them if the walk ends by itself."""
-    matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+    matcher = matcher_of(vocabulary, grammar)
     chosen = []
     for _ in range(80):
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)

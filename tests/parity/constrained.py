@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from msgspec.structs import replace
 
-from tests.engine.test_constraints import EOS, GRAMMARS, tokenizer
+from tests.engine.test_constraints import EOS, GRAMMARS, vocabulary
 from tests.engine.test_slow_grammars import SLOW
 from tests.parity.judge import Judge, Tally
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
-from twolane.engine.constrained.matching import parser_limits
+from twolane.engine.constrained.matching import matcher_of
 from twolane.engine.messages import Submit
 from twolane.frontend.structured.grammar import regex_grammar
 
@@ -35,8 +34,7 @@ def constrained(requests: Sequence[Submit] = tuple(REQUESTS)) -> list[Submit]:
 
 def limited(model: Callable[..., Any], grammar: str) -> Callable[..., Any]:
     """A reference whose logits of an output are those of tokens that the grammar allows."""
-    vocabulary = LLTokenizer(tokenizer().to_str(), eos_token=[EOS])
-    fresh = LLMatcher(vocabulary, grammar, limits=parser_limits())
+    fresh = matcher_of(vocabulary().matching([EOS]), grammar)
 
     def call(whole: torch.Tensor, logits_to_keep: int) -> Any:
         said = model(whole, logits_to_keep=logits_to_keep)

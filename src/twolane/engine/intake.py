@@ -66,7 +66,7 @@ class Intake:
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Take requests with grammars from now on."""
         names = self._model.vocab_size, self._eos_token_ids
-        self._grammars = Grammars(vocabulary.tokenizer, *names, self._notify)
+        self._grammars = Grammars(vocabulary, *names, self._notify)
 
     def submit(self, message: Submit) -> None:
         """Let a request wait for the system, hold it back, or refuse it."""

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from twolane.devices import LaneName
+from twolane.engine.constrained.vocabulary import Vocabulary as Vocabulary
 from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.sampling import PackedLogprobs as PackedLogprobs
 from twolane.sampling import SamplingParams
@@ -56,13 +57,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Name of the adapter that answers; None: the base model does."""
     rules: TokenRules = TokenRules()
     """Rules on the output's tokens that follow from `params`."""
-
-
-class Vocabulary(msgspec.Struct, frozen=True, tag=True):
-    """The model's tokenizer; sent once, before the first request that has a grammar."""
-
-    tokenizer: str
-    """The content of a `tokenizer.json`."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -188,16 +188,13 @@ class EngineClient:
         self._send(request)
         self._sinks[request.id] = sink
 
-    def send_vocabulary(self, tokenizer: str) -> None:
-        """Send the model's tokenizer before the first request with a grammar.
-
-        Args:
-            tokenizer: the content of a `tokenizer.json`.
+    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Send the texts of the model's tokens before the first request with a grammar.
 
         Raises:
             EngineError: the engine is gone.
         """
-        self._send(Vocabulary(tokenizer))
+        self._send(vocabulary)
 
     def finish(self, id: str, tokens: int) -> None:
         """Tell the engine that an answer is complete with its first `tokens` tokens; its ending

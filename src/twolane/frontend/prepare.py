@@ -1,5 +1,6 @@
 """Makes requests ready for the engine: all checks, and all that is derived from a request, once."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
-from twolane.engine.messages import TokenRules
+from twolane.engine.messages import TokenRules, Vocabulary
 from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.generate_request import (
@@ -18,6 +19,7 @@ from twolane.frontend.generate_request import (
     GenerateRequest,
     PromptError,
 )
+from twolane.frontend.structured.jobs import GrammarSetup
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import SWITCHES, TextCodec
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
@@ -89,6 +91,8 @@ class Preparer:
         self._context = engine.ready.max_model_len
         self._maker: GrammarMaker | None = None
         """Compiles grammars; started by the first one."""
+        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+        """The texts of the tokens, for grammars; None until the first of them."""
         self._vocabulary_sent = False
         """Whether the engine has the tokenizer, which it needs for grammars."""
 
@@ -109,8 +113,11 @@ class Preparer:
         params = request.sampling
         if form.grammar is not None:
             params = replace(params, grammar=form.grammar)
-        if params.grammar is not None:
-            self._send_vocabulary()
+        if params.grammar is not None and self.codec.has_tokenizer:
+            vocabulary = await self._token_texts("grammar")
+            if not self._vocabulary_sent:
+                self._engine.send_vocabulary(vocabulary)
+                self._vocabulary_sent = True
         text = replace(request.text, thinking=form.thinking)
         if form.shows_special:
             text = replace(text, skip_special_tokens=False)
@@ -270,9 +277,10 @@ class Preparer:
         form = self._formats.of(options, end, None if asked is None else asked.continued)
         if form.grammar_job is None:
             return form
+        vocabulary = await self._token_texts(form.grammar_job.field)
         if self._maker is None:
             eos = self._engine.ready.eos_token_ids
-            self._maker = GrammarMaker(self.codec.tokenizer_json, eos)
+            self._maker = GrammarMaker(GrammarSetup(vocabulary, self.codec.added_tokens, eos))
         return form._replace(grammar=await self._maker.make(form.grammar_job, client))
 
     def _thinking_tokens(self, params: SamplingParams) -> tuple[int, int] | None:
@@ -290,11 +298,20 @@ class Preparer:
             raise FieldError(field, problem)
         return begin, end
 
-    def _send_vocabulary(self) -> None:
-        """Send the tokenizer to the engine, which needs it for the first request with a grammar."""
-        if self.codec.has_tokenizer and not self._vocabulary_sent:
-            self._engine.send_vocabulary(self.codec.tokenizer_json)
-            self._vocabulary_sent = True
+    async def _token_texts(self, field: str) -> Vocabulary:
+        """Return the texts of the tokens, for a grammar that a field asks for.
+
+        Raises:
+            FieldError: the tokenizer's decoder does not write them independently of each other.
+        """
+        if self._vocabulary is None:
+            making = asyncio.to_thread(self.codec.vocabulary)
+            self._vocabulary = asyncio.ensure_future(making)
+        try:
+            return await asyncio.shield(self._vocabulary)
+        except ValueError as error:
+            problem = f"cannot be served: the model's tokenizer does not serve: {error}"
+            raise FieldError(field, problem) from error
 
 
 def allowed_mask(tokens: Sequence[int] | None, vocab_size: int) -> bytes | None:

@@ -21,6 +21,7 @@ from twolane.engine.constrained.matching import (
     matching_takes_too_long,
     problem_of,
 )
+from twolane.engine.constrained.vocabulary import Vocabulary
 
 KEPT_MATCHERS = 128
 """The compiler keeps this many compiled matchers, the latest, with what they have found out."""
@@ -231,7 +232,7 @@ class Grammars:
     """Compiles grammars for a model's tokenizer, in a thread of its own.
 
     Args:
-        tokenizer: the model's `tokenizer.json`.
+        vocabulary: The texts of the tokenizer's tokens.
         vocab_size: The model's number of tokens.
         eos_token_ids: The model's end tokens; at least one.
         notify: called from that thread when a grammar has been compiled, or cannot be.
@@ -241,13 +242,13 @@ class Grammars:
 
     def __init__(
         self,
-        tokenizer: str,
+        vocabulary: Vocabulary,
         vocab_size: int,
         eos_token_ids: Sequence[int],
         notify: Callable[[], None],
         groups: int | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._texts = vocabulary
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._notify = notify
@@ -311,9 +312,7 @@ class Grammars:
         """
         if self._vocabulary is None:
             try:
-                self._vocabulary = LLTokenizer(
-                    self._tokenizer, eos_token=list(self._eos), slices=list(SLICES)
-                )
+                self._vocabulary = self._texts.matching(self._eos, SLICES)
             except ValueError as error:
                 raise GrammarError(f"the model's tokenizer does not serve: {error}") from error
         return self._vocabulary

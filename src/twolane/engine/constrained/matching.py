@@ -1,5 +1,6 @@
 """Bounds on grammars, which the API process checks and the engine relies on."""
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,11 +33,21 @@ MAX_ERROR_CHARACTERS = 450
 
 
 def matcher_of(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
-    """Return a matcher that reports errors through `problem_of` only: by default the library writes
-    them to standard error, where clients could fill the log."""
+    """Return a matcher of a grammar in llguidance's format.
+
+    It reports errors through `problem_of` only: by default the library writes them to standard
+    error, where clients could fill the log. And the model chooses the tokens also where the grammar
+    leaves one text: the library would have the model's tokenizer choose them.
+    """
     from llguidance import LLMatcher
 
-    return LLMatcher(vocabulary, grammar, log_level=0, limits=parser_limits())
+    try:
+        [first, *others] = json.loads(grammar)["grammars"]
+    except (ValueError, TypeError, LookupError):
+        first, others = {"lark_grammar": grammar}, []
+    chosen = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @whole'}
+    whole = json.dumps({"grammars": [chosen, {**first, "name": "whole"}, *others]})
+    return LLMatcher(vocabulary, whole, log_level=0, limits=parser_limits())
 
 
 def problem_of(matcher: "LLMatcher") -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.engine.messages import Vocabulary
 from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured.tools import Tool
 
@@ -68,8 +69,9 @@ class GrammarJob(msgspec.Struct, frozen=True):
 class GrammarSetup(msgspec.Struct, frozen=True):
     """The model that grammars are compiled for."""
 
-    tokenizer: str
-    """Content of its `tokenizer.json`."""
+    vocabulary: Vocabulary
+    added_tokens: dict[str, int]
+    """Tokens that were added to the tokenizer's own, by text; marks of calls may be among them."""
     eos_token_ids: Sequence[int]
 
 

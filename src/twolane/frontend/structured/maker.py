@@ -1,7 +1,5 @@
 """Compiles and tries grammars in a sandbox with bounded time and memory."""
 
-from collections.abc import Sequence
-
 import msgspec
 
 from twolane.common.errors import FieldError
@@ -23,12 +21,11 @@ class GrammarMaker:
     All methods belong to one event loop.
 
     Args:
-        tokenizer: the model's `tokenizer.json`.
-        eos_token_ids: the model's end-of-sequence tokens.
+        model: the model's tokens.
     """
 
-    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        setup = msgspec.msgpack.encode(GrammarSetup(tokenizer, eos_token_ids))
+    def __init__(self, model: GrammarSetup) -> None:
+        setup = msgspec.msgpack.encode(model)
         self._sandbox = Sandbox(MODULE, setup, LIMITS, "grammars wait to be made")
         self._queues = (
             self._sandbox.queue(SHORT_WORK_NICENESS),

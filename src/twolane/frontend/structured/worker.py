@@ -49,14 +49,13 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Read the vocabulary."""
     setup = msgspec.msgpack.decode(data, type=GrammarSetup)
     try:
-        vocabulary = LLTokenizer(setup.tokenizer, eos_token=list(setup.eos_token_ids))
+        vocabulary = setup.vocabulary.matching(setup.eos_token_ids)
     except ValueError as error:  # it does not go with the model
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
         wrong = msgspec.msgpack.encode(InvalidGrammar(problem))
         return b"", lambda _: wrong
     longest = longest_tokens(vocabulary)
-    added = msgspec.json.decode(setup.tokenizer).get("added_tokens", ())
-    token_of = {token["content"]: token["id"] for token in added}.get
+    token_of = setup.added_tokens.get
     threading.stack_size(STACK)
 
     def handle(job: bytes) -> bytes:

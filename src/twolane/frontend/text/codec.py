@@ -1,8 +1,6 @@
 """Text to tokens and back: prompts, chat templates and incremental detokenising."""
 
 import codecs
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
@@ -12,15 +10,16 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.common.surrogates import with_whole_characters
+from twolane.engine.messages import Vocabulary
 from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.frontend.text.tools_as_text import with_tools_as_text
+from twolane.frontend.text.vocabulary import BYTE_TOKEN, anchor_of, decoder_steps, vocabulary_of
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that clients set for all models; false has no effect on a template without
 them."""
@@ -224,7 +223,6 @@ class TextCodec:
             )
         self._shown: ByteVocabulary | None = None
         self._longest = None if tokenizer is None else tokenizer.longest
-        self._json = None if tokenizer is None else tokenizer.json
         if self._backend is not None and is_byte_level(self._backend.decoder):
             self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
             self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
@@ -274,14 +272,25 @@ class TextCodec:
     def _template_for(self, *, tools: bool) -> ChatTemplate | None:
         return (self._tool_template if tools else None) or self._template
 
+    def vocabulary(self) -> Vocabulary:
+        """Return the texts of the tokens in answers; it takes some tenths of a second.
+
+        Raises:
+            TextError: the model has no tokenizer.
+            ValueError: its decoder writes a token differently after different ones.
+        """
+        bytes_of = None if self._shown is None else self._shown.bytes_of
+        return vocabulary_of(self._tokenizer, bytes_of, self.ends)
+
     @property
-    def tokenizer_json(self) -> str:
-        """Content of `tokenizer.json`.
+    def added_tokens(self) -> dict[str, int]:
+        """The tokens that were added to the tokenizer's own, by text.
 
         Raises:
             TextError: the model has no tokenizer.
         """
-        return self._tokenizer.to_str() if self._json is None else self._json
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a plain prompt.
@@ -447,14 +456,32 @@ class TextCodec:
         return 0 if self._longest is None else length // self._longest
 
     def detokenizer(
-        self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep_space: bool = False,
     ) -> Detokenizer:
-        """Return a detokeniser for an answer to this prompt."""
+        """Return a detokeniser for an answer to this prompt.
+
+        Args:
+            prompt: the tokens of the prompt.
+            skip_special_tokens: true if special tokens are left out of the text.
+            keep_space: true if the answer's first space is kept even if the prompt shows no text.
+        """
         if self._backend is None:
             return NoText()
         if self._shown is not None:
             return ByteDetokenizer(self._text if skip_special_tokens else self._shown, prompt)
+        if keep_space and self._anchor is not None:
+            prompt = [self._anchor, *prompt[1 - MAX_HELD_TOKENS :]]
         return WindowDetokenizer(self._backend, prompt, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        """See `anchor_of`."""
+        tokenizer = self._tokenizer
+        return guarded(lambda: anchor_of(tokenizer, tokenizer.get_vocab_size()))
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -465,11 +492,7 @@ class TextCodec:
 
 def is_byte_level(decoder: decoders.Decoder | None) -> bool:
     """Return whether a decoder only joins bytes."""
-    if decoder is None:
-        return False
-    steps = json.loads(decoder.__getstate__())
-    names = [step["type"] for step in steps.get("decoders", [steps])]
-    return [name for name in names if name != "Fuse"] == ["ByteLevel"]
+    return [s["type"] for s in decoder_steps(decoder) if s["type"] != "Fuse"] == ["ByteLevel"]
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

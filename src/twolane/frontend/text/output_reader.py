@@ -129,7 +129,9 @@ class OutputReader:
         self._hidden = hidden
         self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
         self._detokenizer = codec.detokenizer(
-            prompt, skip_special_tokens=options.skip_special_tokens
+            prompt,
+            skip_special_tokens=options.skip_special_tokens,
+            keep_space=params.grammar is not None,
         )
         self._stops = StopStrings(options.stop, include=options.include_stop)
         gated = options.thinking if options.stop else None

@@ -76,8 +76,6 @@ class ModelTokenizer:
     """Tokens that end an answer, besides those of the model's config."""
     longest: int | None = None
     """A token takes at most this many characters; None: as many as the text has."""
-    json: str | None = None
-    """Complete tokenizer as JSON, where `backend` only decodes."""
 
 
 @contextmanager
@@ -175,7 +173,6 @@ def read_file(
         *templates,
         ends,
         file.longest,
-        file.backend if decodes_only else None,
     )
     return file, tokenizer
 
