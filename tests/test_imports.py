@@ -41,7 +41,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "systems": ("estimate",),
     "engine": ("systems", "estimate", "lanes", *FACTS),
     "frontend": (*MESSAGES, *FACTS),
-    "server": ("frontend", "router.state", *MESSAGES, *FACTS),
+    "server": ("frontend", "router.correction", "router.state", *MESSAGES, *FACTS),
     "fleet": ("server", "router", *MESSAGES),
     "llm": ("frontend", *MESSAGES),
     "router": MESSAGES,

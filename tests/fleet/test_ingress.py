@@ -91,7 +91,9 @@ def test_a_fleet_says_where_dashboards_are(path) -> None:
 
 
 def test_the_first_line_has_the_address_second_and_says_how_many_servers_there_may_be() -> None:
-    first, second = announcement("m", FleetOptions(max_replicas=4), "http://a:1").splitlines()
+    first, second = announcement(
+        "m", FleetOptions(max_replicas=4), "http://a:1", "no SLOs"
+    ).splitlines()
     assert first.split(" | ")[1:3] == ["http://a:1", "m"]
     assert "fleet of 2 (2 to 4), router predicted, hosts ray" in first
     assert second.endswith("http://a:1/fleet")

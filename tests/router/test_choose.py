@@ -76,6 +76,30 @@ def test_a_prefix_is_worth_a_queue_while_it_saves_more() -> None:
     assert sent_to(crowded, asked) == "b"
 
 
+def test_first_tokens_later_than_predicted_are_counted_on() -> None:
+    made = table(a=state(5000))
+    sent = made.sent("a", ask(), 0.0, predicted=0.7)
+    assert isinstance(choose(ask(), made.views(ask(), 0.0)), Chosen)
+    for _ in range(5):
+        made.began("a", sent, 2.0)
+    made.ended("a", sent)
+    assert isinstance(choose(ask(), made.views(ask(), 0.0)), NoReplica)
+
+
+def test_a_replica_where_nothing_waits_is_never_refused() -> None:
+    asked = ask(ttft=1e-3)
+    idle = ReplicaState(slo=SLO, prompt_pace=PromptPace(token=TOKEN_SECONDS), pages=9, pages_free=9)
+    made = Table()
+    made.publish("a", idle, 0.0)
+    assert isinstance(choose(asked, made.views(asked, 0.0)), Chosen)
+
+
+def test_no_request_is_refused_where_that_is_off() -> None:
+    made = Table(refuse_late=False)
+    made.publish("a", state(500_000), 0.0)
+    assert isinstance(choose(ask(), made.views(ask(), 0.0)), Chosen)
+
+
 def test_the_prediction_is_queue_and_new_tokens_at_the_replicas_speed() -> None:
     asked = ask()
     choice = choose(asked, table(a=state(3000)).views(asked, 0.0))

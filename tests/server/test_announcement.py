@@ -30,13 +30,25 @@ def test_there_are_three_lines_and_the_second_part_of_the_first_is_the_address()
     ("slo", "said"),
     [
         (Slo(), "no SLOs (see --slo-ttft-ms, --slo-tbt-ms)"),
-        (Slo(ttft=1.0, tbt=0.0125), "SLOs TTFT 1000 ms, TBT 12.5 ms"),
-        (Slo(ttft=1.0, ttft_per_token=1 / 1024), "SLOs TTFT 1000 + 1000 per 1,024 new tokens ms"),
+        (
+            Slo(ttft=1.0, tbt=0.0125),
+            "SLOs TTFT 1000 ms (late requests are refused), TBT 12.5 ms",
+        ),
+        (
+            Slo(ttft=1.0, ttft_per_token=1 / 1024),
+            "SLOs TTFT 1000 + 1000 per 1,024 new tokens ms (late requests are refused)",
+        ),
         (Slo(tpot=0.02), "SLOs TPOT 20 ms"),
     ],
 )
 def test_the_first_line_ends_with_the_bounds(slo: Slo, said: str) -> None:
     assert lines(slo)[0].split(" | ")[-1] == said
+
+
+def test_the_first_line_says_that_late_requests_are_served() -> None:
+    ready = Ready("auto", "cpu", 2, [(1, 1)], 512, 4096, 16, 128, [2], Slo(ttft=1.0))
+    line = announcement(ready, EngineConfig(model="m"), "m", ADDRESS, refuses=False)
+    assert line.splitlines()[0].endswith("SLOs TTFT 1000 ms (no request is refused)")
 
 
 def test_the_second_line_names_the_profile() -> None:

@@ -539,7 +539,15 @@ class TestSlo:
         assert ask(slo_tpot="0.0001", llm_d_slo_tpot="600000") == {("tpot", "missed"): 1}
 
     def test_who_was_not_served_was_missed(self, tiny_model):
-        bounds = ("--slo-ttft-ms", "1", "--max-running", "1", "--max-queue", "1")
+        bounds = (
+            "--slo-ttft-ms",
+            "1",
+            "--no-refuse-late",
+            "--max-running",
+            "1",
+            "--max-queue",
+            "1",
+        )
         with serving(str(tiny_model), *DUMMY, *bounds) as served:
             address = urllib.parse.urlsplit(served.base)
             body = json.dumps({"prompt": [5], "max_tokens": 15_000, "ignore_eos": True}).encode()

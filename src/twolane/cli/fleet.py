@@ -26,7 +26,9 @@ when open answers have ended; SIGHUP restarts its servers one after the other.
   — on a Ray cluster, with as many servers as the load needs
 """
 
-AT_THE_ADDRESS = ("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds")
+AT_THE_ADDRESS = (
+    *("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds", "refuse_late"),
+)
 """Options of `twolane serve` that apply at the fleet's address, besides its keys and origins."""
 
 app = command_app()

@@ -191,6 +191,7 @@ class Engine:
             preemptions=state.counters.preemptions,
             broken=state.counters.broken,
             queued=queued.work,
+            counted=queued.submitted,
             yielding=queued.yielding,
             prompt_token_seconds=state.counters.prompt_token_seconds,
             prompt_pace=state.counters.paces.pace,

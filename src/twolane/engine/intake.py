@@ -61,7 +61,6 @@ class Intake:
         """Compiler of grammars; None until the API process has sent the vocabulary."""
         self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
-        self._arrivals = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Take requests with grammars from now on."""
@@ -71,6 +70,7 @@ class Intake:
     def submit(self, message: Submit) -> None:
         """Let a request wait for the system, hold it back, or refuse it."""
         state = self._state
+        state.submitted += 1
         problem = self._problem(message)
         if problem is not None:
             state.refused.append(problem)
@@ -79,7 +79,7 @@ class Intake:
         now, tokens = state.now(), array("q", message.prompt)
         request = Request.from_submit(
             message,
-            order=self._arrivals,
+            order=state.submitted,
             now=now,
             max_model_len=self._model.max_model_len,
             tokens=tokens,
@@ -89,7 +89,6 @@ class Intake:
             adapter=None if message.lora is None else self._adapters.find(message.lora),
         )
         self._set_mask(request, message)
-        self._arrivals += 1
         if message.params.grammar is not None:
             self._compile(request, message.params.grammar)
         elif message.leader is not None and self._worth_holding(request, message.leader):

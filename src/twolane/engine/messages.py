@@ -207,6 +207,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Requests that ended because the model gave NaN or infinity."""
     queued: PromptWork = PromptWork()
     """Work left for the requests without a first token."""
+    counted: int = 0
+    """Number of requests that had been submitted when `queued` was counted."""
     yielding: list[WaitingPrompt] | None = None
     """The largest queued prompts that may be given up for smaller ones; None: the system gives up
     none."""

@@ -92,6 +92,8 @@ class State:
     """Unfinished requests by id."""
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     """The requests that wait for prefill."""
+    submitted: int = 0
+    """Number of requests submitted since the start, those refused included."""
     batches: int = 0
     """Number of prefill batches opened so far."""
     open: PrefillBatch | None = None
@@ -147,12 +149,13 @@ class State:
         now = self.now()
         if len(self.requests) == len(self.decoding):
             self.queued = QueueCount(now, yielding=[] if self.queue.gives_up else None)
+            self.queued = self.queued._replace(submitted=self.submitted)
         elif now - self.queued.at >= QUEUE_SECONDS or not self.queued.work.tokens:
             count = self.queue.count(now)
             work = count.work
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
-            self.queued = count._replace(work=work)
+            self.queued = count._replace(work=work, submitted=self.submitted)
         return self.queued
 
     def adapters_named(self) -> set[int]:

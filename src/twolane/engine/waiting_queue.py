@@ -22,6 +22,8 @@ class QueueCount(NamedTuple):
     work: PromptWork = PromptWork()
     yielding: list[WaitingPrompt] | None = None
     """The largest prompts that the system may give up; None if it gives up none."""
+    submitted: int = 0
+    """Number of requests that had been submitted since the start."""
 
 
 class WaitingQueue:

@@ -12,6 +12,7 @@ from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.routing_facts import RESPONSE_HEAD, RoutingFacts
 from twolane.router.choose import Chosen
+from twolane.router.table import SentRequest
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
 from twolane.server.http.events import event, named_event
@@ -68,7 +69,9 @@ class Forwarder:
         self._facts = facts
         self._metrics = metrics
 
-    async def forward(self, call: ClientCall, chosen: Chosen, *, last: bool) -> bool:
+    async def forward(
+        self, call: ClientCall, chosen: Chosen, sent: SentRequest, *, last: bool
+    ) -> bool:
         """Forward a request and its answer; return False if another replica may be tried: one that
         is not the last answers no request that it is too full for.
 
@@ -94,7 +97,7 @@ class Forwarder:
             # Header of answers: predicted TTFT in milliseconds, 0 if unknown.
             headers.append((b"x-predicted-ttft-ms", b"%d" % round(1e3 * chosen.ttft)))
             if answer.content_type == "text/event-stream":
-                await self._stream(call, member, answer, headers)
+                await self._stream(call, member, sent, answer, headers)
                 return True
             # Nothing is sent before all of it has arrived, so that another replica can be tried.
             whole = await unless_lost(member.lost, answer.read())
@@ -110,6 +113,7 @@ class Forwarder:
         self,
         call: ClientCall,
         member: Member,
+        sent: SentRequest,
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],
     ) -> None:
@@ -119,7 +123,7 @@ class Forwarder:
         if connection is not None:
             connection.hold(ahead)
         try:
-            await self._send_on(call, member, answer, headers, ahead)
+            await self._send_on(call, member, sent, answer, headers, ahead)
         finally:
             ahead.end()
 
@@ -127,6 +131,7 @@ class Forwarder:
         self,
         call: ClientCall,
         member: Member,
+        sent: SentRequest,
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],
         ahead: ReadAhead,
@@ -134,7 +139,9 @@ class Forwarder:
         pieces = _pieces(member, answer, ahead)
         first, send = await anext(pieces, b""), call.send
         self._facts.note_response(call, member, first[:RESPONSE_HEAD])
-        self._metrics.first_events.observe(self._pool.clock() - call.arrived)
+        now = self._pool.clock()
+        self._metrics.first_events.observe(now - call.arrived)
+        self._pool.table.began(member.name, sent, now)
         await start_answer(send, answer.status, headers)
         outcome = "answered"
         whole, rest = _whole_events(first)

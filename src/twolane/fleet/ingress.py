@@ -184,7 +184,7 @@ class Ingress:
             member.enter()
             try:
                 last = attempt == MAX_TRIES or tried >= self._able(call)
-                if await self._forwarder.forward(call, chosen, last=last):
+                if await self._forwarder.forward(call, chosen, sent, last=last):
                     return
             except ReplicaLost as error:
                 log.warning("%s: %s", member.name, error)
@@ -241,7 +241,8 @@ class Ingress:
             headers = retry_after(choice.retry_after)
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)
-        return choice, self._pool.table.sent(choice.name, routed, self._pool.clock())
+        now = self._pool.clock()
+        return choice, self._pool.table.sent(choice.name, routed, now, choice.ttft)
 
     async def _awaited(self, ready: Callable[[], Sequence[T]]) -> Sequence[T]:
         """Wait until `ready` returns replicas, and return them.

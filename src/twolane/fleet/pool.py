@@ -80,6 +80,7 @@ class Pool:
         options: Options of the fleet.
         session: HTTP client for requests to replicas.
         keys: API keys that the replicas accept; none: they want none.
+        refuse_late: Whether requests are refused that no replica can answer in time.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Pool:
         options: FleetOptions,
         session: aiohttp.ClientSession,
         keys: Sequence[str] = (),
+        *,
+        refuse_late: bool = True,
     ) -> None:
         self.options = options
         self.members: dict[str, Member] = {}
-        self.table = Table()
+        self.table = Table(refuse_late=refuse_late)
         self.clock = time.monotonic
         self._hosts = hosts
         self._session = session

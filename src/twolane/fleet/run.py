@@ -17,6 +17,7 @@ from twolane.fleet.metrics import PREFIX
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
+from twolane.server.announcement import bounds
 from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
 from twolane.server.http.cross_origin import cross_origin
 from twolane.server.http.gate import Gate
@@ -35,6 +36,7 @@ from twolane.server.run import (
     set_up_log,
     uvicorn_config,
 )
+from twolane.slo import Slo
 
 log = logging.getLogger("twolane.fleet")
 
@@ -92,16 +94,17 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     return RayHosts(arguments, options.ray_address, *room, most + 1)
 
 
-def announcement(model: str, options: FleetOptions, address: str) -> str:
+def announcement(model: str, options: FleetOptions, address: str, said: str) -> str:
     """Return the two lines that are printed once the fleet accepts requests.
 
-    As those of `twolane serve`: parts by " | ", of which the second is the address.
+    As those of `twolane serve`: parts by " | ", of which the second is the address and the last
+    `said` of the latency bounds.
     """
     least, most = options.bounds
     room = "" if least == most else f" ({least} to {most})"
     return (
         f"Twolane {twolane.__version__} | {address} | {model} | fleet of {options.replicas}{room}, "
-        f"router {options.router}, hosts {options.hosts}\n"
+        f"router {options.router}, hosts {options.hosts} | {said}\n"
         f"Servers, each with a dashboard: {address}/fleet"
     )
 
@@ -121,7 +124,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             auto_decompress=False,
         )
         async with session:
-            pool = Pool(hosts, options, session, shared.api_keys)
+            pool = Pool(hosts, options, session, shared.api_keys, refuse_late=shared.refuse_late)
             output = UnsentOutput()
             app = application(pool, session, shared, output)
             # Open files per client connection: its own, and those to two replicas.
@@ -138,7 +141,9 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory())
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
-            announce(announcement(arguments[0], options, address_of(listener)))
+            slo = next((each.state.slo for each in pool.serving), Slo())
+            said = bounds(slo, refuses=shared.refuse_late)
+            announce(announcement(arguments[0], options, address_of(listener), said))
             await first_of(stop.asked.wait(), serving)
             for task in (keeping, restarting, returning):
                 task.cancel()

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -38,6 +39,7 @@ from twolane.engine.messages import (
     decode_from_engine,
     encode,
 )
+from twolane.engine.prompt_work import PromptWork
 from twolane.frontend.adapters import Adapters
 from twolane.frontend.delivery import DeliveryQueue
 from twolane.frontend.liveness import HANG_SECONDS, PING_SECONDS, Liveness
@@ -120,6 +122,9 @@ class EngineClient:
         self._on_progress = on_progress
         self._started: asyncio.Future[Ready] = self._loop.create_future()
         self._sinks: dict[str, Sink] = {}
+        self._submitted = 0
+        self._uncounted: deque[PromptWork] = deque()
+        """Work of the latest submitted requests, which `stats` does not count yet."""
         self._delivery = DeliveryQueue(self._deliver)
         self._closing = False
         self._heard = 0
@@ -187,6 +192,16 @@ class EngineClient:
             raise EngineError(self.failure)
         self._send(request)
         self._sinks[request.id] = sink
+        self._submitted += 1
+        self._uncounted.append(PromptWork.of(len(request.prompt), 0))
+
+    def queued(self) -> PromptWork:
+        """Return the work of the requests without a first token; prompts that the engine has not
+        looked at count whole."""
+        work = self.stats.queued
+        for each in self._uncounted:
+            work = work.plus(each)
+        return work
 
     def send_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Send the texts of the model's tokens before the first request with a grammar.
@@ -354,6 +369,8 @@ class EngineClient:
 
     def _take_outputs(self, news: Outputs) -> None:
         self.stats = news.stats
+        while len(self._uncounted) > self._submitted - news.stats.counted:
+            self._uncounted.popleft()
         if news.landmarks:
             self.prefixes.change(news.landmarks)
         self.liveness.heard(news.waits, news.silences)

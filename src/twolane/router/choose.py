@@ -52,6 +52,16 @@ class _Estimate(NamedTuple):
     displaces: bool = False
     """Whether the replica would give up a longer prompt for this one."""
 
+    @property
+    def late(self) -> float:
+        """Seconds by which the first token would come after its bound, as far as known."""
+        return self.view.correction * self.ttft - (self.view.ttft or math.inf)
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the first token would be in time, or no prompt waits at the replica."""
+        return not self.view.queued.prompts or self.late <= 0
+
 
 def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
     """Return the replica for a request, or a refusal.
@@ -64,7 +74,7 @@ def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoR
         return NoReplica(RETRY_SECONDS[0], "no replica is ready")
     usual, work = _usual_pace(views), _work_weight(views)
     estimates = [_estimate(request, view, view.pace or usual, work) for view in views]
-    in_time = [each for each in estimates if each.view.ttft is None or each.ttft <= each.view.ttft]
+    in_time = [each for each in estimates if each.in_time]
     if not in_time:
         return _refusal(estimates)
     if starved := [each for each in in_time if each.view.passed_over >= FAIR_TURNS * len(views)]:
@@ -122,7 +132,7 @@ def _chosen(estimate: _Estimate) -> Chosen:
 
 
 def _refusal(estimates: Sequence[_Estimate]) -> NoReplica:
-    late = min(each.ttft - (each.view.ttft or 0.0) for each in estimates)
+    late = min(each.late for each in estimates)
     least, most = RETRY_SECONDS
     seconds = min(most, max(least, math.ceil(late)))
     return NoReplica(seconds, f"the first token would come {late:.1f} s later than its bound")

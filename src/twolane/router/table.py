@@ -1,13 +1,13 @@
 """The router's table of replicas: their published state and the requests sent since."""
 
 import math
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twolane.engine.prompt_work import PromptPace, PromptWork
+from twolane.router.correction import TtftCorrection
 from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
 from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 
@@ -40,6 +40,9 @@ class ReplicaView:
     """Number of requests in decode."""
     ttft: float | None
     """TTFT bound of this request in seconds."""
+    correction: float
+    """Factor by which first tokens have come later than predicted; 0 if any request counts as in
+    time."""
     passed_over: int
     """Number of requests that went elsewhere since this replica got one."""
     home: bool
@@ -53,6 +56,8 @@ class SentRequest(NamedTuple):
     """Time of sending, on the router's clock."""
     due: float
     """Time at which its first token is due."""
+    predicted: float
+    """Predicted seconds to its first token, without the correction; 0: not known."""
     work: PromptWork
     pages: int
     """Number of KV pages that it takes."""
@@ -74,6 +79,7 @@ class Replica:
     """Its predicted prefill queue; None: its pace is unknown."""
     assumed: dict[int, float] = field(default_factory=dict)
     """By hash of a landmark that sent requests will cache: the time of sending."""
+    correction: TtftCorrection = field(default_factory=TtftCorrection)
     open: int = 0
     last_sent: int = 0
     """Sequence number of the last request sent to it."""
@@ -83,11 +89,8 @@ class Replica:
         return landmark in self.known or landmark in self.assumed
 
     def reused(self, request: RoutedRequest) -> int:
-        """Return the number of a request's prompt tokens that the replica has cached; with a prefix
-        it has all shorter ones."""
-        tokens, hashes = request.landmarks
-        found = bisect_right(range(len(hashes)), False, key=lambda i: not self.has(hashes[i]))
-        return tokens[found - 1] if found else 0
+        """Return the number of a request's prompt tokens that the replica has cached."""
+        return request.landmarks.reused(self.has)
 
     def bound(self, request: RoutedRequest, reused: int) -> float | None:
         """Return the TTFT bound of a request in seconds; None: no bound."""
@@ -123,9 +126,14 @@ class Replica:
 
 
 class Table:
-    """The replicas of a model, as one router knows them. The clock is the caller's."""
+    """The replicas of a model, as one router knows them. The clock is the caller's.
 
-    def __init__(self) -> None:
+    Args:
+        refuse_late: Whether requests are refused that no replica can answer in time.
+    """
+
+    def __init__(self, *, refuse_late: bool = True) -> None:
+        self._refuse_late = refuse_late
         self._replicas: dict[str, Replica] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Replica of each session's latest request."""
@@ -188,19 +196,30 @@ class Table:
             open=replica.open,
             running=state.running,
             ttft=bound,
+            correction=replica.correction.factor if self._refuse_late else 0.0,
             passed_over=self._requests - replica.last_sent,
             home=replica.name == home,
         )
 
-    def sent(self, name: str, request: RoutedRequest, now: float) -> SentRequest:
-        """Record that a request goes to a replica; return the value to pass to `ended`."""
+    def sent(
+        self, name: str, request: RoutedRequest, now: float, predicted: float = 0.0
+    ) -> SentRequest:
+        """Record that a request goes to a replica; return the value to pass to `began` and
+        `ended`.
+
+        Args:
+            name: Name of the replica.
+            request: The request.
+            now: The time in seconds on the caller's clock.
+            predicted: Predicted seconds to its first token; 0: not known.
+        """
         replica = self._replicas[name]
         reused = replica.reused(request)
         new = request.prompt_tokens - reused
         pages = -(-(new + request.output_tokens) // replica.state.page_size)
         bound = replica.bound(request, reused)
         due = now + (math.inf if bound is None else bound)
-        sent = SentRequest(now, due, PromptWork.of(new, reused), pages)
+        sent = SentRequest(now, due, predicted, PromptWork.of(new, reused), pages)
         replica.sent.append(sent)
         replica.lengthen_queue(sent)
         for landmark in request.landmarks.hashes:
@@ -215,6 +234,12 @@ class Table:
             if len(self._homes) > MAX_SESSIONS:
                 self._homes.popitem(last=False)
         return sent
+
+    def began(self, name: str, sent: SentRequest, now: float) -> None:
+        """Learn from the first token of a request that was sent to a replica."""
+        if name in self._replicas and sent.predicted and sent.due < math.inf:
+            correction = self._replicas[name].correction
+            correction.note(sent.predicted, now - sent.at, sent.due - sent.at)
 
     def ended(self, name: str, sent: SentRequest | None = None) -> None:
         """Record that a request at a replica has ended, in whatever way.

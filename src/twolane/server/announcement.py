@@ -11,7 +11,9 @@ from twolane.engine.messages import Ready
 from twolane.slo import Slo
 
 
-def announcement(ready: Ready, config: EngineConfig, model_name: str, address: str) -> str:
+def announcement(
+    ready: Ready, config: EngineConfig, model_name: str, address: str, *, refuses: bool = True
+) -> str:
     """Return the three lines: served model and bounds, profile, dashboard.
 
     The parts of the first line are separated by " | ", and the second part is the address.
@@ -22,7 +24,8 @@ def announcement(ready: Ready, config: EngineConfig, model_name: str, address: s
         (
             f"Twolane {twolane.__version__} | {address} | {model_name} | {ready.system} on "
             f"{ready.device}, {devices(config)}{units}, levels {levels} | "
-            f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,} | {bounds(ready.slo)}",
+            f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,} | "
+            f"{bounds(ready.slo, refuses=refuses)}",
             profile_line(ready, config),
             f"Dashboard: {address}/dashboard",
         )
@@ -37,12 +40,13 @@ def devices(config: EngineConfig) -> str:
     return f"{ranks} ranks, " if ranks > 1 else ""
 
 
-def bounds(slo: Slo) -> str:
-    """Return the default latency bounds in milliseconds."""
+def bounds(slo: Slo, *, refuses: bool) -> str:
+    """Return the default latency bounds in milliseconds, and whether late requests are refused."""
     parts = []
     if slo.ttft is not None:
         more = f" + {slo.ttft_per_token * 1024e3:g} per 1,024 new tokens"
-        parts.append(f"TTFT {slo.ttft * 1e3:g}{more if slo.ttft_per_token else ''} ms")
+        late = "late requests are refused" if refuses else "no request is refused"
+        parts.append(f"TTFT {slo.ttft * 1e3:g}{more if slo.ttft_per_token else ''} ms ({late})")
     parts += [f"TBT {slo.tbt * 1e3:g} ms"] if slo.tbt is not None else []
     parts += [f"TPOT {slo.tpot * 1e3:g} ms"] if slo.tpot is not None else []
     return "SLOs " + ", ".join(parts) if parts else "no SLOs (see --slo-ttft-ms, --slo-tbt-ms)"

@@ -60,7 +60,12 @@ def create_app(
     app.state.body_checker = service.body_checker
     app.state.unknown_fields = UnknownFields(ignore=options.unknown_fields == "warn")
     app.add_middleware(Head)
-    app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    app.add_middleware(
+        Gate,
+        api_keys=options.api_keys,
+        max_body_bytes=options.max_body_bytes,
+        check_call=service.late_guard.check_arrival,
+    )
     if options.cors_origins:  # around the gate: a browser asks whether it may without the key
         app.add_middleware(Cors, allow_origins=list(options.cors_origins), **CORS)
     app.add_middleware(  # the outermost

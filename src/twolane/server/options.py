@@ -43,6 +43,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_per_key: Annotated[int | None, Option(PANEL, least=1)] = None
     """Number of requests of one API key that may wait for their first token; further ones get a
     429. By default one key may fill the queue."""
+    refuse_late: Annotated[bool, Option(PANEL)] = True
+    """Whether a request with a TTFT bound is refused at once (429) while others wait and, by what
+    the server has measured, its first token would come later."""
     allow_priority: Annotated[bool, Option(PANEL)] = False
     """Whether requests may have a priority. One admission in eight goes to the request that has
     waited longest, whatever its priority."""

@@ -169,7 +169,9 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         try:
             entry.app = await application(service, monitoring, config, options)
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
-            announce(announcement(engine.ready, config, name, address_of(listener)))
+            address = address_of(listener)
+            refuses = options.refuse_late
+            announce(announcement(engine.ready, config, name, address, refuses=refuses))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
             ticking.cancel()

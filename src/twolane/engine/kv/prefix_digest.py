@@ -6,7 +6,8 @@ million tokens has about two thousand of them.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,6 +48,12 @@ class Landmarks(NamedTuple):
         marks = [(page * page_size, each) for page, each in pages if is_landmark(page, page_size)]
         return cls(*zip(*marks, strict=True)) if marks else cls()
 
+    def reused(self, has: Callable[[int], bool]) -> int:
+        """Return the number of tokens of the longest prefix that `has` knows by its hash; who has a
+        prefix has all shorter ones."""
+        found = bisect_right(self.hashes, False, key=lambda hashed: not has(hashed))
+        return self.tokens[found - 1] if found else 0
+
 
 class PrefixDigest(msgspec.Struct, frozen=True):
     """The landmarks of a server's prefix tree at one moment."""
@@ -86,6 +93,9 @@ class PrefixBook:
             else:
                 self._pages.pop(hashed, None)
         self.version += 1
+
+    def __contains__(self, hashed: object) -> bool:
+        return hashed in self._pages
 
     def digest(self) -> PrefixDigest:
         """Return at most `MAX_LANDMARKS` landmarks; the same object until something changes."""

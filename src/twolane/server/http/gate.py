@@ -20,7 +20,7 @@ from twolane.server.http.bodies import (
     RestOfBody,
     too_large,
 )
-from twolane.server.http.calls import set_key, set_reason
+from twolane.server.http.calls import Call, set_key, set_reason
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
@@ -58,6 +58,7 @@ class Gate:
         max_body_bytes: longer bodies are refused (413) without being read.
         keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
+        check_call: Refuses a call by its headers and the index of its key, before its body is read.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class Gate:
         *,
         keeps_bodies: bool = False,
         on_refusal: Callable[[str], None] = lambda code: None,
+        check_call: Callable[[Headers, Call, int | None], None] = lambda headers, call, key: None,
     ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
         self._on_refusal = on_refusal
+        self._check_call = check_call
         self._max_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
         self._arriving = ArrivingBytes(self._max_bytes)
 
@@ -93,6 +96,8 @@ class Gate:
             CLIENT.set(client(scope) if key is None else f"key {key}")
             if int(headers.get("content-length", "0")) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
+            if (call := scope.get("state", {}).get("call")) is not None:
+                self._check_call(headers, call, key)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
             self._on_refusal(error.code)

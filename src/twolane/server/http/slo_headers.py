@@ -8,6 +8,8 @@ from fastapi import Depends, Header, Request
 from twolane.server.http.calls import Call, call_of
 from twolane.slo import Slo
 
+TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
+"""Headers with a bound in milliseconds on the time to the first token."""
 Milliseconds = Annotated[float | None, Header(gt=0, allow_inf_nan=False)]
 
 

@@ -3,8 +3,6 @@
 import msgspec
 from fastapi import FastAPI, Request, Response
 
-from twolane.engine.kv.page_hash import salt_bytes
-from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.router.state import ReplicaState
 from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.route import json_response
@@ -66,14 +64,11 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: 
         tokens: tokens of the prompt.
         shown: true if the answer has the tokens, too, as `prompt_token_ids` takes them.
     """
-    page_size = service.engine.ready.page_size
-    adapter = service.engine.adapters.loaded.get(body.model or "")
-    salt = salt_bytes(body.cache_salt, bytes.fromhex(adapter.digest) if adapter else b"")
-    chosen = Landmarks.of(tokens, page_size, salt)
+    chosen = service.landmarks(tokens, body.model, body.cache_salt)
     return json_response(
         {
             "prompt_tokens": len(tokens),
-            "page_size": page_size,
+            "page_size": service.engine.ready.page_size,
             "tokens": chosen.tokens,
             "hashes": chosen.hashes,
             "token_ids": tokens if shown else None,

@@ -1,7 +1,7 @@
 """Accounting of each request: its place in the queue, its metrics and its traces."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from twolane.engine.messages import Output, Refused
@@ -74,17 +74,19 @@ class RequestAccounting:
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
         self._arrival, self._key = call.arrival, call.key
+        self.on_first: Callable[[float], None] | None = None
+        """Is told the time of each first token."""
 
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """See `Observer.tokens`."""
-        self._leave(index, served=True)
+        self._leave(index, now, served=True)
         self._metrics[index].tokens(count, now, cached)
         if self._traces:
             self._traces[index].tokens(count, now, cached)
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
         """See `Observer.ended`."""
-        self._leave(index, served=False)
+        self._leave(index, now, served=False)
         metrics = self._metrics[index]
         outcome: str
         match event:
@@ -107,9 +109,11 @@ class RequestAccounting:
             "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
         )
 
-    def _leave(self, index: int, *, served: bool) -> None:
+    def _leave(self, index: int, now: float, *, served: bool) -> None:
         if self._queued[index]:
             self._queued[index] = False
+            if served and self.on_first is not None:
+                self.on_first(now)
             self._admission.leave(served=served, key=self._key, tokens=self._lengths[index])
 
 

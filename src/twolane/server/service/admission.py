@@ -37,8 +37,8 @@ class Admission:
         self._max_per_key = max_queued_per_key
         self._waiting_of: Counter[int | None] = Counter()
         """Number of waiting requests by API key."""
-        self._tokens = 0
-        """Prompt tokens of the waiting requests."""
+        self._tokens_of: Counter[int | None] = Counter()
+        """Prompt tokens of the waiting requests, by API key."""
         self._token_seconds = token_seconds
         self._clock = clock
         # Of this queue alone: single requests tell nothing of how fast a queue moves.
@@ -86,7 +86,7 @@ class Admission:
             self._served.clear()
             self._served.append(self._clock())
         self.waiting += count
-        self._tokens += tokens
+        self._tokens_of[key] += tokens
 
     def leave(self, *, served: bool, key: int | None = None, tokens: int = 0) -> None:
         """Give one place in the queue back.
@@ -100,8 +100,20 @@ class Admission:
         if served:
             self._served.append(self._clock())
         self.waiting -= 1
-        self._tokens -= tokens
+        self._tokens_of[key] -= tokens
         self._waiting_of[key] -= 1
+
+    def share_before(self, key: int | None, tokens: int) -> float:
+        """Return the share of the waiting tokens that is served before more of a key: keys take
+        turns, so that it is as much of each other key as of its own.
+
+        Args:
+            key: The key.
+            tokens: Further prompt tokens of the key.
+        """
+        own = self._tokens_of[key]
+        before = sum(min(waiting, own + tokens) for waiting in self._tokens_of.values())
+        return before / (self._tokens_of.total() or 1)
 
     def retry_after(self) -> int:
         """Return the whole seconds after which the present queue should be served."""
@@ -110,7 +122,7 @@ class Admission:
         if served >= MIN_SERVED:
             seconds = self.waiting * (self._clock() - self._served[0]) / served
         else:
-            seconds = self._tokens * self._token_seconds()
+            seconds = self._tokens_of.total() * self._token_seconds()
         return min(most, max(least, math.ceil(seconds)))
 
     def _full(self, message: str, code: str) -> ApiError:

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
+from twolane.engine.kv.page_hash import salt_bytes
+from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError
@@ -32,6 +35,7 @@ from twolane.server.service.accounting import (
 )
 from twolane.server.service.admission import Admission
 from twolane.server.service.availability import Availability
+from twolane.server.service.late_guard import LateGuard
 
 T = TypeVar("T")
 MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS = 1 << 20, 1 << 22
@@ -77,6 +81,7 @@ class Service:
         self.admission = Admission(
             options.max_queue, options.max_queued_per_key, lambda: engine.stats.prompt_token_seconds
         )
+        self.late_guard = LateGuard(engine, self.admission, on=options.refuse_late)
         self._observer = observer
         self.tracing: Tracer | None = None
         """Tracing of requests; None: not traced."""
@@ -166,6 +171,12 @@ class Service:
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
+    def landmarks(self, tokens: list[int], name: str | None, cache_salt: str | None) -> Landmarks:
+        """Return the landmarks of a prompt to the model or adapter of this name."""
+        adapter = self.engine.adapters.loaded.get(name or "")
+        salt = salt_bytes(cache_salt, bytes.fromhex(adapter.digest) if adapter else b"")
+        return Landmarks.of(tokens, self.engine.ready.page_size, salt)
+
     def generate(self, prepared: Prepared, call: Call) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -202,11 +213,20 @@ class Service:
         request = prepared.request
         answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
         tokens = sum(map(len, answers))
+
+        def reused(prompt: list[int]) -> int:
+            marks = self.landmarks(prompt, request.adapter, request.cache_salt)
+            return marks.reused(self.engine.prefixes.__contains__)
+
+        expected = self.late_guard.check(prepared, call, reused)
         self.admission.enter(len(answers), counted_by(request), key=call.key, tokens=tokens)
         if request.adapter is not None:
             self._observer.count_adapter(request.adapter, len(answers))
         traces = self._traces(prepared, answers, call)
-        return RequestAccounting(self.admission, self.availability, answers, call, traces)
+        account = RequestAccounting(self.admission, self.availability, answers, call, traces)
+        if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
+            account.on_first = partial(self.late_guard.note, expected)
+        return account
 
     def _check_logprobs(self, prepared: Prepared) -> None:
         """Refuse an answer whose log-probabilities would take too much memory.

@@ -1,0 +1,35 @@
+"""Learns online how much longer first tokens take than predicted.
+
+Predictions know the prompts before a request and the device's pace. They know nothing of decode
+steps between slices, of a busy host, or of what a system does first. Whoever refuses requests by
+them needs the time that nearly all requests stay below.
+"""
+
+QUANTILE = 0.95
+"""Share of the first tokens that come within the corrected prediction."""
+STEP = 0.2
+"""Relative change of the factor, both ways together, per first token."""
+RELEVANT = 0.25
+"""First tokens in time are counted only where the prediction is at least this share of the bound:
+the others tell of fixed costs, not of how fast a queue is served."""
+
+
+class TtftCorrection:
+    """The factor from predicted to actual times to the first token, as a high quantile."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def note(self, predicted: float, seconds: float, bound: float) -> None:
+        """Count a first token.
+
+        Args:
+            predicted: Predicted seconds, without the factor.
+            seconds: The seconds that it took.
+            bound: Seconds within which it was wanted.
+        """
+        corrected = self.factor * predicted
+        if seconds > max(corrected, RELEVANT * bound):
+            self.factor *= (1 + STEP) ** QUANTILE
+        elif seconds <= corrected and corrected > RELEVANT * bound:
+            self.factor /= (1 + STEP) ** (1 - QUANTILE)

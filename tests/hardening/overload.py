@@ -1,0 +1,237 @@
+"""Goodput beyond saturation: every system offered 1, 3 and 10 times what it can serve.
+
+    python -m tests.hardening.overload --out FILE [--only SYSTEM/KIND ...]
+
+Each combination of a system and a server or a fleet of one has `SERVER_CORES` cores of its own, and
+its clients have `CLIENT_CORES` more. All that the machine has cores for run at once.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from queue import Queue
+
+from ..server.serving import children, end, write_tiny_model
+
+SERVER_CORES, CLIENT_CORES = 2, 2
+SYSTEMS = ("static-split", "chunked", "auto", "auto-profiled")
+KINDS = ("serve", "fleet")
+BOUND = 0.5
+"""Seconds within which a first token is wanted."""
+PROMPT, OUTPUT = 900, 8
+"""Tokens of a prompt and of an answer."""
+LOADS = (1, 3, 10)
+REST_SECONDS = 2.0
+MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+MODEL |= {"num_attention_heads": 4, "vocab_size": 1024, "max_position_embeddings": 4096}
+ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "131072")
+SERVED = ("--slo-ttft-ms", str(1e3 * BOUND), "--device", "cpu")
+FLEET = ("--hosts", "local", "--replicas", "1")
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client saw of a request."""
+
+    status: int
+    """HTTP status; 0: no answer, or an answer that broke off."""
+    first: float
+    """Seconds to the first token, or to the refusal."""
+    retry: bool
+    """Whether the answer says when to try again."""
+
+
+async def ask(address: tuple[str, int], bound: float) -> Answer:
+    """Send one request with a prompt that no other has."""
+    fields = {"prompt": random.choices(range(3, 1000), k=PROMPT), "max_tokens": OUTPUT}
+    body = json.dumps({**fields, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-slo-ttft-ms: {1e3 * bound}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    begun, status, first, retry = time.monotonic(), 0, None, False
+    try:
+        async with asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+            told = await reader.readuntil(b"\r\n\r\n")
+            first, data = time.monotonic(), b""
+            while part := await reader.read(65536):
+                if b"data: {" in part and b"data: {" not in data:
+                    first = time.monotonic()
+                data += part
+            writer.close()
+        whole = b"[DONE]" in data or not told.startswith(b"HTTP/1.1 200")
+        status, retry = int(told.split()[1]) if whole else 0, b"retry-after" in told.lower()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        pass
+    return Answer(status, (first or time.monotonic()) - begun, retry)
+
+
+async def closed(address: tuple[str, int], clients: int, seconds: float) -> float:
+    """Return the requests that are answered a second when so many clients ask without a pause."""
+    latest = time.monotonic() + seconds
+    answered = 0
+
+    async def client() -> None:
+        nonlocal answered
+        while time.monotonic() < latest:
+            answered += (await ask(address, 600.0)).status == 200
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answered / (time.monotonic() - latest + seconds)
+
+
+async def offered(address: tuple[str, int], rate: float, seconds: float) -> list[Answer]:
+    """Send so many requests a second, whatever becomes of them."""
+    begun, asked = time.monotonic(), []
+    while (now := time.monotonic() - begun) < seconds:
+        asked.append(asyncio.create_task(ask(address, BOUND)))
+        await asyncio.sleep(max(0.0, len(asked) / rate - now))
+    return await asyncio.gather(*asked)
+
+
+def in_a_process(cores: Sequence[int], *of_offered: object) -> list[Answer]:
+    """Run `offered` on one of the client's cores."""
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
+    return asyncio.run(offered(*of_offered))
+
+
+def seconds_of(pid: int) -> float:
+    """Return the CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    ranked = sorted(values)
+    return round(ranked[int(share * (len(ranked) - 1))], 3) if ranked else None
+
+
+def figures(load: float, rate: float, seconds: float, answers: Sequence[Answer]) -> dict:
+    """Return a row of the table."""
+    served = [each.first for each in answers if each.status == 200]
+    refused = [each for each in answers if each.status == 429]
+    return {
+        "load": load,
+        "offered": round(rate, 2),
+        "sent": len(answers),
+        "statuses": dict(Counter(str(each.status) for each in answers)),
+        "goodput": round(sum(first <= BOUND for first in served) / seconds, 2),
+        "late": sum(first > BOUND for first in served),
+        "ttft_p50": quantile(served, 0.5),
+        "ttft_p99": quantile(served, 0.99),
+        "refused_p50": quantile([each.first for each in refused], 0.5),
+        "refused_p99": quantile([each.first for each in refused], 0.99),
+        "retry_after": all(each.retry for each in refused),
+    }
+
+
+@contextmanager
+def running(
+    kind: str, words: Sequence[str], cores: Sequence[int], log: Path
+) -> Iterator[tuple[str, int]]:
+    """Run a server or a fleet on these cores; yield its announcement and process id."""
+    command = [sys.executable, "-m", "twolane", kind, *words, "--port", "0"]
+    pinned = partial(os.sched_setaffinity, 0, set(cores))
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=pinned
+        )
+    try:
+        line = process.stdout.readline().strip()
+        assert line, f"{kind} ended with {process.wait()}; see {log}"
+        yield line, process.pid
+    finally:
+        end(process)
+        process.stdout.close()
+
+
+def measured(name: str, cores: Sequence[int], options: argparse.Namespace) -> dict:
+    """Measure one combination on these cores, the server's first."""
+    (system, kind), folder = name.split("/"), Path(tempfile.mkdtemp())
+    own, theirs = cores[:SERVER_CORES], cores[SERVER_CORES:] or cores
+    model = str(write_tiny_model(folder / "model", **MODEL))
+    words = [model, *ARGUMENTS, *SERVED, "--system", system.removesuffix("-profiled")]
+    if system.endswith("-profiled"):
+        profile = ["--out", str(folder / "p.json"), "--seconds", str(options.profile_seconds)]
+        command = [sys.executable, "-m", "twolane", "profile", model, *ARGUMENTS, *profile]
+        pinned = partial(os.sched_setaffinity, 0, set(own))
+        subprocess.run(command, check=True, capture_output=True, preexec_fn=pinned)
+        words += ["--profile", str(folder / "p.json")]
+    words += FLEET if kind == "fleet" else ()
+    with (
+        running(kind, words, own, folder / "log") as (announcement, pid),
+        ProcessPoolExecutor(len(theirs)) as pool,
+    ):
+        host, port = announcement.split(" | ")[1].removeprefix("http://").split(":")
+        address = host, int(port)
+        asyncio.run(closed(address, 2, options.seconds / 2))  # warms up
+        capacity = asyncio.run(closed(address, 16, options.seconds))
+        rows = []
+        for load in LOADS * options.rounds:
+            time.sleep(REST_SECONDS)
+            pids = [pid, *(each for child in children(pid) for each in (child, *children(child)))]
+            before, rate = {each: seconds_of(each) for each in pids}, load * capacity
+            each = partial(in_a_process, theirs, address, rate / len(theirs))
+            begun = time.monotonic()
+            found = list(chain(*pool.map(each, [options.seconds] * len(theirs))))
+            cpu = [round(seconds_of(p) - s, 2) for p, s in before.items()]
+            rows.append(figures(load, rate, options.seconds, found) | {"cpu_seconds": cpu})
+            rows[-1]["wall_seconds"] = round(time.monotonic() - begun, 2)
+    best = max(row["goodput"] for row in rows)
+    # Nobody can serve more than is offered.
+    worst = min(row["goodput"] / min(best or 1.0, row["offered"]) for row in rows)
+    told = {"announcement": announcement, "capacity": round(capacity, 2)}
+    return {"name": name, **told, "best": best, "worst_ratio": round(worst, 3), "rows": rows}
+
+
+def main() -> None:
+    names = [f"{system}/{kind}" for system in SYSTEMS for kind in KINDS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each load")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile-seconds", type=float, default=150.0)
+    options = parser.parse_args()
+    allowed = sorted(os.sched_getaffinity(0))
+    places: Queue[Sequence[int]] = Queue()
+    whole = SERVER_CORES + CLIENT_CORES
+    for first in range(0, max(1, len(allowed) - whole + 1), whole):
+        places.put(allowed[first : first + whole])
+
+    def one(name: str) -> dict:
+        cores = places.get()
+        try:
+            return measured(name, cores, options)
+        except Exception as error:  # the others are worth having
+            return {"name": name, "error": repr(error)}
+        finally:
+            places.put(cores)
+
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        results = []
+        for result in pool.map(one, options.only):
+            results.append(result)
+            print(json.dumps({key: result[key] for key in result if key != "rows"}), flush=True)
+            for row in result.get("rows", ()):
+                print("  ", json.dumps(row), flush=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

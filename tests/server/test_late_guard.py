@@ -1,0 +1,139 @@
+"""Requests that would be late are refused before they wait, whatever the system."""
+
+import http.client
+import json
+import urllib.parse
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from twolane.engine.prompt_work import PromptPace, PromptWork
+from twolane.server.http.errors import ApiError
+from twolane.server.service.admission import Admission
+from twolane.server.service.late_guard import Expected, LateGuard
+from twolane.slo import Slo
+
+from .serving import PATIENCE
+
+PACE = PromptPace(token=1e-3)
+SLO = Slo(ttft=0.5)
+
+
+class Queue:
+    """An engine in which so many tokens wait."""
+
+    def __init__(self, tokens: int, pace: PromptPace = PACE) -> None:
+        self.stats, self._work = SimpleNamespace(prompt_pace=pace), PromptWork(1, tokens, 0)
+
+    def queued(self) -> PromptWork:
+        return self._work
+
+
+def guard(waiting: dict[int | None, int], pace: PromptPace = PACE, *, on: bool = True) -> LateGuard:
+    """A guard of a server where each key has so many tokens waiting."""
+    admission = Admission(1000)
+    for key, tokens in waiting.items():
+        if tokens:
+            admission.enter(key=key, tokens=tokens)
+    return LateGuard(Queue(sum(waiting.values()), pace), admission, on=on)
+
+
+def call(key: int | None = None, slo: Slo = SLO, waited: float = 0.0) -> SimpleNamespace:
+    return SimpleNamespace(arrival=100.0 - waited, key=key, slo=slo)
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twolane.server.service.late_guard.time.monotonic", lambda: 100.0)
+
+
+def refuses(made: LateGuard, tokens: int, asked: SimpleNamespace, reused: int = 0) -> bool:
+    prepared = SimpleNamespace(tokens=[[1] * tokens])
+    try:
+        made.check(prepared, asked, lambda prompt: reused)
+    except ApiError as error:
+        assert (error.status_code, error.code) == (429, "overloaded")
+        assert int(error.headers["Retry-After"]) >= 1
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("still")
+def test_the_bound_is_kept_to_by_queue_and_own_prompt() -> None:
+    assert not refuses(guard({None: 400}), 99, call())
+    assert refuses(guard({None: 400}), 101, call())
+    assert refuses(guard({None: 400}), 99, call(waited=0.1))
+    assert not refuses(guard({None: 400}), 300, call(), reused=250)
+    assert not refuses(guard({None: 400}), 300, call(slo=Slo(ttft=0.5, ttft_per_token=1e-3)))
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize(
+    ("waiting", "asked", "pace", "on"),
+    [
+        ({None: 0}, call(), PACE, True),
+        ({None: 9000}, call(slo=Slo()), PACE, True),
+        ({None: 9000}, call(), PromptPace(), True),
+        ({None: 9000}, call(), PACE, False),
+    ],
+    ids=["nothing waits", "no bound", "pace not known", "off"],
+)
+def test_nothing_else_is_refused(waiting, asked, pace, on) -> None:
+    made = guard(waiting, pace, on=on)
+    made.check_arrival({"content-length": "9"}, asked, None)
+    assert not refuses(made, 5000, asked)
+
+
+@pytest.mark.usefixtures("still")
+def test_a_key_waits_for_no_more_of_another_key_than_it_brings() -> None:
+    made = guard({1: 5000})
+    assert refuses(made, 100, call(1))
+    assert not refuses(made, 100, call(2))
+    assert refuses(made, 300, call(2))
+
+
+@pytest.mark.usefixtures("still")
+def test_the_queue_alone_refuses_by_the_headers() -> None:
+    made = guard({None: 600})
+    with pytest.raises(ApiError) as refusal:
+        made.check_arrival({"content-length": "900"}, call(), None)
+    assert refusal.value.status_code == 429
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call(), None)
+    made.check_arrival({"content-length": "900"}, call(slo=Slo(ttft=0.5, ttft_per_token=1)), None)
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call(), None)
+    made.check_arrival({}, call(), None)
+
+
+@pytest.mark.usefixtures("still")
+def test_late_first_tokens_shorten_the_queue() -> None:
+    made = guard({None: 250})
+    assert not refuses(made, 50, call())
+    for _ in range(10):
+        made.note(Expected(0.3, 0.5, 100.0), 100.9)
+    assert refuses(made, 50, call())
+
+
+def test_a_flood_is_refused_at_once(tiny) -> None:
+    address = urllib.parse.urlsplit(tiny.base).netloc
+    before = tiny.metrics().get("requests_refused_total", 0)
+
+    def ask(number: int) -> tuple[int, str | None]:
+        prompt = [3 + (number * 31 + place * 7) % 120 for place in range(3000)]
+        connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+        headers = {"Content-Type": "application/json", "x-slo-ttft-ms": "100"}
+        body = json.dumps({"prompt": prompt, "max_tokens": 2})
+        connection.request("POST", "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        code = json.loads(answer.read()).get("error", {}).get("code")
+        connection.close()
+        assert answer.status == 200 or int(answer.headers["Retry-After"]) >= 1
+        return answer.status, code
+
+    for number in range(3):  # of which it learns its pace
+        assert ask(number) == (200, None)
+    with ThreadPoolExecutor(30) as pool:
+        said = Counter(pool.map(ask, range(3, 63)))
+    assert set(said) == {(200, None), (429, "overloaded")}
+    assert tiny.metrics()["requests_refused_total"] - before == said[429, "overloaded"]
