@@ -30,7 +30,6 @@ from twolane.engine.config import EngineConfig
 from twolane.estimate.profile import Run
 from twolane.lanes.base import Ticket
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import PrefillWork
 from twolane.profile.rig import Rig
 from twolane.profile.run import rig_on
@@ -160,7 +159,7 @@ def rig(given: argparse.Namespace) -> Iterator[Rig]:
     if given.simulate:
         machine = SimulatedMachine(GPUS[given.simulate], shapes_of(config), config)
     else:
-        machine = load(DeviceSettings.of(config), quiet)
+        machine = load(config, quiet)
     with rig_on(config, machine, quiet) as made:
         yield made
 

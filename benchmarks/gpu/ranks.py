@@ -33,7 +33,7 @@ from rig import (
     quantiles,
 )
 
-from twolane.engine.config import AllReduce
+from twolane.devices import AllReduce
 from twolane.lanes.work import DecodeWork
 from twolane.model.load.hub import resolve
 

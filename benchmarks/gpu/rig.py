@@ -13,11 +13,12 @@ import torch
 from measured import StartProgress
 
 from twolane.common import garbage
+from twolane.devices import DeviceSettings
 from twolane.kernels.decode_attention.dispatch import decode_attention
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.ranks.cuda_machine import RankedCudaMachine, load_rank
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.slot_table import PendingSlotUpdates
 from twolane.lanes.work import (
     DecodeRow,
@@ -30,8 +31,6 @@ from twolane.lanes.work import (
     SlotUpdate,
     Work,
 )
-from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_weights
 from twolane.parallel.channel import NullChannel
 from twolane.parallel.group import CHANNELS
 from twolane.sampling import SamplingParams
@@ -61,17 +60,17 @@ class Rig:
 
     def __post_init__(self) -> None:
         begun = time.monotonic()
-        source = resolve(self.name, "dummy")
-        options = {"quantization": self.quantization, "router_skew": self.router_skew}
-        spec, weights = load_weights(source, load_format="dummy", device="cuda", **options)
-        self.machine = CudaMachine(
-            spec,
-            weights,
-            self.decode_units,
+        settings = DeviceSettings(
+            model=self.name,
+            load_format="dummy",
+            quantization=self.quantization,
+            router_skew=self.router_skew,
+            levels=self.decode_units,
             kv_cache_dtype=self.kv_cache_dtype,
-            adapter_slots=self.adapter_slots,
-            max_lora_rank=16,
+            lora_endpoints=self.adapter_slots > 0,
+            max_loras=self.adapter_slots,
         )
+        self.machine = CudaMachine(*load_rank(settings, 0, lambda *_: None))
         if not self.pages:
             self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)
         sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)

@@ -31,7 +31,7 @@ from tests.engine.world import World
 from tests.gpu.catalogue import EOS, PAGE, Answer, Catalogue, Entry, prepare
 from tests.gpu.guards import GUARDS
 from tests.parity.serving import LaunchLog
-from twolane.devices import LaneName
+from twolane.devices import DeviceSettings, LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.manager import KVCacheManager
@@ -107,7 +107,7 @@ class Bench:
         self.catalogue: Catalogue = prepare(folder)
         model = resolve(str(folder / "model"))
         self.spec, weights = load_weights(model, dtype="float32", device="cuda")
-        machine = CudaMachine(self.spec, weights, LEVELS)
+        machine = CudaMachine(self.spec, weights, DeviceSettings(model="", levels=LEVELS))
         sizes = LaneSizes(POOL, PAGE, SLOTS, self.spec.max_positions)
         self.lanes = machine.start(sizes, lambda: None, lambda *_: None)
         self.compiled: list[str] = []

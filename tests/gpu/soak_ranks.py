@@ -57,9 +57,9 @@ def started(args: argparse.Namespace, path: Path) -> Any:
     """Ranks that are held up at random."""
     from tests.gpu.delayed import install
     from tests.parity.ranks import Ranks
+    from twolane.devices import DeviceSettings
     from twolane.lanes import base
     from twolane.lanes.ranks import cuda_machine
-    from twolane.lanes.settings import DeviceSettings
 
     install(0)
     cuda_machine.FOLLOWER = "tests.gpu.delayed_follower"

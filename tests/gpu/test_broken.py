@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from tests.gpu.serving import LEVELS, PAGE, lanes_on
 from tests.model.checkpoints import make_checkpoint
+from twolane.devices import DeviceSettings
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.manager import KVCacheManager
@@ -39,7 +40,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> CudaMachine:
     path = make_checkpoint("qwen2", tmp_path_factory.mktemp("gpu") / "qwen2", seed=1)
     spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
     weights.embedding[POISON] = torch.nan
-    return CudaMachine(spec, weights, LEVELS)
+    return CudaMachine(spec, weights, DeviceSettings(model="", levels=LEVELS))
 
 
 def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str, list]:

@@ -13,9 +13,9 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.ranks import Ranks
 from tests.parity.schedules import schedules
+from twolane.devices import DeviceSettings
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
-from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
 
@@ -25,7 +25,7 @@ SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
 @pytest.fixture(scope="module")
 def machine(checkpoint: Path) -> CudaMachine:
     spec, weights = load_weights(resolve(str(checkpoint)), dtype="float32", device="cuda")
-    return CudaMachine(spec, weights, LEVELS[1:2])
+    return CudaMachine(spec, weights, DeviceSettings(model="", levels=LEVELS[1:2]))
 
 
 @pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))

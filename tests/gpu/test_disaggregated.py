@@ -23,10 +23,11 @@ from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, next_turn, two_streams
 from tests.parity.test_tiny import compare
+from twolane.devices import DeviceSettings
 from twolane.engine.messages import Abort, Outputs, Submit
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.disaggregated.cuda_decode import DisaggregatedCudaMachine
-from twolane.lanes.settings import DeviceSettings, load_shard
+from twolane.lanes.settings import load_shard
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
@@ -118,7 +119,18 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_gpu(
         *(Submit(f"a{i}", [5, 6, 7 + i], greedy, lora="some") for i in range(2)),
     ]
     spec, weights = load_shard(settings_of(checkpoint), "cuda", lambda *_: None)
-    machine = CudaMachine(spec, weights, (), 0.8, adapter_slots=1, max_lora_rank=8)
+    machine = CudaMachine(
+        spec,
+        weights,
+        DeviceSettings(
+            model="",
+            levels=(),
+            gpu_memory_utilization=0.8,
+            lora_endpoints=True,
+            max_loras=1,
+            max_lora_rank=8,
+        ),
+    )
     one = {"pages": 256, "running": RUNNING, "prefix_cache": True, "adapters": adapters}
     alone = serve_on_one(machine, system, asked, **one)  # type: ignore[arg-type]
     served = two.serve(system, asked, adapters)
@@ -169,7 +181,11 @@ def test_over_an_fp8_kv_cache_tokens_are_those_of_one_gpu(checkpoint: Path) -> N
     served = ranks.serve(make_system("two-stream"), REQUESTS)
     ranks.close()
     spec, weights = load_shard(settings, "cuda", lambda *_: None)
-    machine = CudaMachine(spec, weights, (), 0.8, kv_cache_dtype="fp8")
+    machine = CudaMachine(
+        spec,
+        weights,
+        DeviceSettings(model="", levels=(), gpu_memory_utilization=0.8, kv_cache_dtype="fp8"),
+    )
     one = {"pages": 256, "running": RUNNING, "prefix_cache": True}
     alone = serve_on_one(machine, make_system("two-stream"), REQUESTS, **one)  # type: ignore[arg-type]
     same = sum(a == b for a, b in zip(served.outputs, alone.outputs, strict=True))

@@ -9,6 +9,7 @@ from transformers import AutoModel
 
 from tests.gpu.serving import LEVELS
 from tests.gpu.test_broken import SOUND, serve
+from twolane.devices import DeviceSettings
 from twolane.engine.messages import Output, Submit
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.load.hub import resolve
@@ -23,7 +24,11 @@ TEXTS = [[(7 * i + 3 * j) % 240 + 5 for j in range(1 + 37 * i % 300)] for i in r
 def test_embeddings_are_those_of_transformers(checkpoint: Path, system: str) -> None:
     spec, weights = load_weights(resolve(str(checkpoint)), dtype="float32", device="cuda")
     submits = [Submit(f"text {i}", text, EMBEDS) for i, text in enumerate(TEXTS)]
-    events = serve(CudaMachine(spec, weights, LEVELS), system, [*SOUND, *submits])
+    events = serve(
+        CudaMachine(spec, weights, DeviceSettings(model="", levels=LEVELS)),
+        system,
+        [*SOUND, *submits],
+    )
     model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
     for submit in submits:
         [event] = events[submit.id]

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeCon
 
 from tests.gpu.forced import Forced
 from tests.model.checkpoints import random_model, reference
+from twolane.devices import DeviceSettings
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.prefill_attention.schedule import Ints, Segments
 from twolane.lanes.cuda.machine import CudaMachine
@@ -110,7 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         with pytest.MonkeyPatch.context() as patch:
             if attention == "triton":
                 patch.setattr(fa3, "problem", lambda *_: "not in this test")
-            machine = CudaMachine(spec, weights, levels)
+            machine = CudaMachine(spec, weights, DeviceSettings(model="", levels=levels))
             forced = Forced(machine, sequences.tolist(), TOKENS - DECODED)
         loaded.append(Loaded(forced, right, WORST * error(theirs, right)))
         return loaded[-1]

@@ -17,12 +17,13 @@ from tests.parity.ranks import Ranks, load_where_files_differ
 from tests.parity.schedules import schedules
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
+from twolane.devices import DeviceSettings
 from twolane.engine.messages import Submit
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -73,7 +74,17 @@ def judges(checkpoint: Path, adapters: dict[str, Path]) -> dict[str | None, Judg
 
 def machine_with(base: Path, slots: int) -> CudaMachine:
     spec, weights = load_weights(resolve(str(base)), dtype="float32", device="cuda")
-    return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, max_lora_rank=MAX_RANK)
+    return CudaMachine(
+        spec,
+        weights,
+        DeviceSettings(
+            model="",
+            levels=LEVELS,
+            lora_endpoints=slots > 0,
+            max_loras=slots,
+            max_lora_rank=MAX_RANK,
+        ),
+    )
 
 
 def asked() -> list[Submit]:

@@ -11,6 +11,7 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
+from twolane.devices import DeviceSettings
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -27,7 +28,9 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
     def load(family: str) -> tuple[CudaMachine, Judge]:
         path = make_checkpoint(family, tmp_path_factory.mktemp("gpu") / family, seed=1)
         spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
-        return CudaMachine(spec, weights, LEVELS), Judge(reference(path))
+        return CudaMachine(spec, weights, DeviceSettings(model="", levels=LEVELS)), Judge(
+            reference(path)
+        )
 
     return load
 

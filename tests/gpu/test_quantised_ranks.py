@@ -14,10 +14,10 @@ from tests.model.checkpoints import VOCAB, load_decoder
 from tests.model.quantised_checkpoints import write
 from tests.parity.ranks import Ranks
 from tests.parity.serving import Served, serve
+from twolane.devices import DeviceSettings
 from twolane.engine.messages import Submit
 from twolane.kernels.runtime import nvrtc
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.sampling import SamplingParams
 from twolane.systems.base import System

@@ -12,9 +12,9 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.ranks import Ranks
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
+from twolane.devices import DeviceSettings
 from twolane.engine.messages import Submit
 from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
-from twolane.lanes.settings import DeviceSettings
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 

@@ -13,6 +13,7 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import compare
+from twolane.devices import DeviceSettings
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
@@ -48,7 +49,9 @@ def both(checkpoint: Path) -> tuple[CudaMachine, Judge]:
     source = resolve(str(checkpoint))
     spec, weights = load_weights(source, dtype="float32", device="cuda")
     judge = Judge(Reference(load_decoder(source)), SURE)
-    return CudaMachine(spec, weights, LEVELS, kv_cache_dtype="fp8"), judge
+    return CudaMachine(
+        spec, weights, DeviceSettings(model="", levels=LEVELS, kv_cache_dtype="fp8")
+    ), judge
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reused", "not reused"])

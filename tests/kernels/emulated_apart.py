@@ -30,10 +30,10 @@ def main(path: Path, *options: str) -> None:
     import torch
 
     from tests.parity.ranks import Ranks
+    from twolane.devices import DeviceSettings
     from twolane.engine.messages import Submit
     from twolane.kernels.pool import RoundedPool
     from twolane.lanes.disaggregated.cuda_decode import DisaggregatedCudaMachine
-    from twolane.lanes.settings import DeviceSettings
     from twolane.sampling import SamplingParams
     from twolane.systems.registry import make_system
 

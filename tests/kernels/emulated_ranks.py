@@ -27,9 +27,9 @@ def main(path: Path, size: int) -> None:
     install()
     from tests.engine.random_plans import RandomPlans
     from tests.parity.ranks import Ranks
+    from twolane.devices import DeviceSettings
     from twolane.engine.messages import Submit
     from twolane.lanes.ranks.cuda_machine import RankedCudaMachine
-    from twolane.lanes.settings import DeviceSettings
     from twolane.sampling import SamplingParams
     from twolane.systems.plan import Plan
     from twolane.systems.registry import make_system

@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 
 import twolane
+from twolane.devices import DeviceSettings
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
 from twolane.lanes.cuda.decode_graphs import LevelGraphs
@@ -24,7 +25,6 @@ from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.ranks.cuda_follower import FollowerLanes
 from twolane.lanes.ranks.followers import FollowerStart, adapter_key
 from twolane.lanes.ranks.log_reader import AdapterReports
-from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import AdapterRecord, Sampling
 from twolane.sampling import SamplingParams
 

@@ -21,6 +21,7 @@ from tests.lanes.test_ranks import Late, Nearby
 from tests.lanes.test_real_threads import ThreadedWorld
 from twolane.common.errors import FieldError
 from twolane.common.resources import usable_cores
+from twolane.devices import DeviceSettings
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import check_settings
 from twolane.lanes.cpu.lanes import CpuLanes
@@ -32,7 +33,6 @@ from twolane.lanes.disaggregated.cpu_prefill import PromptRunner
 from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
 from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork
 from twolane.model.lora import AdapterPool
 from twolane.systems.base import System

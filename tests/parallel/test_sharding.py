@@ -29,8 +29,8 @@ from tests.model.quantised_checkpoints import (
 )
 from tests.server.serving import PATIENCE
 from twolane.common.errors import FieldError
+from twolane.devices import DeviceSettings
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder, Weights
 from twolane.model.load.checkpoint import expected_shapes

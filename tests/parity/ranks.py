@@ -13,11 +13,12 @@ import torch
 from tests.parity.judge import Judge
 from tests.parity.serving import Served, serve_on
 from tests.server.serving import PATIENCE
+from twolane.devices import DeviceSettings
 from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.messages import Submit
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.model.load.adapter_files import digest_of
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system

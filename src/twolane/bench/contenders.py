@@ -21,7 +21,8 @@ from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.printable import printable
-from twolane.engine.config import TRANSPORT_SECONDS, KVCacheDType, Quantization
+from twolane.devices import KVCacheDType, Quantization
+from twolane.engine.config import TRANSPORT_SECONDS
 from twolane.estimate.names import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from collections import ChainMap
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Annotated
@@ -21,7 +20,7 @@ from twolane.common.errors import FieldError
 from twolane.common.options import docstrings
 from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
-from twolane.systems.registry import SYSTEMS, System, defaults, describe, system_class
+from twolane.systems.registry import SYSTEMS, defaults, describe, system_class
 
 MODEL = "A model as for `twolane serve`, to show what is read of its files."
 
@@ -86,9 +85,8 @@ def report() -> bool:
 def show_system(name: str) -> None:
     """Print what a system does, and the default and the meaning of each of its settings."""
     console, table = Console(), Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    lineage = system_class(name).__mro__
-    own = lineage[: lineage.index(System)]
-    meanings = ChainMap(*map(docstrings, own))
+    system: type = system_class(name)
+    meanings = docstrings(system)
     for key, value in defaults(name).items():
         setting = key if value is msgspec.NODEFAULT else f"{key}={value}"
         table.add_row(setting, meanings.get(key, ""))

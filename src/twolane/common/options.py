@@ -166,10 +166,13 @@ def _in_unit(text: str, factor: float) -> str:
 
 @functools.cache
 def docstrings(struct: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, each as one line of text."""
+    """Return the docstrings of a class's fields, inherited ones too, each as one line of text."""
+    docs = dict[str, str]()
+    for base in struct.__bases__:
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
+            docs |= docstrings(base)
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(struct))).body
     assert isinstance(definition, ast.ClassDef)
-    docs = {}
     for field, text in pairwise(definition.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             docs[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())

@@ -8,7 +8,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
@@ -25,7 +25,7 @@ from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
 from twolane.lanes.base import Lanes, Machine, MachineLanes
 from twolane.lanes.load import chosen_device, load
-from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
+from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 
 
@@ -67,12 +67,11 @@ def device_settings(config: EngineConfig) -> DeviceSettings:
     Raises:
         FieldError: the device is not there.
     """
-    settings = DeviceSettings.of(config)
-    if settings.disaggregated or chosen_device(settings) == "cpu":
-        return settings
+    if config.disaggregated or chosen_device(config) == "cpu":
+        return config
     from twolane.lanes.cuda.green_contexts import STEP, sm_count
 
-    return msgspec.structs.replace(settings, levels=level_shares(config, sm_count(0), STEP))
+    return msgspec.structs.replace(config, levels=level_shares(config, sm_count(0), STEP))
 
 
 def assemble(
@@ -97,7 +96,7 @@ def assemble(
     key = machine_key(machine, lanes.units)
     profile = find_profile(config, key)
     estimator = make_estimator(profile, config.estimator or system.estimator, key)
-    if DeviceSettings.of(config).adapter_slots:
+    if config.adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     at_client = config.tbt_buffer_at == "client"
@@ -138,7 +137,7 @@ def load_adapters(
     Raises:
         FieldError: one cannot be.
     """
-    slots = DeviceSettings.of(config).adapter_slots
+    slots = config.adapter_slots
     registry = AdapterRegistry(lanes, slots, notify)
     if kv_events is not None:
         kv_events.journal.adapter = registry.name_of
@@ -189,7 +188,7 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
         if pages < 1:
             raise FieldError("kv_tokens", f"{config.kv_tokens} does not hold a page of {page_size}")
         if machine.kind == "cpu":  # GPUs check it themselves, and simulated ones have no memory
-            check_room(config.kv_tokens, machine.page_token_bytes * DeviceSettings.of(config).ranks)
+            check_room(config.kv_tokens, machine.page_token_bytes * config.ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)
         room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)

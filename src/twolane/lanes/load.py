@@ -3,12 +3,12 @@
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.lanes.base import Machine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.ranks.cpu_machine import RankedCpuMachine
-from twolane.lanes.settings import DeviceSettings, load_shard
+from twolane.lanes.settings import load_shard
 
 
 def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
@@ -38,15 +38,7 @@ def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
     from twolane.lanes.cuda.machine import CudaMachine
 
     spec, weights = load_shard(settings, "cuda", progress)
-    return CudaMachine(
-        spec,
-        weights,
-        settings.levels,
-        settings.gpu_memory_utilization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        adapter_slots=settings.adapter_slots,
-        max_lora_rank=settings.max_lora_rank,
-    )
+    return CudaMachine(spec, weights, settings)
 
 
 def chosen_device(settings: DeviceSettings) -> str:

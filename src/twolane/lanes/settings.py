@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.model.decoder import Weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
@@ -16,45 +16,6 @@ from twolane.model.spec import ModelSpec
 
 TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 """PyTorch's message about memory that it could not allocate."""
-
-
-class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of `EngineConfig`, by the same names; see there."""
-
-    model: str
-    load_format: str = "auto"
-    dtype: str = "auto"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    max_positions: int | None = None
-    seed: int = 0
-    router_skew: float = 0.0
-    lora: dict[str, str] = {}
-    lora_endpoints: bool = False
-    max_loras: int = 8
-    max_lora_rank: int = 16
-    device: str = "auto"
-    tensor_parallel_size: int = 1
-    all_reduce: str = "auto"
-    disaggregated: bool = False
-    cores: int | None = None
-    levels: tuple[int, ...] | None = None
-    gpu_memory_utilization: float = 0.9
-
-    @property
-    def adapter_slots(self) -> int:
-        """Number of LoRA adapters that can be loaded at a time; 0: none is served."""
-        return self.max_loras if self.lora or self.lora_endpoints else 0
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes that serve one engine."""
-        return 2 if self.disaggregated else self.tensor_parallel_size
-
-    @classmethod
-    def of(cls, config: object) -> "DeviceSettings":
-        """Return the part of an `EngineConfig` with these fields."""
-        return msgspec.convert(config, cls, from_attributes=True)
 
 
 class LaneSizes(msgspec.Struct, frozen=True):

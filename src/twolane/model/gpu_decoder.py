@@ -99,14 +99,12 @@ class KVWriter(Protocol):
     @property
     def positions(self) -> Tensor:
         """Place of each token in its sequence, int [T]."""
-        ...
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
         What attention wants of `qkv` may stay there.
         """
-        ...
 
 
 class Rows(KVWriter, Protocol):
@@ -115,11 +113,9 @@ class Rows(KVWriter, Protocol):
     @property
     def active(self) -> ActiveRows:
         """Marks of the rows that are neither padding nor done."""
-        ...
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -141,13 +137,11 @@ class PendingResidual(Protocol):
 
     def add_into(self, residual: Tensor) -> None:
         """Add it to `residual` [T, hidden] in place."""
-        ...
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
         """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

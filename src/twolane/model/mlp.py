@@ -29,15 +29,12 @@ class MlpBuffers(Protocol):
 
     def get(self, name: str, rows: int) -> Tensor:
         """Return the buffer [rows, its width] of that name."""
-        ...
 
     def input(self, name: str, rows: int, scheme: str) -> "Activations":
         """Return the buffer in the form of an input of a matrix of this scheme."""
-        ...
 
     def experts(self, rows: int, scheme: str) -> "ExpertBuffers":
         """Return buffers for the experts of this many tokens, whose matrices have this scheme."""
-        ...
 
 
 class Mlp(Protocol):
@@ -46,7 +43,6 @@ class Mlp(Protocol):
     @property
     def scheme(self) -> str:
         """The scheme of the matrices that the normalised rows are multiplied with."""
-        ...
 
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """Return `residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a
@@ -54,7 +50,6 @@ class Mlp(Protocol):
 
         Neither argument changes.
         """
-        ...
 
     def add_into(
         self,
@@ -70,7 +65,6 @@ class Mlp(Protocol):
         What becomes of the other rows does not matter. What is returned, if anything, still has to
         be added.
         """
-        ...
 
     def write_into(
         self,
@@ -82,11 +76,9 @@ class Mlp(Protocol):
     ) -> None:
         """Write the MLP of the normalised rows `x` [T, hidden], for `scheme`, to `out` [T, hidden];
         see `add_into`."""
-        ...
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """Return the matrices and the operations that multiply with them, in their order."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,13 +15,11 @@ class _Kernel(Protocol):
 
     def linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
         """See `Products.linear`."""
-        ...
 
     def add_linear(
         self, residual: Tensor, x: Tensor, matrix: Matrix, bias: Tensor | None
     ) -> Tensor:
         """See `Products.add_linear`."""
-        ...
 
 
 class Products:

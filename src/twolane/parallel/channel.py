@@ -19,19 +19,15 @@ class Channel(Protocol):
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory [rows, width] for partial sums; `all_reduce` takes any other, too."""
-        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
-        ...
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
-        ...
 
     def gather(self, parts: Tensor) -> None:
         """Bring all ranks' `parts[0]` to rank 0, whose `parts` is [size, ...]."""
-        ...
 
 
 class NullChannel:

@@ -20,7 +20,7 @@ from twolane.estimate.profile import (
 )
 from twolane.lanes.base import Machine
 from twolane.lanes.load import load
-from twolane.lanes.settings import DeviceSettings, LaneSizes, memory_errors
+from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
@@ -66,14 +66,13 @@ def take_profile(
         ValueError: a setting is wrong, or the file is the profile of something else.
     """
     check_settings(config)
-    settings = DeviceSettings.of(config)
-    with memory_errors(settings):
-        machine = load(settings, progress)
+    with memory_errors(config):
+        machine = load(config, progress)
     with rig_on(config, machine, progress) as rig:
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)
         profile = resumed(path, empty_profile(key, machine, rig, config.seed))
-        with memory_errors(settings):
+        with memory_errors(config):
             probe(profile, machine, rig.limits.shares, progress)
         points = plan(rig.limits, profile.seed, rounds)
         with Clocks(_gpu(machine)) as clocks:
@@ -176,7 +175,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iter
     most = context_length(config, machine.spec)
     kv = make_kv_manager(config, machine, most)
     sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, most)
-    with memory_errors(DeviceSettings.of(config)):
+    with memory_errors(config):
         lanes = machine.start(sizes, lambda: None, progress)
     try:
         lanes.fill_kv()

@@ -6,7 +6,8 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.options import Option
-from twolane.engine.config import DEVICE, EngineConfig
+from twolane.devices import DEVICE
+from twolane.engine.config import EngineConfig
 from twolane.engine.settings import check_settings, simulated_option
 from twolane.results.result import BenchConfig
 from twolane.sim.gpus import GPUS, Gpu

@@ -49,27 +49,22 @@ class Stored(Protocol):
     @property
     def values(self) -> Tensor:
         """The stored values."""
-        ...
 
     @property
     def scales(self) -> Tensor | None:
         """The scales of the values, or None for a scheme without scales."""
-        ...
 
     @property
     def scheme(self) -> str:
         """Name of the format of values and scales."""
-        ...
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix that is meant."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of values and scales together."""
-        ...
 
 
 ROWS = (*skinny_gemm.ROWS, 256)

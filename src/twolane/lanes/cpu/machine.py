@@ -6,11 +6,11 @@ import torch
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
-from twolane.devices import MachineKind, OnProgress
+from twolane.devices import DeviceSettings, MachineKind, OnProgress
 from twolane.lanes.base import MachineLanes
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
+from twolane.lanes.settings import LaneSizes, load_shard
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool

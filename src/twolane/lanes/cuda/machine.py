@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.devices import LaneName, MachineKind, OnProgress
+from twolane.devices import DeviceSettings, LaneName, MachineKind, OnProgress
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
@@ -38,7 +38,6 @@ from twolane.lanes.work import (
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
-from twolane.model.lora import MAX_RANK
 from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, NullChannel
 from twolane.sampling import SamplingParams
@@ -57,13 +56,8 @@ class CudaMachine:
     Args:
         spec: the model's shape.
         weights: The model's weights, on the device.
-        decode_units: SMs of the decode lane, one level each; None: every 16.
-        utilization: share of the device's memory that this process may take.
+        settings: The engine's settings; without `levels`, every multiple of 16 SMs is one.
         rank: The rank of this process, if several share the model.
-        ranks: their number.
-        kv_cache_dtype: "fp8" keeps keys and values in e4m3.
-        adapter_slots: number of LoRA adapters that can be loaded at a time.
-        max_lora_rank: the largest rank of one.
 
     Raises:
         FieldError: there is no room for the adapters, or the model has experts.
@@ -83,15 +77,10 @@ class CudaMachine:
         self,
         spec: ModelSpec,
         weights: Weights,
-        decode_units: Sequence[int] | None = None,
-        utilization: float = 0.9,
+        settings: DeviceSettings,
         rank: int = 0,
-        ranks: int = 1,
-        kv_cache_dtype: str = "auto",
-        adapter_slots: int = 0,
-        max_lora_rank: int = MAX_RANK,
     ) -> None:
-        self.tp = ranks
+        self.tp = settings.tensor_parallel_size
         self.pass_sizes: Sequence[int] = SIZES
         """See `Machine.pass_sizes`: those of the graphs, when there are some."""
         self.channels: Mapping[LaneName, Channel] = {}
@@ -100,24 +89,25 @@ class CudaMachine:
         """The decode graphs', if it is not the decode lane's."""
         self.min_free: int | None = None
         """`free_bytes` of the rank that has the fewest, when it is known."""
-        self.decoder = GpuDecoder(spec, weights, rank, ranks)
+        self.decoder = GpuDecoder(spec, weights, rank, self.tp)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
         self.spec = spec
-        self._utilization = utilization
+        self._settings = settings
         self.device = weights.embedding.device
         torch.cuda.set_device(self.device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
         self.itemsize = self.decoder.dtype.itemsize
-        self.kv_itemsize = spec.kv_itemsize(kv_cache_dtype, self.itemsize)
-        self._kv_dtype = E4M3 if kv_cache_dtype == "fp8" else self.decoder.dtype
+        self.kv_itemsize = spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
+        self._kv_dtype = E4M3 if settings.kv_cache_dtype == "fp8" else self.decoder.dtype
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
         self.weight_itemsize = weights.matrix_itemsize
-        self.partitions = self._partitions(decode_units)
-        self.adapters = self._adapter_pool(weights, adapter_slots, max_lora_rank)
+        self.partitions = self._partitions(settings.levels)
+        self.adapters = self._adapter_pool(weights)
 
-    def _adapter_pool(self, weights: Weights, slots: int, rank: int) -> GpuAdapterPool | None:
+    def _adapter_pool(self, weights: Weights) -> GpuAdapterPool | None:
         """Return the pool of LoRA adapters; None if none are served."""
+        slots, rank = self._settings.adapter_slots, self._settings.max_lora_rank
         if not slots:
             return None
         if self.spec.moe is not None:
@@ -148,7 +138,7 @@ class CudaMachine:
     def free_bytes(self) -> int:
         """Return the bytes left of this process's share of the memory and each other rank's."""
         free, total = torch.cuda.mem_get_info(self.device)
-        own = int(free - (1 - self._utilization) * total)
+        own = int(free - (1 - self._settings.gpu_memory_utilization) * total)
         return own if self.min_free is None else min(own, self.min_free)
 
     def start(

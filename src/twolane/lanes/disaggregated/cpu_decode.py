@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine
@@ -20,7 +20,7 @@ from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
 from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import SamplingPoints
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import PrefillWork
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool

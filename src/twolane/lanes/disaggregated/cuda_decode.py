@@ -17,11 +17,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
-from twolane.devices import LaneName, OnProgress
+from twolane.devices import DeviceSettings, LaneName, OnProgress
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket, HalfLaunch, WatchedLaunch
 from twolane.lanes.cuda.launch_thread import Launcher
@@ -33,7 +34,7 @@ from twolane.lanes.disaggregated.cuda_mirror import MirroredGpuKVCache
 from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import BatchRows, SamplingPoints
-from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
+from twolane.lanes.settings import LaneSizes, load_shard
 from twolane.lanes.work import LaunchRecord, PrefillWork, TokenMask, Work
 from twolane.parallel.group import awaited, meet
 from twolane.parallel.peer_memory import PeerGroup, map_each_other
@@ -211,15 +212,7 @@ class MirroredCudaMachine(CudaMachine):
         torch.cuda.set_device(rank)
         self._number, self._store, self._check = rank, store, check
         spec, weights = load_shard(settings, f"cuda:{rank}", progress)
-        super().__init__(
-            spec,
-            weights,
-            (),
-            settings.gpu_memory_utilization,
-            kv_cache_dtype=settings.kv_cache_dtype,
-            adapter_slots=settings.adapter_slots,
-            max_lora_rank=settings.max_lora_rank,
-        )
+        super().__init__(spec, weights, replace(settings, levels=()))
         notes = self._meet("loaded", json.dumps(self.free_bytes()))
         self.min_free = min(map(int, notes))
 

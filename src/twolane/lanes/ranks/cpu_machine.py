@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.ranks.ranked_lanes import RankedLanes
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.parallel.group import CpuGroup
 
 FOLLOWER = "twolane.lanes.ranks.cpu_follower"

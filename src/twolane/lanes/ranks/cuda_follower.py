@@ -134,7 +134,7 @@ def main() -> int:
     if (start := read_start()) is None:
         return 0
     with reporting_failure(start):
-        machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
+        machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))
     store = meeting_at(start.port)
     connect(machine, start.settings.all_reduce, store, lambda: None)
     if (sizes := read_sizes()) is None:

@@ -10,14 +10,16 @@ import torch
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
-from twolane.devices import OnProgress
+from twolane.devices import DeviceSettings, OnProgress
 from twolane.kernels.collectives.reduce_norm import flag_bytes
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.ranks.followers import Followers
-from twolane.lanes.settings import DeviceSettings, LaneSizes, load_shard
+from twolane.lanes.settings import LaneSizes, load_shard
+from twolane.model.decoder import Weights
+from twolane.model.spec import ModelSpec
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
 from twolane.parallel.nccl import Communicator, NcclError, join, version
 from twolane.parallel.peer_memory import map_each_other
@@ -28,13 +30,12 @@ FOLLOWER = "twolane.lanes.ranks.cuda_follower"
 """The module that the other ranks run."""
 
 
-def load_rank(settings: DeviceSettings, rank: int, progress: OnProgress) -> tuple[object, ...]:
+def load_rank(
+    settings: DeviceSettings, rank: int, progress: OnProgress
+) -> tuple[ModelSpec, Weights, DeviceSettings, int]:
     """Return the arguments of a rank's `CudaMachine`: its part of the model, on its GPU."""
     torch.cuda.set_device(rank)
-    spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
-    share, ranks = settings.gpu_memory_utilization, settings.tensor_parallel_size
-    adapters = settings.adapter_slots, settings.max_lora_rank
-    return spec, weights, settings.levels, share, rank, ranks, settings.kv_cache_dtype, *adapters
+    return *load_shard(settings, f"cuda:{rank}", progress, rank), settings, rank
 
 
 def connect(
@@ -108,7 +109,7 @@ class RankedCudaMachine(CudaMachine):
         if ranks > there:
             raise FieldError("tensor_parallel_size", f"is {ranks}, and PyTorch finds {there} GPUs")
         self.followers = Followers(settings, FOLLOWER)
-        super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
+        super().__init__(*load_rank(settings, 0, progress))
         followers = self.followers
         self.min_free = connect(self, settings.all_reduce, followers.store, followers.check)
 

@@ -13,9 +13,10 @@ from queue import SimpleQueue
 
 import msgspec
 
+from twolane.devices import DeviceSettings
 from twolane.lanes import base
 from twolane.lanes.base import OpenLaunches, Ticket
-from twolane.lanes.settings import DeviceSettings, LaneSizes
+from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import AdapterRecord, Record, encode
 from twolane.parallel.group import RankLost, meeting_place
 

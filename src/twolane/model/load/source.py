@@ -10,16 +10,12 @@ class TensorSource(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all tensors."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape, without reading the tensor."""
-        ...
 
     def type(self, name: str) -> str:
         """Type of the tensor's numbers, as safetensors names it."""
-        ...
 
     def get(self, name: str, cut: Cut | None = None) -> Any:
         """Return the tensor or a part of it: torch or numpy, of any dtype."""
-        ...
