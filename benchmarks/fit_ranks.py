@@ -23,7 +23,9 @@ from twolane.lanes.work import DecodeRow, HybridWork, PromptRow
 from twolane.model.shapes import SHAPES
 from twolane.results.provenance import provenance, save
 from twolane.sim.device import DeviceModel
-from twolane.sim.gpus import H200, Gpu
+from twolane.sim.gpus import GPUS, Gpu
+
+H200 = GPUS["h200"]
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {

@@ -26,9 +26,12 @@ from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
 from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
-from twolane.sim.gpus import GPUS, H100, H200, Gpu
+from twolane.sim.gpus import GPUS, Gpu
 from twolane.sim.operators import BFLOAT16, TILE_KEYS, OperatorCosts, Storage
 from twolane.workload.spec import WorkloadSpec
+
+H100 = GPUS["h100"]
+H200 = GPUS["h200"]
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]

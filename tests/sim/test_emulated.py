@@ -14,10 +14,12 @@ from twolane.model.shapes import SHAPES
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig, Unevenness
 from twolane.sim.emulated import SLOW_EVERY_SECONDS, SLOW_SECONDS, EmulatedDevice
-from twolane.sim.gpus import H200
+from twolane.sim.gpus import GPUS
 from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
+
+H200 = GPUS["h200"]
 
 MODEL = "codellama-34b"
 PROFILE = SHIPPED / f"{MODEL}-h200.json"

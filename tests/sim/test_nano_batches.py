@@ -14,11 +14,14 @@ from twolane.model.shapes import SHAPES
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig, Unevenness
 from twolane.sim.device import DeviceModel
-from twolane.sim.gpus import A100, GPUS, H200, Gpu
+from twolane.sim.gpus import GPUS, Gpu
 from twolane.sim.machine import SimulatedMachine
 from twolane.sim.nano_batches import NanoBatchDevice
 from twolane.sim.operators import Cost
 from twolane.workload.spec import WorkloadSpec
+
+A100 = GPUS["a100-80gb"]
+H200 = GPUS["h200"]
 
 LLAMA, LARGE = "llama-3.1-8b", "llama-3.1-70b"
 TWO = {"token_budget": "1024", "nano_batches": "2"}

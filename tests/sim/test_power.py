@@ -18,8 +18,11 @@ from twolane.lanes.work import (
 )
 from twolane.model.shapes import SHAPES
 from twolane.sim.device import DeviceModel
-from twolane.sim.gpus import H100, H200
+from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
+
+H100 = GPUS["h100"]
+H200 = GPUS["h200"]
 
 
 def device(model: str = "qwen3-8b") -> DeviceModel:

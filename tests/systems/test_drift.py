@@ -18,7 +18,7 @@ from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.lanes.settings import LaneSizes
 from twolane.model.shapes import SHAPES
-from twolane.sim.gpus import A100
+from twolane.sim.gpus import GPUS
 from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
 from twolane.systems.common.multiplex import deadline
@@ -26,6 +26,8 @@ from twolane.systems.papers.drift import Drift
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
 from twolane.systems.registry import make_system
 from twolane.systems.view import LaneView
+
+A100 = GPUS["a100-80gb"]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,12 @@ from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.model.shapes import SHAPES
 from twolane.sim.device import DeviceModel
-from twolane.sim.gpus import H200
+from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
 from twolane.slo import Slo
 from twolane.systems.registry import make_system
+
+H200 = GPUS["h200"]
 
 PROMPTS = 30
 """Of 4,000 tokens each, faster than all units can compute them."""

@@ -1,4 +1,4 @@
-"""JSON files whose content is checked against a type."""
+"""JSON and TOML files whose content is checked against a type."""
 
 import json
 from pathlib import Path
@@ -52,6 +52,23 @@ def converted(raw: object, kind: type[T], file: str = "config.json", *, lax: boo
         return msgspec.convert(_whole(raw) if lax else raw, kind, strict=not lax)
     except msgspec.ValidationError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def read_tables(path: Path, kind: type[T]) -> dict[str, T]:
+    """Read a TOML file of the package whose tables are values of one type, by name.
+
+    A table has what it does not say from the table that its key `like` names. A type with a field
+    `name` gets that of the table.
+    """
+    tables = msgspec.toml.decode(path.read_bytes(), type=dict[str, Json])
+
+    def whole(table: Json) -> Json:
+        return {**(whole(tables[table["like"]]) if "like" in table else {}), **table}
+
+    return {
+        name: msgspec.convert({"name": name, **whole(table)}, kind)
+        for name, table in tables.items()
+    }
 
 
 def _whole(raw: Any) -> Any:

@@ -22,7 +22,7 @@ from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.collectives import reduce_norm
 from twolane.kernels.experts.products import ExpertBuffers
-from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.experts.routing import ActiveRows, Combination, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.attention import Allocate
@@ -132,18 +132,6 @@ class _Blind:
         """See `Rows.attend`."""
 
 
-class PendingResidual(Protocol):
-    """A block's output that is not yet added to the residual stream."""
-
-    def add_into(self, residual: Tensor) -> None:
-        """Add it to `residual` [T, hidden] in place."""
-
-    def add_and_norm(
-        self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
-    ) -> fused.Out:
-        """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
-
-
 @dataclass(frozen=True, slots=True)
 class PartialSum:
     """The output of a block that is summed over ranks, or normalised, before it is added."""
@@ -152,13 +140,13 @@ class PartialSum:
     """[T, hidden]"""
 
     def add_into(self, residual: Tensor) -> None:
-        """See `PendingResidual.add_into`."""
+        """Add it to `residual` [T, hidden] in place."""
         residual.add_(self.partial)
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
-        """See `PendingResidual.add_and_norm`."""
+        """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
         return fused.add_rms_norm(self.partial, residual, weight, eps, out)
 
 
@@ -173,13 +161,13 @@ class UnsummedPart:
     """The memory of `partial` that all ranks map."""
 
     def add_into(self, residual: Tensor) -> None:
-        """See `PendingResidual.add_into`."""
+        """Add it to `residual` [T, hidden] in place."""
         self._summed().add_into(residual)
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
-        """See `PendingResidual.add_and_norm`."""
+        """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
         if isinstance(out, Tensor) and reduce_norm.served(self.partial, out):
             reduce_norm.reduce_norm(*self.mapped, residual, weight, eps, out)
             return out
@@ -188,6 +176,10 @@ class UnsummedPart:
     def _summed(self) -> PartialSum:
         self.channel.all_reduce(self.partial)
         return PartialSum(self.partial)
+
+
+PendingResidual = PartialSum | UnsummedPart | Combination
+"""A block's output that is not yet added to the residual stream."""
 
 
 class Workspace:

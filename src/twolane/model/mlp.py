@@ -37,50 +37,6 @@ class MlpBuffers(Protocol):
         """Return buffers for the experts of this many tokens, whose matrices have this scheme."""
 
 
-class Mlp(Protocol):
-    """The multilayer perceptron of one layer."""
-
-    @property
-    def scheme(self) -> str:
-        """The scheme of the matrices that the normalised rows are multiplied with."""
-
-    def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
-        """Return `residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a
-        CPU.
-
-        Neither argument changes.
-        """
-
-    def add_into(
-        self,
-        residual: Tensor,
-        norm: "Norm",
-        active: "ActiveRows",
-        buffers: MlpBuffers,
-        products: "GpuProducts",
-    ) -> "Combination | None":
-        """Add the MLP of the active rows of `residual` [T, hidden], normalised, to these in place,
-        on a GPU.
-
-        What becomes of the other rows does not matter. What is returned, if anything, still has to
-        be added.
-        """
-
-    def write_into(
-        self,
-        out: Tensor,
-        x: "Activations",
-        active: "ActiveRows",
-        buffers: MlpBuffers,
-        products: "GpuProducts",
-    ) -> None:
-        """Write the MLP of the normalised rows `x` [T, hidden], for `scheme`, to `out` [T, hidden];
-        see `add_into`."""
-
-    def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
-        """Return the matrices and the operations that multiply with them, in their order."""
-
-
 @dataclass(frozen=True, eq=False)
 class DenseMlp:
     """down(activation(gate(x)) * up(x)), where gate and up are one matrix."""
@@ -98,11 +54,15 @@ class DenseMlp:
 
     @property
     def scheme(self) -> str:
-        """See `Mlp.scheme`."""
+        """The scheme of the matrices that the normalised rows are multiplied with."""
         return self.gate_up.scheme
 
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
-        """See `Mlp.add`."""
+        """Return `residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a
+        CPU.
+
+        Neither argument changes.
+        """
         gate, up = products.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=1)
         act = ACTIVATIONS[self.activation](gate).mul_(up)
         return products.add_linear(residual, act, self.down, self.down_bias)
@@ -115,7 +75,12 @@ class DenseMlp:
         buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
-        """See `Mlp.add_into`."""
+        """Add the MLP of the active rows of `residual` [T, hidden], normalised, to these in place,
+        on a GPU.
+
+        What becomes of the other rows does not matter. What is returned, if anything, still has to
+        be added.
+        """
         from twolane.kernels.fused import rms_norm
 
         room = buffers.input("norm", len(residual), self.scheme)
@@ -131,7 +96,8 @@ class DenseMlp:
         buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
-        """See `Mlp.write_into`."""
+        """Write the MLP of the normalised rows `x` [T, hidden], for `scheme`, to `out` [T, hidden];
+        see `add_into`."""
         for rows, act in self._activated(x, buffers, products):
             products.part(rows).linear(act, self.down, self.down_bias, out[rows])
 
@@ -149,7 +115,7 @@ class DenseMlp:
             yield rows, act
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
-        """See `Mlp.matrices`."""
+        """Return the matrices and the operations that multiply with them, in their order."""
         return ("gate_up", self.gate_up), ("add_linear", self.down)
 
 
@@ -273,3 +239,7 @@ class Experts:
         """Return the rows of one expert."""
         rows = matrix.shape[0] // self.router.shape[0]
         return matrix.part(number * rows, (number + 1) * rows)
+
+
+Mlp = DenseMlp | Experts
+"""The multilayer perceptron of one layer; `DenseMlp` describes the methods of both."""

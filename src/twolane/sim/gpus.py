@@ -1,8 +1,12 @@
 """The data sheets of the simulated GPUs."""
 
 import hashlib
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
+
+from twolane.common.checked_json import read_tables
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,114 +117,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     sheet."""
 
 
-H200 = Gpu(
-    name="h200",
-    units=132,
-    memory=150.1e9,
-    unit_flops=8.11e12,
-    bandwidth=4.11e12,
-    unit_bandwidth=0.147e12,
-    product_units=19.0,
-    power_units=59.4,
-    traffic_units=19.3,
-    power_exponent=3.35,
-    product_share=0.881,
-    prompt_attention_share=0.596,
-    decode_attention_share=0.943,
-    spill=0.00321,
-    corner=1.5,
-    whole_corner=1.97,
-    step_corner=2.27,
-    one_grid=18.3e6,
-    attention_rows=51.7,
-    in_flight=1.72,
-    product_waits=0.806,
-    arithmetic_waits=0.182,
-    kernel_seconds=2.06e-6,
-    pass_layer_seconds=1.70e-5,
-    large_tiles=True,
-    whole_layer_seconds=5.66e-6,
-    split_seconds=2.04e-5,
-    sampling_seconds=5.73e-5,
-    link_bandwidth=310e9,
-    half_tile_share=0.74,
-    cap_watts=700.0,
-    idle_watts=173.0,
-    joules_per_byte=0.117e-9,
-    joules_per_flop=0.6e-12,
-    fitted=True,
-)
-"""Fitted by `benchmarks/fit_device.py`, and what concerns passes of several ranks by
-`benchmarks/fit_ranks.py`; docs/design/simulation.md compares it with measurements."""
-H100 = msgspec.structs.replace(
-    H200,
-    name="h100",
-    memory=85.0e9,
-    bandwidth=2.97e12,
-    unit_bandwidth=0.139e12,
-    product_units=13.2,
-    power_units=54.4,
-    traffic_units=13.4,
-    power_exponent=3.37,
-    prompt_attention_share=0.603,
-    decode_attention_share=0.971,
-    spill=0.0023,
-    corner=1.54,
-    whole_corner=2.16,
-    step_corner=2.32,
-    one_grid=17.5e6,
-    attention_rows=48.7,
-    in_flight=2.12,
-    product_waits=0.921,
-    arithmetic_waits=0.249,
-    kernel_seconds=1.91e-6,
-    pass_layer_seconds=1.65e-5,
-    whole_layer_seconds=5.57e-6,
-    split_seconds=2.07e-5,
-    sampling_seconds=5.75e-5,
-    cap_watts=0.0,
-)
-"""The same chip with HBM3, fitted by `benchmarks/fit_device.py`; what concerns several ranks or FP8
-is the H200's."""
-A100 = Gpu(
-    name="a100-80gb",
-    units=108,
-    memory=85.0e9,
-    unit_flops=2.889e12,
-    bandwidth=1.83e12,
-    unit_bandwidth=0.06e12,
-    product_units=18.0,
-    power_units=85.0,
-    traffic_units=35.0,
-    spill=0.006,
-    product_share=0.80,
-    prompt_attention_share=0.65,
-    in_flight=0.55,
-    arithmetic_waits=0.04,
-    kernel_seconds=2.5e-6,
-    attention_tile=128,
-    link_bandwidth=230e9,
-)
-"""Figures of the data sheet; products reach 77 to 80 % of the peak (Bullet §2.3), and prefill slows
-decode by up to 20 % (MuxWise §3.3.2). Attention runs by FlashAttention-2's tiles, which are never
-split: chunks of few rows leave most SMs idle."""
-A100_SPLIT = msgspec.structs.replace(A100, name="a100-80gb-split", attention_tile=0)
-"""The same GPU with attention kernels that split the keys of a tile over idle SMs, as FlashInfer's
-do. No A100 was measured: what differs between these two is not known of the real one."""
-H20 = msgspec.structs.replace(
-    H200,
-    name="h20",
-    units=78,
-    memory=102.6e9,
-    unit_flops=148e12 / 78,
-    bandwidth=H200.bandwidth * 4.0 / 4.8,
-    power_units=200.0,
-    one_grid=H200.one_grid * 78 / 132,
-    cap_watts=0.0,
-    fitted=False,
-)
-"""The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
-fractions. So little arithmetic does not reach the power cap."""
+GPUS: Mapping[str, Gpu] = read_tables(Path(__file__).with_name("gpus.toml"), Gpu)
+"""The simulated GPUs by name."""
 FORMULAS = 13
 """Version of the formulas that times are computed with; it is raised when they change."""
 
@@ -228,6 +126,3 @@ FORMULAS = 13
 def revision(gpu: Gpu) -> str:
     """Return a digest of parameters and formulas; it is part of the key of a simulated profile."""
     return hashlib.sha256(msgspec.json.encode((FORMULAS, gpu))).hexdigest()[:10]
-
-
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, A100_SPLIT, H20, H100, H200)}
