@@ -11,11 +11,6 @@ PING_SECONDS = 1.0
 HANG_SECONDS = 10.0
 """Default seconds without a turn of the loop or a finished launch after which an engine counts as
 hung."""
-PREDICTIONS = 5.0
-"""A launch counts as hung after this multiple of its predicted seconds, and not before the
-bound."""
-UNPREDICTED = 6.0
-"""A launch without a prediction counts as hung after this multiple of the bound."""
 
 
 class Liveness:
@@ -102,5 +97,8 @@ class Liveness:
 
     def _longest(self, wait: LaneWait) -> float:
         if wait.predicted is None:
-            return UNPREDICTED * self._bound
-        return max(self._bound, PREDICTIONS * wait.predicted)
+            # A launch without a prediction counts as hung after this multiple of the bound.
+            return 6.0 * self._bound
+        # A launch counts as hung after this multiple of its predicted seconds, and not before the
+        # bound.
+        return max(self._bound, 5.0 * wait.predicted)

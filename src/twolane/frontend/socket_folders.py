@@ -9,8 +9,6 @@ from pathlib import Path
 
 PREFIX, OWNER = "twolane-", "owner"
 """Prefix of folder names, and the file in a folder that its owner keeps locked."""
-SOCKET_PATH_MAX = 90
-"""Most characters of a folder's path: Unix socket paths end at 107 bytes."""
 
 
 class SocketFolder:
@@ -39,7 +37,8 @@ def remove_dead_folders() -> None:
 
 def _private_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    if len(str(folder)) <= SOCKET_PATH_MAX:
+    # Most characters of a folder's path: Unix socket paths end at 107 bytes.
+    if len(str(folder)) <= 90:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))

@@ -9,14 +9,10 @@ NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
 FUNCTION_ENDED = "}"
 """Stands for the key of a whole function within another object."""
-SHORT_ESCAPES = '"\\/bfnrtu'
-"""Characters that may follow a backslash in a string."""
-QUOTES = ('"', "'")
 BEHIND_STRINGS = ",:}]\"'"
 """Characters that may follow a string, with or without white space between them."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 """JSON's literals by Python's."""
-HEX_DIGITS = "0123456789abcdefABCDEF"
 
 
 def parsed(text: str) -> Any:
@@ -90,7 +86,7 @@ class JsonText:
         if self._escape:
             return self._escaped(char)
         if not self.in_string:
-            self.in_string, self._quote = char in QUOTES, char
+            self.in_string, self._quote = char in ('"', "'"), char
             return '"' if self.in_string else char
         if char == "\\":
             self._escape = char
@@ -107,7 +103,8 @@ class JsonText:
         begun, self._escape = self._escape, ""
         if begun + char == "\\'" and self._quote == char:
             return char
-        known = SHORT_ESCAPES if begun == "\\" else HEX_DIGITS
+        # Characters that may follow a backslash in a string.
+        known = '"\\/bfnrtu' if begun == "\\" else "0123456789abcdefABCDEF"
         if char not in known:
             return "\\" + begun + self.feed(char)
         whole = begun + char

@@ -33,8 +33,6 @@ LAST = 0x10FFFF
 """Largest code point."""
 MAX_PLACES = 1000
 """Most character positions for which a grammar's lexemes are compared."""
-MAX_NODES = 10_000
-"""Most nodes of a lexeme."""
 MAX_LOOKS = 200_000
 """Most comparisons of character ranges, and most steps of computing what may follow what: each
 takes some tenths of a second."""
@@ -297,7 +295,8 @@ def built(node: ASTNode, lexeme: Lexeme) -> tuple[bool, set[int], set[int]]:
         TooManyPlaces: there are too many.
     """
     lexeme.nodes += 1
-    if lexeme.nodes > MAX_NODES:
+    # Most nodes of a lexeme.
+    if lexeme.nodes > 10_000:
         raise TooManyPlaces
     match node:
         case RegexNode():

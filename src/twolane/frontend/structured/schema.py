@@ -28,8 +28,6 @@ COUNTS = frozenset(
     {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 )
 """Keywords with an integer, which JSON may write as 8.0."""
-NULLS = frozenset({"const", "default", "type"})
-"""Keywords whose null is kept; elsewhere generators write null for a missing value."""
 EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
 """Keywords without effect if empty."""
 BESIDE = frozenset(
@@ -72,8 +70,6 @@ DIALECT = re.compile(
     r"https?://json-schema\.org/(?:draft-(0[3467])|draft/(2019-09|2020-12))/(?:hyper-)?schema#?"
 )
 """Dialects that llguidance distinguishes."""
-URI_CHARACTERS = "!#$%&'()*+,-./:;=?@_~"
-"""Characters of a reference besides letters and digits."""
 LOOSE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 MAX_STEPS, MAX_POINTER_LENGTH = 8, 256
 """Most steps of a chain of references, and most characters of a reference."""
@@ -182,7 +178,8 @@ def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
     if name in COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in ("$ref", "$id") and isinstance(value, str):
-        return urllib.parse.quote(LOOSE_PERCENT.sub("%25", value), safe=URI_CHARACTERS)
+        # Characters of a reference besides letters and digits.
+        return urllib.parse.quote(LOOSE_PERCENT.sub("%25", value), safe="!#$%&'()*+,-./:;=?@_~")
     if name == "$schema":
         return _dialect(value)
     if name == "pattern" and isinstance(value, str):
@@ -213,7 +210,8 @@ def _says_nothing(name: str, value: Any) -> bool:
             return value is None or (isinstance(value, str) and value not in FORMATS)
         case _ if name in EMPTY:
             return not value
-    return value is None and name not in NULLS
+    # Keywords whose null is kept; elsewhere generators write null for a missing value.
+    return value is None and name not in {"const", "default", "type"}
 
 
 def _allows_all(schema: object, kind: str | None = None) -> bool:

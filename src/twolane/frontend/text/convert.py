@@ -37,8 +37,6 @@ FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 """Flags of an added token: how it is matched in a text, and whether it is special."""
 SENTENCEPIECE = "tokenizer.model"
 """File of a SentencePiece tokenizer, which does not state whether texts begin with the BOS."""
-FORM_SECONDS = 10.0
-"""Most seconds of probing how a chat template reads messages."""
 
 
 @tokenizer_errors()
@@ -115,7 +113,8 @@ def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
     if template is None:
         return None
     try:
-        form = within(FORM_SECONDS, lambda: ChatTemplate(template.text, parts.special_tokens).form)
+        # Most seconds of probing how a chat template reads messages.
+        form = within(10.0, lambda: ChatTemplate(template.text, parts.special_tokens).form)
         msgspec.json.encode(form)  # a template may write halves of characters
         return form
     except TemplateSyntaxError as error:

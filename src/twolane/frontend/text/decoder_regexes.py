@@ -10,10 +10,6 @@ from collections.abc import Iterator
 
 from tokenizers import decoders
 
-MAX_ALTERNATIVES = 2
-"""Most `|` of an expression: each may double the steps at every position."""
-MAX_CHARACTERS = 200
-"""Most characters of an expression."""
 PART = re.compile(
     r"(?P<set>\[\^?\]?(?:\\.|[^\[\]\\])*\])|(?P<escape>\\.)"
     r"|(?P<count>(?:[*+?]|\{[0-9,]*\})[?+]?)|(?P<other>.)",
@@ -53,7 +49,8 @@ def is_quick(expression: str) -> bool:
     True only for expressions that repeat at most one character or set, and neither look around nor
     back: enough for spaces and the marks of words.
     """
-    if len(expression) > MAX_CHARACTERS or "(?" in expression:
+    # Most characters of an expression.
+    if len(expression) > 200 or "(?" in expression:
         return False
     counts, before = 0, ""
     for part in PART.finditer(expression):
@@ -64,4 +61,5 @@ def is_quick(expression: str) -> bool:
         elif part[0] == "[" or (part.lastgroup == "escape" and part[0][1] in "123456789gk"):
             return False  # a set within a set, or what a group has matched
         before = part[0]
-    return counts <= 1 and expression.count("|") <= MAX_ALTERNATIVES
+    # Most `|` of an expression: each may double the steps at every position.
+    return counts <= 1 and expression.count("|") <= 2

@@ -27,12 +27,8 @@ from twolane.frontend.text.template_form import (
 )
 
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
-MAX_TURN_END_LENGTH = 100
-"""Most characters after an answer that are searched for a turn's end."""
 OTHER_TOOLS = "xml_tools"
 """The variable in which SmolLM3's template takes functions, as they are in OpenAI's `tools`."""
-CALL_MARKS = ("<|tool_call|>", "functools")
-"""Marks before a JSON list of calls, by which Granite 3 and Phi-4-mini are told to write calls."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 """Variables that have request fields of their own."""
 
@@ -378,7 +374,8 @@ def shows_tool(template: ChatTemplate, turns: Sequence[Message]) -> bool:
 def find_call_mark(template: ChatTemplate) -> str:
     """Return the mark after which the model is asked to list its calls, or an empty text."""
     text = template.tried([HELLO], tools=[TOOL]) or ""
-    return next((mark for mark in CALL_MARKS if mark in text), "")
+    # Marks before a JSON list of calls, by which Granite 3 and Phi-4-mini are told to write calls.
+    return next((mark for mark in ("<|tool_call|>", "functools") if mark in text), "")
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
@@ -402,7 +399,8 @@ def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
     content = SEEN if as_text else [part(SEEN)]
     answered = [HELLO, {"role": "assistant", "content": content}]
     text = template.tried(answered, add_generation_prompt=False) or ""
-    return text.rpartition(SEEN)[2].strip()[:MAX_TURN_END_LENGTH]
+    # Most characters after an answer that are searched for a turn's end.
+    return text.rpartition(SEEN)[2].strip()[:100]
 
 
 def missing_words(message: str, text: str) -> str | None:

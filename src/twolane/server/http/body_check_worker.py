@@ -12,11 +12,6 @@ from twolane.server.http import strict_json
 from twolane.server.http.body_checks import IGNORING, BodyRefusal
 from twolane.server.http.errors import ApiError, from_validation
 
-MAX_PARTS = 1 << 15
-"""Most objects, lists and fields of a body: each takes some microseconds to read."""
-MAX_TEXT = 1 << 24
-"""Most characters of all strings of a body."""
-
 
 def check_parts(body: Any) -> None:
     """Refuse a body that would take the API process too long to parse.
@@ -37,9 +32,11 @@ def check_parts(body: Any) -> None:
         elif isinstance(value, list):
             parts += 1
             left += value
+    # Most characters of all strings of a body.
+    # Most objects, lists and fields of a body: each takes some microseconds to read.
     for amount, most, what in (
-        (parts, MAX_PARTS, "objects, lists and fields"),
-        (text, MAX_TEXT, "characters of text"),
+        (parts, 1 << 15, "objects, lists and fields"),
+        (text, 1 << 24, "characters of text"),
     ):
         if amount > most:
             message = f"the body has {amount} {what}; at most {most} are allowed"

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from twolane.frontend.body import IGNORED
 
 log = logging.getLogger("twolane.server")
-MAX_LOGGED = 1000
-"""Most field names that are logged, since clients can invent any number."""
 
 
 class UnknownFields:
@@ -42,6 +40,7 @@ class UnknownFields:
 
     def _log(self, path: str, names: list[str]) -> None:
         for name in dict.fromkeys(names):
-            if (path, name) not in self._logged and len(self._logged) < MAX_LOGGED:
+            # Most field names that are logged, since clients can invent any number.
+            if (path, name) not in self._logged and len(self._logged) < 1000:
                 self._logged.add((path, name))
                 log.warning("%s: the unknown field %r has no effect", path, name)

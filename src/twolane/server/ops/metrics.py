@@ -45,8 +45,6 @@ WHOLE_BUCKETS = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 """Buckets of the time of whole requests, in seconds."""
-REFUSALS_KEPT = 20
-"""Most refusals that the dashboard shows, in groups of one reason."""
 MAX_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
 """Most adapters with a label of their own, and the label of all others."""
 MAX_MESSAGE_LENGTH = 200
@@ -195,7 +193,8 @@ class ServerMetrics:
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
-        self.refusals: deque[RefusalGroup] = deque(maxlen=REFUSALS_KEPT)
+        # Most refusals that the dashboard shows, in groups of one reason.
+        self.refusals: deque[RefusalGroup] = deque(maxlen=20)
         """The latest refusals."""
         self.registry = CollectorRegistry()
         pool = page_size, kv_cache_dtype

@@ -30,18 +30,8 @@ log = logging.getLogger("twolane.server")
 TRACES = "/v1/traces"
 NAMING = ("operation.name", "request.model")
 """Attributes whose values form the name of a request's span: `chat NAME`, also of an adapter."""
-UNNAMED = "unknown_service"
-"""Prefix of the SDK's service name where no variable sets one."""
-SETTLE_SECONDS = 0.2
-"""Seconds after a request's end within which its last launch is reaped."""
-SENDERS = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal")
-"""Loggers of the span senders, which write several lines for each attempt."""
-MAX_REASON_LENGTH = 300
-"""Most characters of a sender's message in the log."""
 CLOSE_SECONDS = 3.0
 """Seconds that sending the last spans may take."""
-OPEN_KEPT = 10_000
-"""Most requests whose slices are kept; those of abandoned requests are never read."""
 
 
 def traces_url(endpoint: str) -> str:
@@ -56,7 +46,8 @@ class FaultLog(logging.Handler):
         super().__init__(logging.WARNING)
         self._failing = False
         self._lost = 0
-        for name in SENDERS:
+        # Loggers of the span senders, which write several lines for each attempt.
+        for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
             sender = logging.getLogger(name)
             sender.handlers, sender.propagate = [self], False
 
@@ -64,7 +55,8 @@ class FaultLog(logging.Handler):
         """See `logging.Handler`."""
         if not self._failing:
             self._failing = True
-            reason = record.getMessage()[:MAX_REASON_LENGTH]
+            # Most characters of a sender's message in the log.
+            reason = record.getMessage()[:300]
             log.warning("traces do not reach the collector: %s", reason)
 
     def note(self, spans: int, *, sent: bool) -> None:
@@ -104,7 +96,8 @@ def make_provider(endpoint: str) -> TracerProvider:
 def described() -> Resource:
     """Return the spans' resource: what OTEL_* variables set, and defaults."""
     named = Resource({"service.version": twolane.__version__}).merge(Resource.create())
-    if str(named.attributes["service.name"]).startswith(UNNAMED):
+    # Prefix of the SDK's service name where no variable sets one.
+    if str(named.attributes["service.name"]).startswith("unknown_service"):
         return named.merge(Resource({"service.name": "twolane"}))
     return named
 
@@ -140,7 +133,8 @@ class Tracing:
     def end(self, request: "RequestTrace") -> None:
         """Make a request's spans once the launches that served it are known."""
         self._ending.add(request)
-        asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._write, request)
+        # Seconds after a request's end within which its last launch is reaped.
+        asyncio.get_running_loop().call_later(0.2, self._write, request)
 
     def slices(self, id: str) -> list[Launched]:
         """Return the launches that computed a request's prompt, and forget them."""
@@ -165,7 +159,8 @@ class Tracing:
         for launch in launches:
             for id in launch.prompts:
                 self._slices.setdefault(id, []).append(launch)
-        while len(self._slices) > OPEN_KEPT:
+        # Most requests whose slices are kept; those of abandoned requests are never read.
+        while len(self._slices) > 10_000:
             self._slices.popitem(last=False)
 
 

@@ -8,9 +8,6 @@ import msgspec
 
 from twolane.common.checked_json import Json
 
-ITEM_BYTES = 300
-"""Bytes of the index per item."""
-
 
 class ListedItem(NamedTuple):
     """An item as a list shows it. It is kept encoded: a list may have very many, of which a page
@@ -58,7 +55,8 @@ class StoredResponse(NamedTuple):
     def size(self) -> int:
         """Bytes that it takes in the store."""
         inputs = sum(len(item.fields) for item in self.inputs)
-        index = ITEM_BYTES * (len(self.items) + len(self.inputs))
+        # Bytes of the index per item.
+        index = 300 * (len(self.items) + len(self.inputs))
         return len(self.response) + len(self.turns) + inputs + index
 
 
