@@ -3,7 +3,8 @@
 Fits what `sim/gpus.toml` says of a card to the profiles of it that ship and, if it is there, to
 what `gpu lanes` measured (`results/engine-CARD.json`), starting with what it says now, and writes
 the parameters and how far off they are, on what was fitted and on the points that profiles hold
-out. The parameters are then copied by hand. """
+out. The parameters are then copied by hand.
+"""
 
 import argparse
 import math
