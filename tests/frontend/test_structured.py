@@ -2,6 +2,7 @@ import json
 import random
 import re
 import time
+from itertools import permutations
 
 import msgspec
 import pytest
@@ -342,6 +343,65 @@ def test_grammars_in_llama_cpps_form_take_what_regular_expressions_take(takes, s
         for length in range(8):
             text = "".join(draw.choice("abcd") for _ in range(length))
             assert takes(grammar, text) == bool(re.fullmatch(whole, text)), (root, word, text)
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"type": "integer"}, "ci": {}},
+    "required": ["unit", "zip"],
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "properties": {
+                "value": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
+            "required": ["value"],
+        }
+    },
+    "type": "array",
+    "items": {"$ref": "#/$defs/node"},
+    "minItems": 2,
+    "maxItems": 3,
+}
+QUOTED = {
+    "type": ["object", "null"],
+    "properties": {'"q\\': {"type": "integer"}, "a\n": {"const": "\x01"}, "no": False},
+    "additionalProperties": {"type": "boolean"},
+}
+MERGED = {"type": "object", "allOf": [{"properties": {"a": INTEGER}, "required": ["a"]}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (CITY, '{"city":"x","unit":1,"zip":[],"ci":2,"cit":3}', '{"unit":1}'),
+        (CITY, '{"unit":1,"zip":0,"new":{},"city":"x","unit":2}', '{"unit":1,"zip":0,"city":2}'),
+        (CITY, '{ "unit" : 1,\n\t"zip":0}', '{"un\\u0069t":1,"zip":0}'),
+        (CITY, '{"unit":1,"zip":0}', '{"unit":1,"zip":0,"cit\\u0079":0}'),
+        (TREE, '["a",{"value":1,"b":2,"next":null,"value":1}]', "[1]"),
+        (TREE, '[1,{"value":1,"x":0,"next":null}]', '[1,{"value":1,"x":0,"next":{"value":""}}]'),
+        (TREE, "[1,2,3]", "[1,2,3,4]"),
+        (QUOTED, '{"x":true,"a\\n":"\\u0001","\\"q\\\\":3}', '{"no":true}'),
+        (QUOTED, "null", '{"\\u0022q\\u005c":true}'),
+        (QUOTED, "{}", '{"a\\u000a":true}'),
+        (MERGED, '{"a":1,"b":"x"}', '{"a":1,"\\u0061":"x"}'),
+    ],
+)
+def test_a_declared_name_can_be_written_behind_others(takes, schema, yes, no):
+    """And has one spelling, so that no value gets by its type."""
+    grammar = json_schema_grammar(schema)
+    assert takes(grammar, yes)
+    assert not takes(grammar, no)
+
+
+def test_names_that_are_others_begin_can_be_closed(takes):
+    names = ["a", "ab", "abc", "b"]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}}
+    grammar = json_schema_grammar(schema)
+    for order in permutations(names):
+        assert takes(grammar, json.dumps(dict.fromkeys(["x", *order])))
 
 
 def test_keywords_are_looked_for_where_schemas_are():

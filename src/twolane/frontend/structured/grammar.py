@@ -19,11 +19,9 @@ from twolane.frontend.parsers.reasoning import ThinkingMarks
 from twolane.frontend.structured.ecma import rust_regex
 from twolane.frontend.structured.gbnf import is_lark, plain_gbnf
 from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
+from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import plain_schema
 
-WHITESPACE = r"(\n[ \t]{0,32}| ?)"
-"""White space between JSON tokens: a space, or a line end and an indentation. It is bounded: a
-model that writes nothing else would never end."""
 RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w.-]*[^:\n\"/]*:", re.M)
 """The beginning of a rule in a Lark grammar."""
 TokenOf = Callable[[str], int | None]
@@ -41,9 +39,9 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
             or is too complex to compile.
     """
     plain = plain_schema(schema)
-    text = json.dumps(plain, allow_nan=False)
     check_complexity(plain)
-    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+    rules = list[str]()
+    return lark_grammar("\n".join([f"start: {json_expression(plain, rules)}", *rules]))
 
 
 def regex_grammar(regex: str) -> str:

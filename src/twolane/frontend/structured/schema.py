@@ -107,14 +107,16 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         if isinstance(inherited, list) and len(inherited) == 1 and "type" not in schema:
             schema = inherited[0]
         elif isinstance(schema.get("$ref"), str):
-            schema = _pointed(root, schema["$ref"])
+            schema = pointed(root, schema["$ref"])
         else:
             break
     return schema
 
 
-def _pointed(root: Any, reference: str) -> Any:
+def pointed(root: Any, reference: str) -> Any:
     """Return the part of a document at a JSON pointer (RFC 6901); None: there is none."""
+    if reference == "#":
+        return root
     if not reference.startswith("#/") or len(reference) > MAX_POINTER_LENGTH:
         return None
     part = root

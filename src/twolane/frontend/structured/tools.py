@@ -10,12 +10,12 @@ import msgspec
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
-    WHITESPACE,
     TokenOf,
     check_complexity,
     lark_grammar,
     terminal,
 )
+from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import (
     KindFinder,
     plain_schema,
@@ -197,7 +197,7 @@ class _Marks:
         """
         plain = plain_schema(schema)
         check_complexity(plain)
-        return "%json " + json.dumps({**plain, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+        return json_expression(plain, self.rules)
 
     def text_until(self, mark: str) -> str:
         """Return a rule for any text up to and including a mark."""
