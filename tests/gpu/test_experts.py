@@ -9,6 +9,7 @@ from torch import Tensor
 from twolane.kernels.experts import products as experts
 from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined, norm_and_combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import Norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -17,6 +18,7 @@ from twolane.model.matrix import Matrix, Scheme, quantised
 from twolane.model.routing import route
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 32, 4, 512, 384
+RULE = RoutingRule(EXPERTS, PER_TOKEN)
 WAYS = (
     ExpertWay("own", 16),
     ExpertWay("own", 32),
@@ -84,7 +86,7 @@ class Layer:
         weights = self.gate_up, self.down
         lane = GpuProducts(units)
         if self.router is None:
-            left = combined(self.x, self.active, *weights, room, lane, normalised=True)
+            left = combined(self.x, self.active, *weights, room, lane, RULE, None)
         else:
             scales = torch.empty(rows, 1, device="cuda")
             x = input_of(torch.empty_like(self.x), scales, self.gate_up.scheme)
@@ -92,7 +94,7 @@ class Layer:
             if self.given and isinstance(x, Tensor):
                 x = self.residual
             rows = self.residual, norm, self.router, self.active
-            left = norm_and_combined(*rows, *weights, x, room, lane, normalised=True)
+            left = norm_and_combined(*rows, *weights, x, room, lane, RULE, None)
             self.x = x if isinstance(x, Tensor) else (x.values.float() * x.scales).bfloat16()
             self.logits = room.logits
         left.add_into(out)
@@ -115,7 +117,7 @@ class Layer:
         )
 
     def reference(self) -> Tensor:
-        weights, chosen = route(self.logits, PER_TOKEN, normalised=True)
+        weights, chosen = route(self.logits, RULE)
         gate_up = self.gate_up.dequantised().float().view(EXPERTS, 2 * INNER, HIDDEN)
         down = self.down.dequantised().float().view(EXPERTS, HIDDEN, INNER)
         total = self.residual.float()

@@ -154,13 +154,14 @@ def launch_routing(dtype: torch.dtype) -> None:
         gather,
         route,
     )
+    from twolane.kernels.experts.rule import RoutingRule
     from twolane.kernels.products.dispatch import input_of
 
     weight, rows = torch.empty(2048, dtype=dtype), 16
     routing = Routing.of(128, 8, rows, torch.device("cpu"))
     x, logits = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 128, dtype=dtype)
     out, marks = torch.empty(rows * 8, 2048, dtype=dtype), torch.empty(rows, dtype=torch.int32)
-    route(logits, ActiveRows(marks, 0), routing, 16, normalised=True)
+    route(logits, ActiveRows(marks, 0), routing, 16, RoutingRule(128, 8))
     for scheme in ("bf16", "fp8_channel"):
         gather(x, routing, input_of(out, torch.empty(len(out), 1), scheme))
     left = Combination(out, routing)

@@ -13,6 +13,7 @@ from twolane.kernels.experts.routing import (
     gather,
     route,
 )
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import rms_norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.model.matrix import Matrix, Scheme, quantised
@@ -21,6 +22,13 @@ from twolane.model.products import Products
 from twolane.model.routing import route as on_cpu
 
 EXPERTS, PER_TOKEN, UNITS = 12, 3, 4
+RULE = RoutingRule(EXPERTS, PER_TOKEN)
+RULES = {
+    "normalised": RULE,
+    "plain": RULE._replace(normalised=False),
+    "shared": RULE._replace(sigmoid=True, biased=True, scale=1.5, shared=1),
+    "gated": RULE._replace(shared=2, gated=True),
+}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,31 +43,33 @@ def some_active(rows: int) -> ActiveRows:
 
 
 @pytest.mark.parametrize(
-    ("rows", "normalised"),
+    ("rows", "kind"),
     [
-        *((rows, normalised) for rows in (1, 29) for normalised in (False, True)),
-        (700, True),
-        pytest.param(700, False, marks=pytest.mark.full),
+        *((rows, kind) for rows in (1, 29) for kind in RULES),
+        (700, "normalised"),
+        pytest.param(700, "plain", marks=pytest.mark.full),
     ],
 )
-def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
+def test_routing_is_that_of_the_cpu(rows: int, kind: str) -> None:
     """Logits are rounded, so that many are alike."""
-    logits, active = (random(rows, EXPERTS) * 4).round() / 4, some_active(rows)
-    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
-    weights, chosen = on_cpu(logits.cpu(), PER_TOKEN, normalised)
+    rule = RULES[kind]
+    bias = (random(EXPERTS, seed=9) * 2).round() / 16 if rule.biased else None
+    logits, active = (random(rows, rule.logits) * 4).round() / 4, some_active(rows)
+    routing = Routing.of(rule.stored, rule.entries, rows, torch.device(DEVICE))
+    weights, chosen = on_cpu(logits.cpu(), rule, None if bias is None else bias.cpu())
     for _ in range(2):  # the second finds what the first left
-        route(logits, active, routing, 16, normalised=normalised)
+        route(logits, active, routing, 16, rule, bias)
         there = active.marks.cpu() > 0
         assert torch.equal(routing.chosen.cpu()[there].long(), chosen[there])
         torch.testing.assert_close(routing.weights.cpu()[there], weights[there])
-        assert bool((routing.chosen[~there.to(DEVICE)] == EXPERTS).all())
-        flat = torch.where(there[:, None], chosen, EXPERTS).flatten()
-        order = flat.sort(stable=True).indices[: int((flat < EXPERTS).sum())]
-        assert torch.equal(routing.tokens.cpu()[: len(order)].long(), order // PER_TOKEN)
+        assert bool((routing.chosen[~there.to(DEVICE)] == rule.stored).all())
+        flat = torch.where(there[:, None], chosen, rule.stored).flatten()
+        order = flat.sort(stable=True).indices[: int((flat < rule.stored).sum())]
+        assert torch.equal(routing.tokens.cpu()[: len(order)].long(), order // rule.entries)
         positions = torch.full_like(flat, -1)
         positions[order] = torch.arange(len(order))
         assert torch.equal(routing.positions.cpu().flatten().long(), positions)
-        counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
+        counts = flat.bincount(minlength=rule.stored + 1)[: rule.stored]
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
     assert int(routing.experts_read) == 2 * int((counts > 0).sum())
@@ -69,7 +79,7 @@ def test_what_experts_leave_is_added_by_the_next_norm() -> None:
     """As it is added first and normalised then."""
     rows, hidden = 5, 40
     routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
-    route(random(rows, EXPERTS), some_active(rows), routing, 16, normalised=True)
+    route(random(rows, EXPERTS), some_active(rows), routing, 16, RULE)
     left = Combination(random(rows * PER_TOKEN, hidden, seed=3), routing)
     weight, first = random(hidden, seed=4), random(rows, hidden, seed=5)
     second = first.clone()
@@ -100,7 +110,7 @@ def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
     router = Matrix.plain(random(EXPERTS, hidden))
     gate_up = stored(random(EXPERTS * 2 * inner, hidden, seed=1) / 6, scheme)
     down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
-    mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True, activation="silu")
+    mlp = Experts(router, gate_up, down, RULE, None, activation="silu")
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
     expected, there = mlp.add(residual, x, Products()), active.marks > 0
     room = buffers(rows, hidden, inner, gate_up.scheme)
@@ -109,7 +119,7 @@ def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
         x[~there] = x[~there] * -7
         out = residual.clone()
         torch.mm(x, router.values.t(), out=room.logits)
-        left = combined(x, active, gate_up, down, room, GpuProducts(UNITS), normalised=True)
+        left = combined(x, active, gate_up, down, room, GpuProducts(UNITS), RULE, None)
         left.add_into(out)
         torch.testing.assert_close(out[there], expected[there], **close)
         assert torch.equal(out[~there], residual[~there])
@@ -139,7 +149,7 @@ def test_rows_of_an_expert_with_several_groups() -> None:
     logits = random(1, EXPERTS).expand(rows, -1).contiguous()
     everything = ActiveRows(torch.zeros(rows, dtype=torch.int32, device=DEVICE), 0)
     routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
-    route(logits, everything, routing, grouped_gemm.ROWS[0], normalised=False)
+    route(logits, everything, routing, grouped_gemm.ROWS[0], RULES["plain"])
     x, w = random(rows, k), random(EXPERTS * n, k)
     sorted_x, out = random(rows * PER_TOKEN, k), random(rows * PER_TOKEN, n)
     gather(x, routing, sorted_x)

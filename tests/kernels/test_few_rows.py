@@ -16,6 +16,7 @@ from twolane.kernels.experts import few_rows, products
 from twolane.kernels.experts import routing as launches
 from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Combination, Routing
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import Norm
 from twolane.kernels.products.dispatch import input_of
 from twolane.model import fp8
@@ -45,10 +46,8 @@ class Case:
     """Random rows, of which every third does not count, and what the kernel makes of them."""
 
     rows: int
-    experts: int
-    per_token: int
+    rule: RoutingRule
     dtype: torch.dtype = BF16
-    normalised: bool = True
     rounded: bool = False
     given: bool = False
     """Whether the rows come normalised; then all products and sums of the logits are exact."""
@@ -56,7 +55,7 @@ class Case:
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(self.rows)
         self.residual = torch.randn(self.rows, HIDDEN, generator=draw).to(self.dtype)
-        self.router = torch.randn(self.experts, HIDDEN, generator=draw).to(self.dtype) / 16
+        self.router = torch.randn(self.rule.logits, HIDDEN, generator=draw).to(self.dtype) / 16
         self.norm: Norm | None = Norm(torch.randn(HIDDEN, generator=draw).to(self.dtype), 1e-6)
         if self.given:
             self.norm = None
@@ -66,13 +65,19 @@ class Case:
         marks = torch.ones(self.rows, dtype=torch.int32)
         marks[1::3] = 0
         self.active = ActiveRows(marks, 1)
-        self.logits = torch.full((self.rows, self.experts), torch.nan, dtype=self.dtype)
-        self.routing = Routing.of(self.experts, self.per_token, self.rows, torch.device("cpu"))
+        biases = torch.randn(self.rule.experts, generator=draw) / 4
+        self.bias = biases if self.rule.biased else None
+        self.logits = torch.full((self.rows, self.rule.logits), torch.nan, dtype=self.dtype)
+        self.routing = self.empty_routing()
         wide = torch.full((self.rows, HIDDEN), torch.nan, dtype=self.dtype)
         scheme = "fp8_channel" if self.rounded else "bf16"
         self.x: Activations = input_of(wide, torch.full((self.rows, 1), torch.nan), scheme)
         if self.given and not self.rounded:
             self.x = self.residual
+
+    def empty_routing(self) -> Routing:
+        """Buffers that nothing has been written to."""
+        return Routing.of(self.rule.stored, self.rule.entries, self.rows, torch.device("cpu"))
 
     @property
     def normal(self) -> torch.Tensor:
@@ -84,29 +89,36 @@ class Case:
         return normal.to(self.dtype) * self.norm.weight
 
     def run(self, build, seed: int, source: str | None = None) -> None:
-        kind = {"norm": self.norm is not None, "normalised": self.normalised}
-        options = few_rows.options(self.router, self.per_token, self.x, **kind)
+        options = few_rows.options(self.router, self.rule, self.x, norm=self.norm is not None)
         rows = self.residual, self.norm, self.router, self.active
-        packed = few_rows.arguments(*rows, self.logits, self.x, self.routing)
-        grid = few_rows.blocks(self.rows, self.experts)
+        filled = self.logits, self.x, self.routing
+        packed = few_rows.arguments(*rows, *filled, self.rule, self.bias)
+        grid = few_rows.blocks(self.rows, self.rule.logits)
         library = build(options) if source is None else build(options, source)
         fault = library.run(ctypes.byref(packed), grid, seed)
         assert fault is None, fault
 
 
-CASES = [Case(7, 12, 3), Case(11, 40, 4, rounded=True, given=True)]
+FORTY = RoutingRule(40, 4)
+SIGMOID = RoutingRule(40, 4, sigmoid=True, biased=True, scale=2.5, shared=1)
+CASES = [
+    Case(7, RoutingRule(12, 3, shared=2, gated=True)),
+    Case(11, FORTY, rounded=True, given=True),
+    Case(9, SIGMOID),
+]
 MORE = [
-    Case(13, 128, 8, normalised=False, rounded=True),
-    Case(1, 128, 8),
-    Case(8, 8, 2, rounded=True),
-    Case(16, 300, 8, FP16),
+    Case(13, RoutingRule(128, 8, normalised=False), rounded=True),
+    Case(1, RoutingRule(128, 8)),
+    Case(8, RoutingRule(8, 2), rounded=True),
+    Case(16, RoutingRule(300, 8), FP16),
+    Case(5, RoutingRule(64, 6, biased=True, shared=2), rounded=True),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
     [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)],
-    ids=lambda case: f"{case.rows}-of-{case.experts}",
+    ids=lambda case: f"{case.rows}-of-{case.rule.experts}",
 )
 def test_rows_go_to_the_likeliest_experts(build, case: Case) -> None:
     """As on the CPU, of the same logits; a second launch finds what the first has left."""
@@ -133,11 +145,11 @@ def test_rows_go_to_the_likeliest_experts(build, case: Case) -> None:
 
 def check(case: Case) -> None:
     """Weights, positions and groups follow from the logits."""
-    weights, chosen = route(case.logits, case.per_token, case.normalised)
+    weights, chosen = route(case.logits, case.rule, case.bias)
     torch.testing.assert_close(case.routing.weights, weights)
     there = case.active.marks > 0
-    flat = torch.where(there[:, None], chosen, case.experts).flatten()
-    order = flat.sort(stable=True).indices[: int((flat < case.experts).sum())]
+    flat = torch.where(there[:, None], chosen, case.rule.stored).flatten()
+    order = flat.sort(stable=True).indices[: int((flat < case.rule.stored).sum())]
     positions = torch.full_like(flat, -1)
     positions[order] = torch.arange(len(order))
     assert torch.equal(case.routing.positions.flatten().long(), positions)
@@ -156,12 +168,12 @@ def check(case: Case) -> None:
 )
 def test_normalised_rows_go_where_four_launches_send_them(build, rounded: bool) -> None:
     """Logits, places, groups and rounded rows are equal bit for bit: several ranks must agree."""
-    case = Case(11, 40, 4, rounded=rounded, given=True)
+    case = Case(11, FORTY, rounded=rounded, given=True)
     case.run(build, 0)
     logits = (case.residual.float() @ case.router.float().T).to(case.dtype)
     assert torch.equal(case.logits, logits)
-    expected = Routing.of(case.experts, case.per_token, case.rows, torch.device("cpu"))
-    launches.route(logits, case.active, expected, few_rows.MAX_ROWS, normalised=True)
+    expected = case.empty_routing()
+    launches.route(logits, case.active, expected, few_rows.MAX_ROWS, case.rule)
     assert torch.equal(case.routing.positions, expected.positions)
     torch.testing.assert_close(case.routing.weights, expected.weights, rtol=1e-6, atol=0.0)
     count = int(expected.groups[0])
@@ -170,7 +182,7 @@ def test_normalised_rows_go_where_four_launches_send_them(build, rounded: bool) 
     assert torch.equal(case.routing.experts_read, expected.experts_read)
     if not isinstance(case.x, Quantised):
         return
-    wide = torch.zeros(case.rows * case.per_token, HIDDEN, dtype=case.dtype)
+    wide = torch.zeros(case.rows * case.rule.entries, HIDDEN, dtype=case.dtype)
     scales = torch.zeros(len(wide), 1)
     gathered = input_of(wide, scales, "fp8_channel")
     launches.gather(case.residual, expected, gathered)
@@ -187,22 +199,22 @@ def test_experts_of_a_rank_are_those_of_four_launches(
     build, monkeypatch: pytest.MonkeyPatch, scheme: Scheme
 ) -> None:
     """What `Experts.write_into` writes is equal bit for bit, with the same products behind it."""
-    case = Case(11, 40, 4, rounded=scheme != "bf16", given=True)
+    case = Case(11, FORTY, rounded=scheme != "bf16", given=True)
     draw = torch.Generator().manual_seed(1)
     inner = 32
     wide = [
-        torch.randn(case.experts * n, k, generator=draw) * k**-0.5
+        torch.randn(case.rule.stored * n, k, generator=draw) * k**-0.5
         for n, k in ((2 * inner, HIDDEN), (HIDDEN, inner))
     ]
     gate_up, down = (
         Matrix.plain(each.to(BF16)) if scheme == "bf16" else quantised(each, scheme)
         for each in wide
     )
-    mlp = Experts(Matrix.plain(case.router), gate_up, down, case.per_token, True, "silu")
+    mlp = Experts(Matrix.plain(case.router), gate_up, down, case.rule, None, "silu")
 
-    def routed(rows, norm, router, active, logits, x, routing, *, normalised: bool) -> None:
-        told = few_rows.options(router, case.per_token, x, norm=False, normalised=normalised)
-        packed = few_rows.arguments(rows, norm, router, active, logits, x, routing)
+    def routed(rows, norm, router, active, logits, x, routing, rule, bias) -> None:
+        told = few_rows.options(router, rule, x, norm=False)
+        packed = few_rows.arguments(rows, norm, router, active, logits, x, routing, rule, bias)
         grid = few_rows.blocks(*logits.shape)
         assert build(told).run(ctypes.byref(packed), grid, 0) is None
 
@@ -212,7 +224,7 @@ def test_experts_of_a_rank_are_those_of_four_launches(
     for few in (False, True):
         monkeypatch.setattr(products, "routes_few", lambda *_, few=few: few)
         out = torch.full_like(case.residual, torch.nan)
-        room = Room(case.rows, case.experts, case.per_token, inner, scheme)
+        room = Room(case.rows, case.rule.stored, case.rule.entries, inner, scheme)
         mlp.write_into(out, case.residual, case.active, room, products.GpuProducts(4))
         found.append(out)
     there = case.active.marks > 0
@@ -264,7 +276,7 @@ def multiplied(chosen, x: Activations, gate_up, down, buffers, lane) -> Combinat
 
 
 def test_equally_likely_experts_go_by_number(build) -> None:
-    case = Case(3, 12, 3)
+    case = Case(3, RoutingRule(12, 3))
     case.router.zero_()
     case.run(build, 0)
     check(case)
@@ -273,7 +285,7 @@ def test_equally_likely_experts_go_by_number(build) -> None:
 
 def test_no_rows_wake_no_experts(build) -> None:
     """Of a batch whose rows have all ended."""
-    case = Case(2, 12, 3)
+    case = Case(2, RoutingRule(12, 3))
     case.active.marks.zero_()
     case.run(build, 0)
     assert case.routing.groups[:3].tolist() == [0, 0, 0]
@@ -282,7 +294,7 @@ def test_no_rows_wake_no_experts(build) -> None:
 
 def test_rows_that_are_no_numbers_do_no_harm(build) -> None:
     """Experts of an active row exist, whatever its logits are."""
-    case = Case(4, 12, 3)
+    case = Case(4, RoutingRule(12, 3))
     case.residual[0] = torch.nan
     case.run(build, 0)
     groups = case.routing.groups[4:].view(-1, 4)[: int(case.routing.groups[0])]
@@ -290,7 +302,7 @@ def test_rows_that_are_no_numbers_do_no_harm(build) -> None:
 
 
 def test_a_missing_wait_is_seen(build) -> None:
-    source, case = few_rows.source(), Case(7, 12, 3)
+    source, case = few_rows.source(), Case(7, RoutingRule(12, 3))
     place = source.rindex("wait_for_previous();")
     broken = source[:place] + source[place:].replace("wait_for_previous();", "", 1)
     with pytest.raises(AssertionError, match="did not wait"):

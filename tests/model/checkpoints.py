@@ -97,6 +97,9 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _initialise(name, parameter, model.config.tie_word_embeddings)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.3)
     return model
 
 

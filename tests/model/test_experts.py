@@ -11,6 +11,7 @@ from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 from tests.model.checkpoints import load_decoder, make_checkpoint, random_model, reference
 from tests.model.passes import in_chunks, prompt
 from twolane.common.errors import FieldError
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.model import mlp
 from twolane.model.load.checkpoint import WeightsError
 from twolane.model.load.configs import spec_from_config
@@ -35,7 +36,7 @@ SIZES = {
 @pytest.mark.parametrize("normalised", [True, False])
 def test_routing_against_a_sort(normalised: bool) -> None:
     logits = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    weights, experts = route(logits, 4, normalised)
+    weights, experts = route(logits, RoutingRule(logits.shape[1], 4, normalised))
     ties = 0
     for row, w, e in zip(logits.tolist(), weights.tolist(), experts.tolist(), strict=True):
         order = sorted(range(16), key=lambda i: (-row[i], i))[:4]
@@ -49,10 +50,10 @@ def test_routing_against_a_sort(normalised: bool) -> None:
 
 def test_routing_is_in_float32_and_by_rows() -> None:
     logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    weights, experts = route(logits, 2, normalised=True)
+    weights, experts = route(logits, RoutingRule(logits.shape[1], 2))
     assert weights.dtype == torch.float32
     for i in range(40):
-        alone = route(logits[i : i + 1], 2, normalised=True)
+        alone = route(logits[i : i + 1], RoutingRule(logits.shape[1], 2))
         assert torch.equal(alone[0][0], weights[i]) and torch.equal(alone[1][0], experts[i])
 
 
@@ -111,7 +112,7 @@ def test_dummy_routers_can_be_skewed(tmp_path) -> None:
     spec, weights = load_weights(source, load_format="dummy", router_skew=0.8)
     rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
     router = weights.layers[0].mlp.router.values
-    _, chosen = route(rows @ router.T * 10, 8, normalised=True)
+    _, chosen = route(rows @ router.T * 10, RoutingRule(len(router), 8))
     seen = chosen.flatten().bincount(minlength=128) / len(rows)
     law = torch.tensor(spec.moe.shares)
     assert (seen - law).abs().max() < 0.12 and torch.corrcoef(torch.stack([seen, law]))[0, 1] > 0.95
@@ -211,6 +212,17 @@ def test_all_experts_of_a_layer_may_be_one_tensor(family: str, tmp_path: Path) -
                 one.mlp.matrices(), other.mlp.matrices(), strict=True
             ):
                 assert torch.equal(matrix.values, meant.values)
+
+
+@pytest.mark.parametrize("extra", ["model.layers.2.eh_proj.weight", "model.mtp_block.0.weight"])
+def test_what_predicts_further_tokens_is_not_read(extra: str, tmp_path: Path) -> None:
+    for family in ("glm4-moe", "qwen3-moe"):
+        path = make_checkpoint(family, tmp_path / family, layers=2)
+        tensors = load_file(path / "model.safetensors")
+        save_file({**tensors, extra: torch.ones(2)}, path / "model.safetensors", {"format": "pt"})
+    load_decoder(resolve(str(tmp_path / "glm4-moe")))
+    with pytest.raises(WeightsError, match="surplus"):
+        load_decoder(resolve(str(tmp_path / "qwen3-moe")))
 
 
 def test_experts_in_one_tensor_may_have_columns_first(tmp_path: Path) -> None:

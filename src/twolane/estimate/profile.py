@@ -21,7 +21,7 @@ from twolane.common.files import write_atomically
 from twolane.devices import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.kernels.sizes import SIZES
-from twolane.model.spec import FULL, LayerKind, ModelSpec, RopeSpec
+from twolane.model.spec import FULL, LayerKind, ModelSpec, MoeSpec, RopeSpec
 
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
@@ -31,6 +31,7 @@ _SIZES = (
     "vocab_size",
 )
 _SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
+_NEWER_OF_EXPERTS = ("skew", "sigmoid", "biased", "scale", "shared", "gated")
 _ROPE_FIELDS = (
     *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors"),
@@ -321,9 +322,12 @@ def model_digest(shape: ModelSpec) -> str:
     fields |= {name: on for name, on in newer.items() if on == (name != "pre_norms")}
     fields |= {"sliding_window": window, "sliding_layers": sliding, "eos_token_ids": ()}
     if shape.moe is not None:
-        fields["moe"] = msgspec.to_builtins(shape.moe)
-        if not shape.moe.skew:
-            del fields["moe"]["skew"]
+        old = MoeSpec(experts=0, per_token=0, intermediate_size=0)
+        fields["moe"] = {
+            name: value
+            for name, value in msgspec.to_builtins(shape.moe).items()
+            if name not in _NEWER_OF_EXPERTS or value != getattr(old, name)
+        }
     if any(kind not in (FULL, LayerKind(window=window)) for kind in kinds):
         fields["kinds"] = kinds
     if shape.activation != "silu":

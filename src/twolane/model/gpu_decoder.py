@@ -264,7 +264,7 @@ class Workspace:
         moe = self._moe
         assert moe is not None, "the model has no experts"
         if self._routing is None or len(self._routing.chosen) < rows:
-            self._routing = Routing.of(moe.experts, moe.per_token, rows, self._device)
+            self._routing = Routing.of(moe.rule.stored, moe.rule.entries, rows, self._device)
         return self._routing.first(rows)
 
     def reserve(self, rows: int) -> None:
@@ -313,15 +313,16 @@ class Workspace:
 
 def _expert_sizes(hidden: int, moe: MoeSpec) -> dict[str, int]:
     """Return the widths of a token's buffers for its experts."""
-    inner = moe.per_token * moe.intermediate_size
+    entries = moe.rule.entries
+    inner = entries * moe.intermediate_size
     return {
-        "router": moe.experts,
-        "expert_x": moe.per_token * hidden,
+        "router": moe.rule.logits,
+        "expert_x": entries * hidden,
         "expert_gate_up": 2 * inner,
         "expert_act": inner,
-        "expert_outs": moe.per_token * hidden,
-        "expert_x_scales": moe.per_token,
-        "expert_act_scales": moe.per_token,
+        "expert_outs": entries * hidden,
+        "expert_x_scales": entries,
+        "expert_act_scales": entries,
     }
 
 

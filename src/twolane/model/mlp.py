@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 from torch.nn import functional
 
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.model.matrix import Matrix
 from twolane.model.products import Products
 from twolane.model.routing import route
@@ -124,15 +125,15 @@ class Experts:
     """A mixture of experts: each token goes to the few that a router chooses."""
 
     router: Matrix
-    """[experts, hidden]"""
+    """[rule.logits, hidden]"""
     gate_up: Matrix
-    """[experts * 2 * intermediate, hidden]; of each expert, the rows of the gate first."""
+    """[rule.stored * 2 * intermediate, hidden]; of each expert, the rows of the gate first."""
     down: Matrix
-    """[experts * hidden, intermediate]"""
-    per_token: int
-    """Experts of each token."""
-    normalised: bool
-    """Whether the chosen experts' probabilities are divided by their sum."""
+    """[rule.stored * hidden, intermediate]"""
+    rule: RoutingRule
+    """How experts are chosen."""
+    bias: Tensor | None
+    """What is added to scores where experts are chosen, float32 [rule.experts], or None."""
     activation: str
     """See `ModelSpec.activation`."""
 
@@ -144,8 +145,8 @@ class Experts:
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """See `Mlp.add`. A row's experts are summed by rank, whatever other rows there are."""
         logits = products.linear(x, self.router)
-        weights, chosen = route(logits, self.per_token, self.normalised)
-        outs = x.new_empty(len(x), self.per_token, x.shape[1])
+        weights, chosen = route(logits, self.rule, self.bias)
+        outs = x.new_empty(len(x), self.rule.entries, x.shape[1])
         for number in sorted(set(chosen.flatten().tolist())):
             gate_up, down = (self._of_expert(m, number) for m in (self.gate_up, self.down))
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
@@ -167,7 +168,7 @@ class Experts:
         from twolane.kernels.fused import rms_norm
 
         count = len(residual)
-        if not routes_few(count, self.per_token, self.router, self.gate_up):
+        if not routes_few(count, self.rule, self.router, self.gate_up):
             x = rms_norm(residual, norm.weight, norm.eps, buffers.get("norm", count))
             return self._add_into(residual, x, active, buffers, products)
         return norm_and_combined(
@@ -180,7 +181,8 @@ class Experts:
             buffers.input("norm", count, self.gate_up.scheme),
             buffers.experts(count, self.gate_up.scheme),
             products,
-            normalised=self.normalised,
+            self.rule,
+            self.bias,
         )
 
     def _add_into(
@@ -209,12 +211,12 @@ class Experts:
 
         count, room = len(x), buffers.experts(len(x), self.gate_up.scheme)
         weights = self.gate_up, self.down
-        if routes_few(count, self.per_token, self.router, self.gate_up):
+        if routes_few(count, self.rule, self.router, self.gate_up):
             rounded = room.x[:count] if isinstance(room.x, Quantised) else x
             rows = x, None, self.router, active, *weights, rounded
-            return norm_and_combined(*rows, room, products, normalised=self.normalised)
+            return norm_and_combined(*rows, room, products, self.rule, self.bias)
         products.linear(x, self.router, None, room.logits)
-        return combined(x, active, *weights, room, products, normalised=self.normalised)
+        return combined(x, active, *weights, room, products, self.rule, self.bias)
 
     def write_into(
         self,
@@ -237,7 +239,7 @@ class Experts:
 
     def _of_expert(self, matrix: Matrix, number: int) -> Matrix:
         """Return the rows of one expert."""
-        rows = matrix.shape[0] // self.router.shape[0]
+        rows = matrix.shape[0] // self.rule.stored
         return matrix.part(number * rows, (number + 1) * rows)
 
 

@@ -78,8 +78,11 @@ class Shard:
         if kind in ("k_proj", "v_proj", "k_norm"):
             first = self.rank * spec.kv_heads // self.size * spec.head_dim
             return Cut(0, first, first + local.kv_size)
-        moe = local.moe if ".experts." in name else None
-        inner = local.intermediate_size if moe is None else moe.intermediate_size
+        inner = local.intermediate_size
+        if local.moe is not None and ".experts." in name:
+            inner = local.moe.intermediate_size
+        elif local.moe is not None and ".shared_expert" in name:
+            inner = local.moe.intermediate_size * local.moe.shared
         parts = {
             **dict.fromkeys(("q_proj", "q_norm"), (0, local.q_size)),
             "o_proj": (1, local.q_size),

@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 from twolane.common.errors import FieldError
+from twolane.kernels.experts.rule import RoutingRule
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "none"]
 LayerNorm = Literal["input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"]
@@ -120,14 +121,28 @@ class MoeSpec:
     """The layers that have a dense MLP instead."""
     skew: float = 0.0
     """Exponent of Zipf's law by which a token likes some experts better; 0: all of them alike."""
+    sigmoid: bool = False
+    """See `RoutingRule`, here and below."""
+    biased: bool = False
+    scale: float = 1.0
+    shared: int = 0
+    """Experts of the same width that all tokens go to; one that is wider counts as several."""
+    gated: bool = False
+
+    @property
+    def rule(self) -> RoutingRule:
+        """How experts are chosen."""
+        scores = self.normalised, self.sigmoid, self.biased, self.scale
+        return RoutingRule(self.experts, self.per_token, *scores, self.shared, self.gated)
 
     def active(self, tokens: float) -> float:
-        """Return the expected number of experts that some of these tokens go to.
+        """Return the expected number of experts that some of these tokens go to, shared ones
+        included.
 
         The sum of 1 - (1 - q) ** n over all experts, for n tokens of which each goes to an expert
         with probability q (see `shares`), whatever the others do.
         """
-        return _active(self.experts, self.per_token, self.skew, tokens)
+        return _active(self.experts, self.per_token, self.skew, tokens) + self.shared
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -316,9 +331,10 @@ class ModelSpec:
         dense = embeddings + self.layers * self.layer_parameters + self.hidden_size
         if self.moe is None:
             return dense
-        experts = self.moe.experts * (3 * self.moe.intermediate_size + 1)  # and the router's row
+        rule, width = self.moe.rule, 3 * self.moe.intermediate_size
+        experts = rule.stored * width + rule.logits  # the router has a row for each logit
         more = self.hidden_size * (experts - 3 * self.intermediate_size)
-        return dense + more * self.expert_layers
+        return dense + (more + (rule.experts if rule.biased else 0)) * self.expert_layers
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
         """Return the bytes of a token's keys and values, at `itemsize` bytes an element."""

@@ -10,8 +10,7 @@
 // The kernel may start before the one in front of it has ended (programmatic dependent launch): it
 // reads the weights at once, and everything else when that one is complete.
 //
-// The compiler is given HIDDEN, EXPERTS, PER_TOKEN, NORMALISED (the probabilities of a row's experts
-// are divided by their sum), NORM (rows are normalised and written; without it they come normalised,
+// The compiler is given HIDDEN, the fields of `RoutingRule` (EXPERTS to GATED), NORM (rows are normalised and written; without it they come normalised,
 // and are written only with FP8), FP8 (rows are written as e4m3, each with a scale) and HALF (the rest
 // is fp16, not bf16).
 
@@ -22,22 +21,26 @@ constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PIECES = HIDDEN / 8;                          // of a row, 16 bytes each
 constexpr int OWN = (PIECES + THREADS - 1) / THREADS;       // that a thread normalises
-constexpr int COLUMNS = (EXPERTS + WARPS - 1) / WARPS;      // blocks that have the same row
+constexpr int LOGITS = EXPERTS + GATED;
+constexpr int STORED = EXPERTS + SHARED;
+constexpr int ENTRIES = CHOSEN + SHARED;                    // of a row
+constexpr int COLUMNS = (LOGITS + WARPS - 1) / WARPS;       // blocks that have the same row
 constexpr int OF_LANE = (EXPERTS + 31) / 32;                // experts 32 apart
-constexpr int OF_THREAD = (EXPERTS + THREADS - 1) / THREADS;  // neighbouring experts
+constexpr int OF_THREAD = (STORED + THREADS - 1) / THREADS;  // neighbouring experts
 
 struct Arguments {
     const unsigned short *rows_in, *norm, *router;
+    const float* bias;       // [EXPERTS], with BIASED
     const int* marks;        // a row is active where its mark is at least `least`
-    unsigned short* logits;  // [rows, EXPERTS]
+    unsigned short* logits;  // [rows, LOGITS]
     char* x;                 // [rows, HIDDEN]
     float* x_scales;         // [rows], with FP8
-    float* weights;          // [rows, PER_TOKEN]
-    int* positions;          // [rows, PER_TOKEN]: of each entry among those sorted by expert
+    float* weights;          // [rows, ENTRIES]
+    int* positions;          // [rows, ENTRIES]: of each entry among those sorted by expert
     int* groups;  // their number, arrivals, the sum of active experts, 0; of each group its expert,
                   // first entry, number of entries and mask of rows
     int rows, least;
-    float eps;
+    float eps, scale;
 };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
@@ -155,29 +158,46 @@ __device__ __forceinline__ void read(const Arguments& a, int row, const Piece (&
     if (writes && (NORM || FP8)) write(a, row, x);
 }
 
-// The experts of a row, by a warp: lane i has the i-th likeliest and what it counts. Of equally likely
-// ones the lower number goes first.
-__device__ __forceinline__ int choose(const unsigned short* logits, int lane, float& weight) {
+// Integers in the order of the numbers; NaN is 0.
+__device__ __forceinline__ int ordered(float value) {
+    const int bits = value == value ? __float_as_int(value) : 0;
+    return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
+}
+
+// The entries of a row, by a warp: lane i has the i-th and what it counts. Of equally good experts the
+// lower number goes first.
+__device__ __forceinline__ int choose(const Arguments& a, const unsigned short* logits, int lane,
+                                      float& weight) {
     const float lowest = __int_as_float(0xFF800000);  // minus infinity
-    float value[OF_LANE], most = lowest, all = 0.0f;
+    float score[OF_LANE], most = lowest, all = 0.0f;
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
         const bool known = lane + 32 * i < EXPERTS;
-        value[i] = known ? to_float(__ldcg(logits + lane + 32 * i)) : lowest;
-        most = fmaxf(most, value[i]);
+        score[i] = known ? to_float(__ldcg(logits + lane + 32 * i)) : lowest;
+        most = fmaxf(most, score[i]);
     }
+#if SIGMOID
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) score[i] = 1.0f / (1.0f + __expf(-score[i]));
+#else
     most = largest(most);
 #pragma unroll
-    for (int i = 0; i < OF_LANE; ++i) all += value[i] = __expf(value[i] - most);
+    for (int i = 0; i < OF_LANE; ++i) all += score[i] = __expf(score[i] - most);
     all = added(all);
-    int key[OF_LANE];  // of numbers that are not negative, bits have the same order; NaN is a number
 #pragma unroll
-    for (int i = 0; i < OF_LANE; ++i)
-        key[i] = lane + 32 * i < EXPERTS ? max(0, __float_as_int(value[i] / all)) : -1;
-    int chosen = 0;
+    for (int i = 0; i < OF_LANE; ++i) score[i] /= all;
+#endif
+    constexpr int TAKEN = int(0x80000000);
+    int key[OF_LANE];
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const int expert = lane + 32 * i;
+        key[i] = expert < EXPERTS ? ordered(score[i] + (BIASED ? a.bias[expert] : 0.0f)) : TAKEN;
+    }
+    int chosen = EXPERTS + lane - CHOSEN;  // of those that are shared
     float sum = 0.0f;
 #pragma unroll
-    for (int rank = 0; rank < PER_TOKEN; ++rank) {
+    for (int rank = 0; rank < CHOSEN; ++rank) {
         int best = key[0];
 #pragma unroll
         for (int i = 1; i < OF_LANE; ++i) best = max(best, key[i]);
@@ -185,15 +205,20 @@ __device__ __forceinline__ int choose(const unsigned short* logits, int lane, fl
         int pick = EXPERTS;
 #pragma unroll
         for (int i = OF_LANE - 1; i >= 0; --i)
-            if (key[i] == best) pick = lane + 32 * i;
+            if (key[i] == best && lane + 32 * i < EXPERTS) pick = lane + 32 * i;
         pick = __reduce_min_sync(0xFFFFFFFF, pick);
+        float own = 0.0f;
 #pragma unroll
         for (int i = 0; i < OF_LANE; ++i)
-            if (lane + 32 * i == pick) key[i] = -1;
-        sum += __int_as_float(best);
-        if (lane == rank) chosen = pick, weight = __int_as_float(best);
+            if (lane + 32 * i == pick) key[i] = TAKEN, own = score[i];
+        own = added(own);
+        sum += own;
+        if (lane == rank) chosen = pick, weight = own;
     }
     if (NORMALISED) weight /= sum;
+    weight *= a.scale;
+    if (SHARED && lane >= CHOSEN)
+        weight = GATED ? 1.0f / (1.0f + __expf(-to_float(__ldcg(logits + EXPERTS)))) : 1.0f;
     return chosen;
 }
 
@@ -220,18 +245,18 @@ __device__ __forceinline__ u32 before(u32 mine, u32& all) {
 }
 
 __device__ __forceinline__ void deal(const Arguments& a) {
-    __shared__ u32 masks[EXPERTS];
-    __shared__ int firsts[EXPERTS], picks[MAX_ROWS * PER_TOKEN];
+    __shared__ u32 masks[STORED];
+    __shared__ int firsts[STORED], picks[MAX_ROWS * ENTRIES];
     const int lane = threadIdx.x % 32;
-    for (int expert = threadIdx.x; expert < EXPERTS; expert += THREADS) masks[expert] = 0;
+    for (int expert = threadIdx.x; expert < STORED; expert += THREADS) masks[expert] = 0;
     __syncthreads();
     for (int row = threadIdx.x / 32; row < a.rows; row += WARPS) {
         float weight;
         const bool active = a.marks[row] >= a.least;
-        const int pick = choose(a.logits + row * EXPERTS, lane, weight);
-        if (lane >= PER_TOKEN) continue;
-        a.weights[row * PER_TOKEN + lane] = weight;
-        picks[row * PER_TOKEN + lane] = active ? pick : -1;
+        const int pick = choose(a, a.logits + row * LOGITS, lane, weight);
+        if (lane >= ENTRIES) continue;
+        a.weights[row * ENTRIES + lane] = weight;
+        picks[row * ENTRIES + lane] = active ? pick : -1;
         if (active) atomicOr(masks + pick, 1u << row);
     }
     __syncthreads();
@@ -239,14 +264,14 @@ __device__ __forceinline__ void deal(const Arguments& a) {
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
         const int expert = threadIdx.x * OF_THREAD + i;
-        const u32 mask = expert < EXPERTS ? masks[expert] : 0;
+        const u32 mask = expert < STORED ? masks[expert] : 0;
         mine += __popc(mask) << 16 | (mask != 0);
     }
     u32 place = before(mine, all);
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) {
         const int expert = threadIdx.x * OF_THREAD + i;
-        const u32 mask = expert < EXPERTS ? masks[expert] : 0;
+        const u32 mask = expert < STORED ? masks[expert] : 0;
         if (!mask) continue;
         const int first = place >> 16, count = __popc(mask);
         firsts[expert] = first;
@@ -260,9 +285,9 @@ __device__ __forceinline__ void deal(const Arguments& a) {
         a.groups[2] += all & 0xFFFF;
     }
     __syncthreads();
-    for (int entry = threadIdx.x; entry < a.rows * PER_TOKEN; entry += THREADS) {
+    for (int entry = threadIdx.x; entry < a.rows * ENTRIES; entry += THREADS) {
         const int expert = picks[entry];
-        const u32 earlier = (1u << entry / PER_TOKEN) - 1;
+        const u32 earlier = (1u << entry / ENTRIES) - 1;
         a.positions[entry] =
             expert < 0 ? -1 : firsts[expert] + __popc(masks[expert] & earlier);
     }
@@ -277,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HIDDEN > 2048 ? 1 : 2)
     Piece router[PIECES / 32], norm[OWN];
 #pragma unroll
     for (int i = 0; i < PIECES / 32; ++i) {
-        const int row = min(expert, EXPERTS - 1);
+        const int row = min(expert, LOGITS - 1);
         router[i].take(__ldg(reinterpret_cast<const uint4*>(a.router) + row * PIECES + 32 * i + lane));
     }
 #pragma unroll
@@ -298,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HIDDEN > 2048 ? 1 : 2)
             for (int k = 0; k < 8; ++k) sum += x.at(k) * router[i].at(k);
         }
         sum = added(sum);
-        if (lane == 0 && expert < EXPERTS) a.logits[row * EXPERTS + expert] = to_pair(sum, 0.0f);
+        if (lane == 0 && expert < LOGITS) a.logits[row * LOGITS + expert] = to_pair(sum, 0.0f);
     }
     __syncthreads();
     if (threadIdx.x == 0) last = count_arrival(a.groups + 1) == int(gridDim.x) - 1;

@@ -24,6 +24,7 @@ from twolane.kernels.experts.routing import (
     gather,
     route,
 )
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import GpuProducts, Stored, factors, sm_carveout
@@ -55,7 +56,7 @@ class ExpertBuffers:
 
     routing: Routing
     logits: Tensor
-    """The router's, [T, experts]."""
+    """The router's, [T, rule.logits]."""
     x: Activations
     """[entries, hidden], rounded as the first product wants it."""
     gate_up: Tensor
@@ -86,8 +87,8 @@ def combined(
     down: Stored,
     buffers: ExpertBuffers,
     products: GpuProducts,
-    *,
-    normalised: bool,
+    rule: RoutingRule,
+    bias: Tensor | None,
 ) -> Combination:
     """Compute the experts of each active row of `x` [T, hidden].
 
@@ -98,18 +99,19 @@ def combined(
         down: [experts * hidden, intermediate].
         buffers: Buffers for T tokens, which hold the router's logits already.
         products: The products of the lane.
-        normalised: Whether the weights of a token's experts are divided by their sum.
+        rule: How experts are chosen.
+        bias: float32 [experts], if the rule has one.
     """
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up)
-    route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
+    route(buffers.logits, active, buffers.routing, chosen.rows, rule, bias)
     gather(x, buffers.routing, buffers.x)
     return _multiplied(chosen, buffers.x, gate_up, down, buffers, products)
 
 
-def routes_few(rows: int, per_token: int, router: Stored, gate_up: Stored) -> bool:
+def routes_few(rows: int, rule: RoutingRule, router: Stored, gate_up: Stored) -> bool:
     """Return whether `norm_and_combined` serves this many rows."""
     own = skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
-    return own and few_rows.serves(rows, per_token, router.values)
+    return own and few_rows.serves(rows, rule.entries, router.values)
 
 
 def norm_and_combined(
@@ -122,21 +124,21 @@ def norm_and_combined(
     x: Activations,
     buffers: ExpertBuffers,
     products: GpuProducts,
-    *,
-    normalised: bool,
+    rule: RoutingRule,
+    bias: Tensor | None,
 ) -> Combination:
     """Normalise few rows (`routes_few`) of the residual stream, and compute their experts.
 
     Args:
         rows_in: [T, hidden].
         norm: Norm to apply to the rows first; None if they are normalised.
-        router: [experts, hidden].
+        router: [rule.logits, hidden].
         x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are; the rows
             themselves if they come normalised and are not rounded.
-        active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
+        active, gate_up, down, buffers, products, rule, bias: as in `combined`, without logits.
     """
     rows = rows_in, norm, router.values, active
-    few_rows.norm_and_route(*rows, buffers.logits, x, buffers.routing, normalised=normalised)
+    few_rows.norm_and_route(*rows, buffers.logits, x, buffers.routing, rule, bias)
     chosen = ExpertWay("own", few_rows.MAX_ROWS, spread=True)
     return _multiplied(chosen, x, gate_up, down, buffers, products)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import Out, launch_options, parts, quantised, rms_normal, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
 
@@ -111,14 +112,20 @@ class Routing:
 @triton.jit
 def _choose(
     logits: tl.tensor,
+    bias: tl.tensor,
     marks: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     positions: tl.tensor,
     least: tl.tensor,
+    scale: tl.tensor,
     EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
     NORMALISED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -130,23 +137,37 @@ def _choose(
         gdc_launch_dependents()
         gdc_wait()
     active = tl.load(marks + row) >= least
-    value = tl.load(logits + row * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf"))
-    wide = value.to(tl.float32)
-    wide = tl.exp(wide - tl.max(wide, axis=0))
-    left = tl.where(expert < EXPERTS, wide / tl.sum(wide, axis=0), -1.0)
-    picks = tl.full((RANKS,), EXPERTS, tl.int32)
+    at = logits + row * (EXPERTS + GATED)
+    value = tl.load(at + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-value))
+    else:
+        wide = tl.exp(value - tl.max(value, axis=0))
+        score = wide / tl.sum(wide, axis=0)
+    liked = score
+    if BIASED:
+        liked += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
+    left = tl.where(expert < EXPERTS, liked, float("-inf"))
+    picks = EXPERTS + rank - CHOSEN  # of those that are shared
     shares = tl.zeros((RANKS,), tl.float32)
-    for i in tl.static_range(PER_TOKEN):
+    for i in tl.static_range(CHOSEN):
         best = tl.max(left, axis=0)
         pick = tl.min(tl.where(left == best, expert, EXPERTS), axis=0)
         picks = tl.where(rank == i, pick, picks)
-        shares = tl.where(rank == i, best, shares)
-        left = tl.where(expert == pick, -2.0, left)
+        share = tl.sum(tl.where(expert == pick, score, 0.0), axis=0)
+        shares = tl.where(rank == i, share, shares)
+        left = tl.where(expert == pick, float("-inf"), left)
     if NORMALISED:
         shares = shares / tl.sum(shares, axis=0)
-    entry = row * PER_TOKEN + rank
-    inside = rank < PER_TOKEN
-    tl.store(chosen + entry, tl.where(active, picks, EXPERTS), mask=inside)
+    shares = shares * scale
+    if SHARED:
+        counted = 1.0
+        if GATED:
+            counted = 1.0 / (1.0 + tl.exp(-tl.load(at + EXPERTS).to(tl.float32)))
+        shares = tl.where(rank >= CHOSEN, counted, shares)
+    entry = row * (CHOSEN + SHARED) + rank
+    inside = rank < CHOSEN + SHARED
+    tl.store(chosen + entry, tl.where(active, picks, EXPERTS + SHARED), mask=inside)
     tl.store(weights + entry, shares, mask=inside)
     tl.store(positions + entry, -1, mask=inside)
 
@@ -294,33 +315,44 @@ def _combine(
 
 
 def route(
-    logits: Tensor, active: ActiveRows, routing: Routing, group_rows: int, *, normalised: bool
+    logits: Tensor,
+    active: ActiveRows,
+    routing: Routing,
+    group_rows: int,
+    rule: RoutingRule,
+    bias: Tensor | None = None,
 ) -> None:
     """Choose each token's experts as `model.routing.route` does, and sort the rows by expert.
 
     Args:
-        logits: [T, experts], of the router.
+        logits: [T, rule.logits], of the router.
         active: the T rows.
         routing: buffers of T tokens, which are filled.
         group_rows: the most rows of a group, at least `MIN_GROUP`; an expert with more gets
             several groups.
-        normalised: Whether the chosen experts' probabilities are divided by their sum.
+        rule: How experts are chosen.
+        bias: float32 [rule.experts], if the rule has one.
     """
-    rows, experts = logits.shape
-    per_token, block = routing.per_token, power_of_2(experts)
+    rows, experts, per_token = len(logits), rule.stored, rule.entries
     launch(
         _choose,
         (rows,),
         logits,
+        logits if bias is None else bias,
         active.marks,
         routing.chosen,
         routing.weights,
         routing.positions,
         active.least,
-        EXPERTS=experts,
-        PER_TOKEN=per_token,
-        NORMALISED=normalised,
-        BLOCK=block,
+        rule.scale,
+        EXPERTS=rule.experts,
+        CHOSEN=rule.chosen,
+        SHARED=rule.shared,
+        NORMALISED=rule.normalised,
+        SIGMOID=rule.sigmoid,
+        BIASED=rule.biased,
+        GATED=rule.gated,
+        BLOCK=power_of_2(rule.experts),
         RANKS=power_of_2(per_token),
         num_warps=1,
         **launch_options(logits.device),
@@ -340,7 +372,7 @@ def route(
         PER_TOKEN=per_token,
         ROWS=group_rows,
         BLOCK=1024,
-        ALL=block,
+        ALL=power_of_2(experts),
         num_warps=4,
         **launch_options(logits.device),
     )

@@ -45,6 +45,9 @@ class HFConfig(msgspec.Struct, kw_only=True):
     rope_types: ClassVar[Mapping[str, RopeType]] = ROPE_TYPES
     """The types of `rope_parameters` that the family knows, and what they are."""
 
+    ropes_by_type: ClassVar[bool] = False
+    """Whether `rope_parameters` may have those of each of `layer_types`."""
+
     vocab_size: int = 32_000
     hidden_size: int = 4096
     intermediate_size: int = 11_008
@@ -172,6 +175,8 @@ class HFConfig(msgspec.Struct, kw_only=True):
         config itself come before those of the scaling.
         """
         newer, older = self.rope_parameters or {}, self.rope_scaling
+        if self.ropes_by_type:
+            newer = newer.get("full_attention") or newer
         kept = ("rope_theta", "partial_rotary_factor") if older else tuple(newer)
         stated = {name: newer[name] for name in kept if name in newer} | (older or {})
         original = "original_max_position_embeddings"
@@ -179,6 +184,10 @@ class HFConfig(msgspec.Struct, kw_only=True):
         stated["rope_theta"] = stated.get("rope_theta") or self.rope_theta
         stated.setdefault("partial_rotary_factor", self.partial_rotary_factor)
         return stated
+
+    def sliding_rope(self) -> dict[str, Any] | None:
+        """Return the same of the layers that have a window, if it differs from that of others."""
+        return (self.rope_parameters or {}).get("sliding_attention") if self.ropes_by_type else None
 
     def positions(self, rope: RopeSpec) -> int:
         """Return the most tokens of a sequence, given the model's rotary embedding."""
@@ -220,6 +229,28 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    """Name of the tensor that is added to scores where experts are chosen."""
+    shared: str = "mlp.shared_experts"
+    """Name of the MLP that all tokens go to."""
+    shared_gate: str = "mlp.shared_expert_gate"
+    """Name of the module whose sigmoid the output of that is multiplied with."""
+
+
+def parts_of_shared(wide: int, width: int) -> int:
+    """Return as how many experts an MLP counts that all tokens share.
+
+    Args:
+        wide: The width of that MLP.
+        width: The width of an expert.
+
+    Raises:
+        UnsupportedModel: it is no multiple.
+    """
+    if wide % max(width, 1):
+        fits = f"multiples of moe_intermediate_size {width}"
+        raise UnsupportedModel.because("width of the shared expert", wide, (fits,))
+    return wide // width
 
 
 Key = Callable[[str, float], float]
@@ -274,6 +305,8 @@ class Family:
     experts: ExpertNames = ExpertNames()
     joined: tuple[str, ...] = ()
     """The modules of `PARTS` that checkpoints and adapters have in the place of their parts."""
+    predicts_more: bool = False
+    """Whether checkpoints may have layers that predict further tokens (MTP); they are not read."""
     partly_rotated: bool = False
     """Whether configs may leave some dimensions of each head unrotated."""
     interleaved: bool = False
@@ -304,10 +337,17 @@ class Family:
             ValueError: sizes do not fit each other.
         """
         config.check()
-        stated, dim, types = config.stated_rope(), config.head_size(), config.rope_types
-        positions, partly = config.max_position_embeddings, self.partly_rotated
-        rope = read_rope(stated, positions, dim, types, partly=partly)
-        rope = replace(rope, interleaved=self.interleaved)
+        dim = config.head_size()
+
+        def read(stated: Mapping[str, Any]) -> RopeSpec:
+            most, types = config.max_position_embeddings, config.rope_types
+            rope = read_rope(stated, most, dim, types, partly=self.partly_rotated)
+            return replace(rope, interleaved=self.interleaved)
+
+        rope, sliding = read(config.stated_rope()), config.sliding_rope()
+        kinds = config.kinds()
+        if sliding is not None and (own := read(sliding)) != rope:
+            kinds = tuple(replace(k, rope=k.rope or own) if k.window else k for k in kinds)
         fields: dict[str, Any] = {
             "layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
@@ -324,9 +364,9 @@ class Family:
             "o_bias": config.attention_bias,
             "mlp_bias": config.mlp_bias,
             "activation": _ACTIVATIONS.get(config.hidden_act, config.hidden_act),
-            "kinds": config.kinds(),
+            "kinds": kinds,
         }
-        return ModelSpec(self.name, **self.constants, **{**fields, **config.own_fields()})
+        return ModelSpec(self.name, **{**self.constants, **fields, **config.own_fields()})
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Qwen3MoeConfig(HFConfig, kw_only=True):
     moe_intermediate_size: int = 768
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
-    mlp_only_layers: tuple[int, ...] = ()
+    mlp_only_layers: tuple[int, ...] | None = None
 
     def sliding_layers(self) -> Iterable[int]:
         """See `HFConfig.sliding_layers`."""
@@ -35,19 +35,15 @@ class Qwen3MoeConfig(HFConfig, kw_only=True):
         layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
         if step < 1:
             raise ValueError(f"config.json: decoder_sparse_step must be 1 or more, not {step}")
-        dense = tuple(i for i in layers if i in self.mlp_only_layers or (i + 1) % step)
+        dense = tuple(i for i in layers if i in (self.mlp_only_layers or ()) or (i + 1) % step)
         experts, each = self.num_experts or self.num_local_experts, self.num_experts_per_tok
         width, normalised = self.moe_intermediate_size, self.norm_topk_prob
         return {"moe": MoeSpec(experts, each, width, normalised, dense)}
 
 
 _QWEN3_VL = {
-    **{
-        "intermediate_size": 5632,
-        "num_key_value_heads": 16,
-        "num_attention_heads": 16,
-        "moe_intermediate_size": 1408,
-    },
+    **{"intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16},
+    "moe_intermediate_size": 1408,
     **{"max_position_embeddings": 128_000, "num_experts_per_tok": 4, "num_local_experts": 60},
     **{"norm_topk_prob": True, "rope_theta": 500_000.0, "tie_word_embeddings": True},
 }

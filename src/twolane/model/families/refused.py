@@ -3,7 +3,6 @@
 _IMAGES = "models of images are not built"
 _LATENT = "latent attention is not built"
 _LINEAR = "linear attention is not built"
-_SHARED = "experts that all tokens share are not built"
 _WIDE = "heads of 256 are not built"
 
 REFUSED = {
@@ -15,8 +14,6 @@ REFUSED = {
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _LATENT,
-    "Qwen2MoeForCausalLM": _SHARED,
-    "Glm4MoeForCausalLM": _SHARED,
     "Qwen3NextForCausalLM": _LINEAR,
     "GraniteMoeHybridForCausalLM": _LINEAR,
     "Llama4ForConditionalGeneration": _IMAGES,

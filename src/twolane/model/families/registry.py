@@ -4,16 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from twolane.model.families import (
+    ernie4_5_moe,
     exaone4,
     glm,
     glm4,
+    glm4_moe,
     granite,
     llama,
+    mellum,
+    minimax_m2,
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     seed_oss,
@@ -25,7 +31,8 @@ from twolane.model.spec import UnsupportedModel
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, glm, glm4, seed_oss, exaone4),
+    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4),
+    *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Every family by its name."""

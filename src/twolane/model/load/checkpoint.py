@@ -87,6 +87,13 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
         linears[f"{expert}.{names.up}"] = LinearModule(width, hidden, bias=False)
         linears[f"{expert}.{names.down}"] = LinearModule(hidden, width, bias=False)
     linears[names.router] = LinearModule(spec.moe.experts, hidden, bias=False)
+    if spec.moe.shared:
+        wide = width * spec.moe.shared
+        linears[f"{names.shared}.gate_proj"] = LinearModule(wide, hidden, bias=False)
+        linears[f"{names.shared}.up_proj"] = LinearModule(wide, hidden, bias=False)
+        linears[f"{names.shared}.down_proj"] = LinearModule(hidden, wide, bias=False)
+    if spec.moe.gated:
+        linears[names.shared_gate] = LinearModule(1, hidden, bias=False)
     return linears
 
 
@@ -133,6 +140,10 @@ def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
                 stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
         for name, module in linears_of(facts, i).items():
             linear(f"{prefix}.{name}", module)
+        if spec.moe is not None and spec.moe.biased and spec.has_experts(i):
+            count = spec.moe.experts
+            bias = StoredTensor(((count,), (1, count)))
+            stored[f"{prefix}.{facts.family.experts.bias}"] = bias
     return stored
 
 
@@ -178,6 +189,8 @@ def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
     expected = expected_tensors(facts)
     unused = quantization.unused if quantization is not None else ()
     names = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
+    if facts.family.predicts_more:
+        names = {t for t in names if not _predicts_more(t, facts.spec.layers)}
     if left := sum(t.endswith(unused) for t in tensors.names()):
         log.info("%s: %d calibrated scales are ignored: each token has its own", name, left)
     if facts.spec.tie_embeddings and HEAD in names:
@@ -206,6 +219,14 @@ def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
         if tensors.type(t) not in stored.types
     ]
     refuse_tensors(name, "mistyped", mistyped)
+
+
+def _predicts_more(tensor: str, layers: int) -> bool:
+    """Return whether a tensor belongs to what predicts further tokens, not to the model itself."""
+    place = tensor.removeprefix("model.").split(".")
+    if place[0] == "layers" and len(place) > 1 and place[1].isdigit():
+        return int(place[1]) >= layers
+    return place[0].startswith("mtp")
 
 
 def refuse_tensors(name: str, what: str, which: Sequence[str]) -> None:

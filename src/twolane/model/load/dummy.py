@@ -54,6 +54,8 @@ class Dummy:
         """See `TensorSource.get`; the whole tensor is drawn, so that parts fit together."""
         if name.endswith("norm.weight"):
             return torch.ones(self._shapes[name], device=self._device)
+        if name.endswith("correction_bias"):  # all experts are liked alike
+            return torch.zeros(self._shapes[name], device=self._device)
         tensor = torch.empty(self._shapes[name], device=self._device)
         tensor.normal_(0.0, self._deviations.get(name, STD), generator=self._generator)
         if name in self._routers and self._scales is not None:

@@ -134,6 +134,9 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     own, prefixes = facts.family.experts.router, {name.split(".mlp.")[0] for name in stacked}
     if own != "mlp.gate":
         parts |= {f"{p}.{own}.weight": StoredPart(f"{p}.mlp.gate.weight") for p in prefixes}
+        bias, stored = facts.family.experts.bias, "mlp.e_score_correction_bias"
+        if moe.biased:
+            parts |= {f"{p}.{bias}": StoredPart(f"{p}.{stored}") for p in prefixes}
     return InParts(source, parts)
 
 

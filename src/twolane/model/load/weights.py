@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
-from twolane.model.spec import ModelSpec, RopeSpec
+from twolane.model.spec import ModelSpec, MoeSpec, RopeSpec
 
 log = logging.getLogger("twolane.model")
 
@@ -327,11 +328,19 @@ class _Loader:
         Raises:
             WeightsError: they are not stored alike.
         """
-        matrices = [self._module(f"{prefix}.{name}", self.scheme) for name in names]
+        matrices = self._modules(prefix, names)
         if rope is not None:
             for i, each in enumerate(matrices[:2]):
                 rows = torch.arange(each.shape[0], device=self.device)
                 matrices[i] = each.reordered(pair_rows(rows, self.spec.head_dim, rope))
+        return self._joined(prefix, names, matrices)
+
+    def _joined(self, prefix: str, names: Sequence[str], matrices: Sequence[Matrix]) -> Matrix:
+        """Return modules of a layer as one matrix, in the form that the device multiplies with.
+
+        Raises:
+            WeightsError: they are not stored alike.
+        """
         try:
             joined = concatenated(matrices)
         except ValueError as error:
@@ -378,15 +387,45 @@ class _Loader:
         moe, names = self.spec.moe, self.facts.family.experts
         assert moe is not None
         each = [names.expert.format(number) for number in range(moe.experts)]
-        gate_up = [f"{name}.{part}" for name in each for part in (names.gate, names.up)]
+        stacks = (
+            [f"{name}.{part}" for name in each for part in (names.gate, names.up)],
+            [f"{name}.{names.down}" for name in each],
+        )
+        gate_up, down = (
+            self._joined(prefix, stack, [*self._modules(prefix, stack), *shared])
+            for stack, shared in zip(stacks, self._shared(prefix, moe), strict=True)
+        )
+        router = self._alone(f"{prefix}.{names.router}", plain=True)
+        if moe.gated:
+            gate = self._alone(f"{prefix}.{names.shared_gate}", plain=True)
+            router = concatenated([router, gate])
+        bias = self.tensors.get(f"{prefix}.{names.bias}") if moe.biased else None
         return Experts(
-            router=self._alone(f"{prefix}.{names.router}", plain=True),
-            gate_up=self._fused(prefix, *gate_up),
-            down=self._fused(prefix, *(f"{name}.{names.down}" for name in each)),
-            per_token=moe.per_token,
-            normalised=moe.normalised,
+            router=router,
+            gate_up=gate_up,
+            down=down,
+            rule=moe.rule,
+            bias=None if bias is None else torch.as_tensor(bias).to(self.device).float().flatten(),
             activation=self.spec.activation,
         )
+
+    def _modules(self, prefix: str, names: Iterable[str]) -> list[Matrix]:
+        return [self._module(f"{prefix}.{name}", self.scheme) for name in names]
+
+    def _shared(self, prefix: str, moe: MoeSpec) -> tuple[list[Matrix], list[Matrix]]:
+        """Load the MLP that all tokens go to, cut into experts as wide as the others.
+
+        Returns:
+            Gate and up of each of them, one after the other, and the projections back.
+        """
+        if not moe.shared:
+            return [], []
+        parts, width = ("gate_proj", "up_proj", "down_proj"), moe.intermediate_size
+        name = self.facts.family.experts.shared
+        gate, up, down = self._modules(prefix, (f"{name}.{part}" for part in parts))
+        firsts = range(0, width * moe.shared, width)
+        gate_up = [each.part(i, i + width) for i in firsts for each in (gate, up)]
+        return gate_up, [down.columns(i, i + width) for i in firsts]
 
     def _qkv_bias(self, attention: str, rope: RopeSpec) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")

@@ -1,0 +1,40 @@
+"""Qwen2 and Qwen1.5 with experts, of which all tokens share one under a gate."""
+
+from dataclasses import replace
+from typing import Any
+
+from twolane.model.families.family import ExpertNames, Family, parts_of_shared
+from twolane.model.families.qwen3_moe import Qwen3MoeConfig
+
+
+class Qwen2MoeConfig(Qwen3MoeConfig, kw_only=True):
+    """Qwen2-MoE's fields and defaults."""
+
+    intermediate_size: int = 5632
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 16
+    num_local_experts: int = 60
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+    qkv_bias: bool = True
+
+    def own_fields(self) -> dict[str, Any]:
+        """See `HFConfig.own_fields`."""
+        wide, moe = self.shared_expert_intermediate_size, super().own_fields()["moe"]
+        shared = parts_of_shared(wide, self.moe_intermediate_size)
+        return {"moe": replace(moe, shared=shared, gated=True), "qkv_bias": self.qkv_bias}
+
+
+FAMILY = Family(
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    config=Qwen2MoeConfig,
+    experts=ExpertNames(shared="mlp.shared_expert"),
+    fixtures={
+        "qwen2-moe": {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
+            **{"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]},
+        }
+    },
+)
