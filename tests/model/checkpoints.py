@@ -85,7 +85,7 @@ def make_checkpoint(
         sizes: values of its config that are not the usual ones.
     """
     model = random_model(config_of(family, layers, sizes), seed)
-    size = sum(p.numel() * 4 for p in model.parameters())
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path
 
