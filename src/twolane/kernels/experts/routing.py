@@ -333,10 +333,9 @@ def route(
         rule: How experts are chosen.
         bias: float32 [rule.experts], if the rule has one.
     """
-    rows, experts, per_token = len(logits), rule.stored, rule.entries
     launch(
         _choose,
-        (rows,),
+        (len(logits),),
         logits,
         logits if bias is None else bias,
         active.marks,
@@ -353,7 +352,7 @@ def route(
         BIASED=rule.biased,
         GATED=rule.gated,
         BLOCK=power_of_2(rule.experts),
-        RANKS=power_of_2(per_token),
+        RANKS=power_of_2(rule.entries),
         num_warps=1,
         **launch_options(logits.device),
     )
