@@ -356,24 +356,27 @@ def route(
         num_warps=1,
         **launch_options(logits.device),
     )
-    count = rows * per_token
-    # Entries that a program of `_sort` looks at a time.
+    _sort_entries(routing, len(logits) * rule.entries, group_rows)
+
+
+def _sort_entries(routing: Routing, count: int, group_rows: int) -> None:
+    """Sort the first `count` entries by expert, and list the groups."""
     launch(
         _sort,
-        (experts,),
+        (routing.experts,),
         routing.chosen,
         routing.positions,
         routing.tokens,
         routing.ends,
         routing.groups,
         count,
-        EXPERTS=experts,
-        PER_TOKEN=per_token,
+        EXPERTS=routing.experts,
+        PER_TOKEN=routing.per_token,
         ROWS=group_rows,
-        BLOCK=1024,
-        ALL=power_of_2(experts),
+        BLOCK=1024,  # entries that a program looks at a time
+        ALL=power_of_2(routing.experts),
         num_warps=4,
-        **launch_options(logits.device),
+        **launch_options(routing.chosen.device),
     )
 
 
