@@ -31,6 +31,8 @@ PAGES = (ROOT / "docs/results.md", ROOT / "docs/results-in-full.md")
 MODELS = {"qwen3-8b": "8B", "codellama-34b": "34B"}
 DATASETS = {"azure-conv": "conversations", "azure-code": "code", "conversation": "Mooncake"}
 """Names of the workloads in the tables."""
+CARDS = ("h100", "h200")
+"""Folders of a recipe's results that are of cards; the others are simulated or emulated."""
 
 
 class Search(NamedTuple):
@@ -67,6 +69,17 @@ def _searches() -> tuple[dict[str, Any], dict[str, list[Search]]]:
         if not found["panel"].endswith("-flat") and _long(workload["prompts"], found["goodput"]):
             panels[found["panel"]] = workload
             searches[found["panel"]].append(_search(found))
+    for path, found in _files("one-card/*/*.json"):
+        part = found["provenance"]["workload"]
+        for row in found.get("rows", ()) if path.parent.name in CARDS else ():
+            rates, rest = row["found"]["goodput"], part["rest"]
+            if rates and part["model"] in MODELS and _long(rest["num_prompts"], rates):
+                where = ", ".join(_made(path, found).split(", ")[1:])
+                each = Search(row["found"]["system"], rates, f"{found['card']}, {where}")
+                tbt = round(1e3 * row["found"]["tbt"], 6)
+                name = f"{found['part']} {tbt:g} {found['card']}"
+                panels[name] = {"model": part["model"], "dataset": rest["dataset"], "tbt_ms": tbt}
+                searches[name].append(each)
     panels = {name: panels[name] for name in panels if _compared(searches[name])}
     return dict(sorted(panels.items(), key=lambda each: _place(each[1]))), searches
 
@@ -157,9 +170,11 @@ class Bracket(NamedTuple):
 def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
     """Yield path and file of engines that took turns on one card, an engine, and `auto` over it; of
     those whose runs were long enough."""
-    for path, found in _files("side-by-side/*.json"):
+    for path, found in (*_files("side-by-side/*.json"), *_files("side-by-side/*/*.json")):
+        if path.parent.parent.name == "side-by-side" and path.parent.name not in CARDS:
+            continue
         own: dict[float, list[Bracket]] = defaultdict(list)
-        engines = [engine for engine in found["engines"] if engine["found"] is not None]
+        engines = [engine for engine in _of_rows(found) if engine["found"] is not None]
         for engine in engines:
             engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
             engine.setdefault("prompts", found["provenance"]["workload"].get("prompts"))
@@ -173,6 +188,19 @@ def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
                 auto = Bracket(*map(median, zip(*autos, strict=True)))
                 ratio = auto.over(Bracket.of(engine["found"]))
             yield path, found, engine, ratio
+
+
+def _of_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the engines of a file: as named there, or of the rows of a recipe."""
+    engines: list[dict[str, Any]] = found.get("engines", [])
+    if engines:
+        return engines
+    prompts = found["provenance"]["workload"]["rest"]["num_prompts"]
+    return [
+        {"name": row["engine"], "tbt_ms": round(1e3 * row["found"]["tbt"], 6), "prompts": prompts,
+         "found": row["found"]}
+        for row in found["rows"]
+    ]  # fmt: skip
 
 
 def side_by_side() -> Iterator[list[str]]:
@@ -280,10 +308,16 @@ def saturated(shown: int | None) -> Iterator[list[str]]:
 def two_gpus() -> Iterator[list[str]]:
     """Rows of what two simulated GPUs hold in each way, of all files."""
     ways: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
-    for path, found in _files("two-gpus-simulated/*.json"):
-        for way, held in found["goodput"].items():
+    for path, found in (
+        *_files("two-gpus-simulated/*.json"),
+        *_files("two-gpus/simulated*/*.json"),
+    ):
+        for way, held in found.get("goodput", {}).items():
             for tbt, rate in held.items():
                 ways[way][tbt] = rate, _made(path, found)
+        for row in found.get("rows", ()):  # best system first
+            tbt = f"{1e3 * row['found']['tbt']:g}"
+            ways[row["engine"]].setdefault(tbt, (row["rate"], _made(path, found)))
     bounds = sorted({tbt for held in ways.values() for tbt in held}, key=float)
     for tbt in bounds:
         there = {way: held[tbt] for way, held in ways.items() if tbt in held}

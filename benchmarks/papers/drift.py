@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import msgspec
-from muxwise import CHUNKED, NEAR, REAL, SEARCHED, SEVENTY
+from muxwise import CHUNKED, REAL, SEARCHED, SEVENTY
 from study import APART, Experiment, Load, Row, beside, names, over
 
 from twolane.workload.spec import WorkloadSpec
@@ -70,7 +70,7 @@ EXPERIMENTS = {
     ),
     "drift-fig10": Experiment(
         where="Drift Fig. 10",
-        runs=beside(SEARCHED, PAIR, search=True, near=NEAR),
+        runs=beside(SEARCHED, PAIR, search=True),
         rows=[
             over(
                 [load], "drift", "chunked 512", "goodput",

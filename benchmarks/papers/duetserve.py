@@ -28,16 +28,6 @@ EIGHT = {
 }
 
 
-NOT_FULL = (
-    "prefill-first is not full here: it serves all that is sent with a mean TTFT of 0.3 s, as the"
-    " simulated H100 waits for no scheduler between passes"
-)
-BOUND_BY_PREFILL = (
-    "all three systems serve 1.70 to 1.74 requests/s and are busy with prompts, 5 % of which the"
-    " pool still has; a split makes no prompt shorter"
-)
-
-
 def served(load: str, rival: str, paper: float | None, why: str, contradicts: str = "") -> Row:
     """Return the row of the requests/s that DuetServe serves over a rival's."""
     what = f"requests/s over {rival}, {load}"
@@ -66,8 +56,8 @@ EXPERIMENTS = {
         where="DuetServe Fig. 6",
         runs=beside(FIG6, SYSTEMS),
         rows=[
-            served("code 16/s", "prefill-first", 1.09, NOT_FULL),
-            served("Mooncake 5/s", "chunked 8192", 1.27, BOUND_BY_PREFILL),
+            served("code 16/s", "prefill-first", 1.09, ""),
+            served("Mooncake 5/s", "chunked 8192", 1.27, ""),
             over(
                 ["code 16/s"], "DuetServe", "chunked 8192", "mean_tbt",
                 "mean TBT of chunked 8192, code 16/s", 1.33, "", less=True,
@@ -79,7 +69,6 @@ EXPERIMENTS = {
                     of=[f"{load}: {system}"],
                     paper=paper,
                     unit="req/s",
-                    why=BOUND_BY_PREFILL,
                 )
                 for load, system, paper in (
                     ("code 16/s", "DuetServe", 13.57),
@@ -134,7 +123,6 @@ EXPERIMENTS = {
                 of=["32B on 8 H100: DuetServe"],
                 paper=8.02,
                 unit="req/s",
-                why="eight simulated H100s serve 22.7 of 24 sent; 8.02 are 9 % of their peak",
             ),
         ],
         seeds=1,

@@ -27,17 +27,6 @@ SEARCHED = {
     "8B toolagent": Load(dataset="toolagent", rate=7.0, **EIGHT),
     "70B toolagent": Load(dataset="toolagent", rate=0.8, **SEVENTY),
 }
-NEAR = {
-    "8B toolagent: muxwise": 8.5,
-    "8B toolagent: drift": 8.0,
-    "8B toolagent: chunked 512": 4.0,
-    "8B toolagent: chunked 256": 3.0,
-    "70B toolagent: muxwise": 0.8,
-    "70B toolagent: drift": 0.8,
-    "70B toolagent: chunked 512": 0.6,
-    "70B toolagent: chunked 256": 0.4,
-}
-"""Rates where searches begin, between what was found before on both models of the A100."""
 SYNTHETIC = {
     "ShareGPT": Load(dataset="sharegpt-1k", rate=9.0, requests=900, **SEVENTY),
     "LooGLE": Load(dataset="loogle", rate=0.3, **SEVENTY),
@@ -54,10 +43,6 @@ ARTIFACT = {
     "ShareGPT": Load(dataset="sharegpt-1k", rate=8.0, **H200),
     "LooGLE": Load(dataset="loogle", rate=0.3, **H200),
 }
-POWER = "measured: with both lanes at work the card is at its power cap, and its clock falls"
-SMALL = "the co-runs include levels of 16 SMs; the model was set to 20 % for large prompts"
-REUSED = "the prompt tokens that the prefix cache has count here, too"
-HALVES = "both halves keep every page here, so none is sent back, and the link is theirs alone"
 
 
 def mixed(count: int, seed: int, rate: float) -> list[TraceRequest]:
@@ -121,12 +106,9 @@ EXPERIMENTS = {
                     paper=paper,
                     unit="%",
                     scale=100,
-                    why=why,
                 )
-                for card, paper, why in (
-                    ("8B on an H100", 30, POWER),
-                    ("34B on an H100", 30, POWER),
-                    ("8B on a simulated A100", 20, SMALL),
+                for card, paper in (
+                    ("8B on an H100", 30), ("34B on an H100", 30), ("8B on a simulated A100", 20),
                 )
             ),
             Row(
@@ -136,7 +118,6 @@ EXPERIMENTS = {
                 paper=7,
                 unit="%",
                 scale=100,
-                why=SMALL,
             ),
         ],
         shown=("mean", "P90", "largest", "co-runs"),
@@ -145,39 +126,31 @@ EXPERIMENTS = {
         where="MuxWise Fig. 14, Tab. 3, 4",
         runs=beside(REAL, SYSTEMS),
         rows=[
-            ratio(list(REAL), rival, "p99_ttft", f"P99 TTFT of {rival}", paper, why)
-            for rival, paper, why in (
-                ("chunked 256", 3.57, ""),
-                ("NanoFlow", 5.98, ""),
-                ("SGLang-PD", 1.66, HALVES),
-            )
+            ratio(list(REAL), rival, "p99_ttft", f"P99 TTFT of {rival}", paper, "")
+            for rival, paper in (("chunked 256", 3.57), ("NanoFlow", 5.98), ("SGLang-PD", 1.66))
         ]
         + [
-            ratio([load], rival, figure, f"{what} of {rival}, {load}", paper, why)
+            ratio([load], rival, figure, f"{what} of {rival}, {load}", paper, "")
             for load, what, figure, papers in (
                 ("70B conversation", "mean TTFT", "mean_ttft", (3.87, 16.6, 2.38)),
                 ("70B conversation", "mean TBT", "mean_tbt", (1.5, 3.5, 1.09)),
                 ("70B toolagent", "mean TTFT", "mean_ttft", (1.85, 2.15, 1.62)),
                 ("70B toolagent", "mean TBT", "mean_tbt", (1.12, 2.16, 1.16)),
             )
-            for (rival, why), paper in zip(
-                (("chunked 256", ""), ("NanoFlow", ""), ("SGLang-PD", HALVES)),
-                papers,
-                strict=True,
-            )
+            for rival, paper in zip(("chunked 256", "NanoFlow", "SGLang-PD"), papers, strict=True)
         ],
         shown=("mean_ttft", "p99_ttft", "mean_tbt", "p99_tbt", "finished"),
         seeds=2,
     ),
     "muxwise-fig15": Experiment(
         where="MuxWise Fig. 15, Tab. 5",
-        runs=beside(SEARCHED, TUNED, search=True, near=NEAR),
+        runs=beside(SEARCHED, TUNED, search=True),
         rows=[
             goodput("8B toolagent", "chunked", 2.6, ""),
             goodput("8B toolagent", "NanoFlow", 5.2, ""),
-            goodput("8B toolagent", "SGLang-PD", 1.3, HALVES),
+            goodput("8B toolagent", "SGLang-PD", 1.3, ""),
             goodput("70B toolagent", "chunked", 3.06, ""),
-            goodput("70B toolagent", "SGLang-PD", 1.62, HALVES),
+            goodput("70B toolagent", "SGLang-PD", 1.62, ""),
             *(
                 Row(
                     what=f"tokens/s at goodput, {load}, {system}",
@@ -185,11 +158,9 @@ EXPERIMENTS = {
                     of=[f"{load}: {system}"],
                     paper=paper,
                     unit="tokens/s",
-                    why=why,
                 )
-                for load, system, paper, why in (
-                    ("8B toolagent", "muxwise", 25397, REUSED),
-                    ("70B toolagent", "muxwise", 7430, REUSED),
+                for load, system, paper in (
+                    ("8B toolagent", "muxwise", 25397), ("70B toolagent", "muxwise", 7430),
                 )
             ),
         ],
@@ -200,7 +171,7 @@ EXPERIMENTS = {
         runs=beside(FAST, {"muxwise": "muxwise", "chunked 512": CHUNKED[512]}),
         rows=[
             ratio(list(FAST), "chunked 512", "p99_ttft", "P99 TTFT of chunked 512", 2.28, ""),
-            ratio(list(FAST), "chunked 512", "p99_tbt", "P99 TBT of chunked 512", 1.81, ""),
+            ratio(list(FAST), "chunked 512", "p99_tbt", "P99 TBT of chunked 512, H100", 1.81, ""),
         ],
         shown=("p99_ttft", "p99_tbt", "finished"),
         seeds=1,
@@ -259,13 +230,12 @@ EXPERIMENTS = {
                 paper=paper,
                 unit="ms",
                 scale=1e3,
-                why=why,
             )
-            for load, what, of, base, paper, why in (
-                ("8B", "launching whole batches", "whole batches", "muxwise", 10, ""),
-                ("8B", "blocking at their ends", "and blocking", "whole batches", 314, ""),
-                ("70B", "launching whole batches", "whole batches", "muxwise", 10, ""),
-                ("70B", "blocking at their ends", "and blocking", "whole batches", 672, ""),
+            for load, what, of, base, paper in (
+                ("8B", "launching whole batches", "whole batches", "muxwise", 10),
+                ("8B", "blocking at their ends", "and blocking", "whole batches", 314),
+                ("70B", "launching whole batches", "whole batches", "muxwise", 10),
+                ("70B", "blocking at their ends", "and blocking", "whole batches", 672),
             )
         ],
         shown=("p99_tbt",),

@@ -7,7 +7,7 @@ from functools import cache
 
 import msgspec
 from muxwise import SEARCHED, SYNTHETIC
-from run import EXPERIMENTS, MISSING, OUT, Done, Saved, Value, is_near, read, values
+from run import EXPERIMENTS, MISSING, OUT, Done, Saved, Value, is_near, read, uses, values
 from study import Experiment, Row, Run
 
 PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "drift": "Drift"}
@@ -52,12 +52,8 @@ def _values(paper: str) -> Iterator[tuple[str, Row, Value | None, list[Done]]]:
         runs = _runs(experiment)
         known = {value.row.what: value for value in values(experiment, runs)}
         for row in experiment.rows:
-            used = [done for done in runs if _is_used(row, done.run)]
+            used = [done for done in runs if uses(row, done.run)]
             yield where, row, known.get(row.what), used
-
-
-def _is_used(row: Row, run: str) -> bool:
-    return any(run.startswith(name) for name in (*row.of, *row.over))
 
 
 def claims(paper: str) -> Iterator[list[str]]:
@@ -74,7 +70,7 @@ def claims(paper: str) -> Iterator[list[str]]:
         near = all(is_near(each, AVERAGE, ratio=True) for each in mean)
         shown = " or ".join(f"{each:.3g}" for each in mean)
         what = "goodput over chunked prefill, geometric mean of five workloads"
-        status = "**reproduced**" if near else "not: see its parts"
+        status = "**reproduced**" if near else "open: see its parts"
         yield ["abstract", what, f"{AVERAGE:g}", shown, status, "from the rows above"]
 
 

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -26,7 +27,7 @@ import muxwise
 import switches
 from rich.console import Console
 from rich.table import Table
-from study import MIN_RATE, TRACES, Ask, Bench, Experiment, Figures, Row, Run, traces_from
+from study import MIN_RATE, TWINS, Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
@@ -39,6 +40,11 @@ MISSING: dict[str, str] = {
 }
 RESULTS = Path(__file__).parents[1] / "results"
 OUT = RESULTS / "papers"
+REASONS = Path(__file__).with_name("reasons.toml")
+WHY = {
+    what: one["why"] for one in tomllib.loads(REASONS.read_text())["reasons"] for what in one["of"]
+}
+"""Why a claim is not reproduced, by what its row compares, if its experiment does not say it."""
 NEAR = 1.25
 """Within how many times the paper's figure ours counts as reproduced."""
 LEAST_GAIN = 0.5
@@ -95,18 +101,19 @@ class Value(NamedTuple):
     @property
     def status(self) -> str:
         """Whether the claim is reproduced, and if not, why."""
-        paper = self.row.paper
+        paper, why = self.row.paper, self.row.why or WHY.get(self.row.what, "")
         if self.row.contradicts:
             return f"cannot be: {self.row.contradicts}"
         if paper is None:
-            return f"no claim: {self.row.why}"
+            return f"no claim: {why}"
         ratio = bool(self.row.over) and not self.row.minus
-        if not self.more and all(is_near(ours, paper, ratio=ratio) for ours in self.medians):
+        near = [is_near(ours, paper, ratio=ratio) for ours in self.medians]
+        if not self.more and all(near):
             return "**reproduced**"
         low, high = min(self.medians), math.inf if self.more else max(self.medians)
-        if len(self.ours) > 1 and low / NEAR <= paper <= high * NEAR and not self.row.why:
+        if len(self.ours) > 1 and (low <= paper <= high or any(near)) and not why:
             return "open: the two models of the A100 differ by more; only a measured one tells"
-        return f"not: {self.row.why}"
+        return why if why.startswith("open") else f"not: {why}"
 
 
 def is_near(ours: float, paper: float, *, ratio: bool) -> bool:
@@ -125,16 +132,22 @@ def _spread(values: Sequence[float]) -> str:
 
 def values(experiment: Experiment, runs: Sequence[Done]) -> list[Value]:
     """Return the rows whose runs are there."""
-    found: dict[tuple[str, int], dict[str, Figures]] = {}
-    for done in runs:
-        found.setdefault((done.gpu, done.seed), {})[done.run] = done.figures
-    made = [_value(row, found, experiment.runs) for row in experiment.rows]
+    made = [_value(row, runs, experiment.runs) for row in experiment.rows]
     return [value for value in made if value is not None]
 
 
-def _value(
-    row: Row, found: Mapping[tuple[str, int], Mapping[str, Figures]], runs: Mapping[str, Run | Ask]
-) -> Value | None:
+def uses(row: Row, run: str) -> bool:
+    """Return whether a row needs a run of this name."""
+    return any(run.startswith(name) for name in (*row.of, *row.over))
+
+
+def _value(row: Row, runs: Sequence[Done], known: Mapping[str, Run | Ask]) -> Value | None:
+    found: dict[tuple[str, int], dict[str, Figures]] = {}
+    used = [done for done in runs if uses(row, done.run)]
+    models = {done.gpu for done in used} & {name for names in TWINS.values() for name in names}
+    for done in used:  # a row may be of several GPUs, as MuxWise's Figure 16
+        model = done.gpu if done.gpu in models else ""
+        found.setdefault((model, done.seed), {})[done.run] = done.figures
     ours: dict[str, list[float]] = {}
     more = False
     for (gpu, _), figures in found.items():
@@ -143,7 +156,7 @@ def _value(
         if None in above or None in below:
             continue
         more |= 0.0 in below
-        least = [d or _least(name, runs) for name, d in zip(row.over, below, strict=True)]
+        least = [d or _least(name, known) for name, d in zip(row.over, below, strict=True)]
         ours.setdefault(gpu, []).append(row.scale * _combined(row, above, least))
     return Value(row, ours, more) if ours else None
 
@@ -255,7 +268,7 @@ def _options() -> argparse.Namespace:
     add("--seeds", type=int, help="number of patterns of arrivals; by default the experiment's")
     add("--requests", type=int, help="number of requests in each run")
     add("--runs", nargs="+", default=["*"], metavar="PATTERN", help="only runs of these names")
-    add("--traces", type=Path, help=f"folder of the public traces; by default {TRACES}")
+    add("--traces", type=Path, help="folder of the public traces; by default TWOLANE_TRACES")
     add("--serve", metavar="FLAGS", help="flags of `twolane serve`: measure on this machine")
     add("--model", help="model in place of the experiments' own, for a trial of --serve")
     add("--card", help="name of this machine's GPU in the files, with --serve")

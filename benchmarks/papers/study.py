@@ -128,8 +128,6 @@ class Run:
     """Name and settings, as `twolane bench goodput --system` takes them; or `APART`."""
     search: bool = False
     """Whether the highest rate is searched at which P99 TBT keeps the SLO and no queue grows."""
-    near: float | None = None
-    """Requests/s where a search begins, if the answer is expected there; else the load's rate."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,6 @@ def beside(
     loads: Mapping[str, Load],
     systems: Mapping[str, str],
     search: bool = False,
-    near: Mapping[str, float] = {},
 ) -> dict[str, Run]:
     """Return every system under every load, named `load: system`.
 
@@ -198,10 +195,9 @@ def beside(
         loads: The loads by name.
         systems: The systems by name.
         search: Whether the highest rate is searched.
-        near: The rate at which a run's search begins, by the run's name.
     """
     return {
-        (name := f"{load}: {system}"): Run(loads[load], systems[system], search, near.get(name))
+        f"{load}: {system}": Run(loads[load], systems[system], search)
         for load, system in product(loads, systems)
     }
 
@@ -370,9 +366,8 @@ def searched(
     """Return the figures at the highest rate that a search finds, with the lowest that failed
     above it as `failed`; `holds` adds each rate to those `tried`."""
     first = run.load.rate
-    near = round(OCTAVE * math.log2((run.near or first) / first))
-    start, ends = first * 2 ** (near / OCTAVE), (first / SPAN, first * SPAN)
-    rate = goodput.highest(holds, start, OCTAVE, floor=ends[0], top=ends[1], stride=STRIDE)
+    ends = {"floor": first / SPAN, "top": first * SPAN}
+    rate = goodput.highest(holds, first, OCTAVE, stride=STRIDE, **ends)
     above = [other for other, found in tried.items() if found is None and other > rate]
     return {**(tried.get(rate) or {}), "goodput": rate, "failed": min(above, default=math.inf)}
 

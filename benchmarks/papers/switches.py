@@ -16,11 +16,16 @@ from twolane.sim.gpus import GPUS
 HOST = {f"h100+{ms}ms": GPUS["h100"].sampling_seconds + ms / 1e3 for ms in (5, 10, 20)}
 """Seconds that every step takes longer, while the GPU waits for its scheduler."""
 UNCAPPED = {f"{name}-uncapped": name for name in ("h100", "h200")}
+STILL = msgspec.structs.replace(GPUS["h100"], name="h100-still", in_flight=1e-6, spill=1e-9)
+"""A GPU whose prefill keeps no reads in flight."""
 GPUS.update({name: msgspec.structs.replace(GPUS["h100"], name=name, sampling_seconds=seconds)
              for name, seconds in HOST.items()})  # fmt: skip
+GPUS[STILL.name] = STILL
 GPUS.update({name: msgspec.structs.replace(GPUS[of], name=name, power_units=math.inf)
              for name, of in UNCAPPED.items()})  # fmt: skip
 
+SENT = {name: REAL[name].rate for name in ("8B toolagent", "70B toolagent")}
+BATCHES = {"and blocking": "muxwise:layer_wise=false,query_sync=false,max_batch_tokens=16384"}
 EXPERIMENTS = {
     "switch-host": Experiment(
         where="DuetServe Fig. 6, steps that wait for the host",
@@ -31,7 +36,7 @@ EXPERIMENTS = {
     "switch-power": Experiment(
         where="MuxWise Fig. 11, without a power cap",
         runs={f"8B on {gpu}": ask(contention, gpu, "qwen3-8b")
-              for gpu in (*UNCAPPED.values(), *UNCAPPED)},
+              for gpu in (*UNCAPPED.values(), *UNCAPPED, STILL.name)},
     ),
     "switch-tpot": Experiment(
         where="Bullet Fig. 15, a shorter bound on TPOT",
@@ -57,9 +62,12 @@ EXPERIMENTS = {
                    {"Bullet": "", "chunked 1024": BUDGETS["chunked 1024"]}),
             **beside({"32B on 8 H100 48/s": replace(EIGHT["32B on 8 H100"], rate=48.0)},
                      {"DuetServe": "duetserve", "Dynamo 4P4D": APART}),
-            **beside({f"{name} cold": replace(REAL[name], prefix_cache=False)
-                      for name in ("8B toolagent", "70B toolagent")},
+            **beside({f"{name} cold": replace(REAL[name], prefix_cache=False) for name in SENT},
                      {"muxwise": "muxwise", "SGLang-PD": APART}),
+            **beside({f"half of {name}": replace(REAL[name], rate=rate / 2)
+                      for name, rate in SENT.items()},
+                     {"muxwise": "muxwise", "SGLang-PD": APART}),
+            **beside({"8B toolagent, long batches": REAL["8B toolagent"]}, BATCHES),
         },
         seeds=1,
     ),

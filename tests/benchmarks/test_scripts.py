@@ -225,6 +225,48 @@ def test_only_the_chosen_runs_of_an_experiment_are_made_again(tmp_path, monkeypa
         made.clear()
 
 
+def test_the_tables_read_a_recipes_rows(tmp_path, monkeypatch):
+    """Each engine of a part has a row in the table of its recipe."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import tables
+    from recipe import Row
+    from searches import Found
+
+    def write(recipe, card, engines):
+        rows = [
+            Row(engine, turn, Found(engine, 0.012, [rate, rate]), rate)
+            for turn, (engine, rate) in enumerate(engines.items())
+        ]
+        about = {"commit": "0" * 40, "date": "2026-11-29T10:00:00+00:00"}
+        rest = {"num_prompts": 700, "dataset": "azure-conv"}
+        content = {
+            "provenance": {**about, "workload": {"model": "qwen3-8b", "rest": rest}},
+            "part": "qwen3-8b-azure-conv",
+            "card": card,
+            "rows": rows,
+        }
+        path = tmp_path / recipe / card / "qwen3-8b-azure-conv.json"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(msgspec.json.encode(content))
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    write("side-by-side", "h200", {"auto": 12.0, "vllm 512": 10.0})
+    write("one-card", "h200", {"auto": 12.0, "muxwise": 11.0})
+    write("two-gpus", "simulated-h200", {"auto over two ranks": 40.0, "1P1D": 20.0})
+    assert [row[:5] for row in tables.side_by_side()] == [
+        ["auto on h200", "12", "700", "12.0", "-"],
+        ["vllm 512 on h200", "12", "700", "10.0", "1.20"],
+    ]
+    assert [row[2:6] for row in tables.one_card()] == [
+        ["`auto`", "12.0 (12.0 to 12.0)", "2", "1.00"],
+        ["`muxwise`", "11.0 (11.0 to 11.0)", "2", "0.92"],
+    ]
+    assert [row[:4] for row in tables.two_gpus()] == [
+        ["12", "auto over two ranks", "40.0", "1.00"],
+        ["12", "1P1D", "20.0", "0.50"],
+    ]
+
+
 @pytest.mark.full
 def test_the_device_model_is_fitted_to_profiles(tmp_path):
     run("fit_device.py", "--out", tmp_path / "device.json", cwd=tmp_path)
