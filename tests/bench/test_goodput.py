@@ -235,6 +235,7 @@ def random_pair(seed):
     return system, slos
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))]
 )
@@ -481,6 +482,7 @@ def test_a_run_of_a_system_that_reads_no_slo_answers_all_bounds(tmp_path):
     assert {points for _, points in runs[tmp_path / "each"]} == {1}
 
 
+@pytest.mark.full
 def test_guesses_spare_runs_and_correct_each_other(tmp_path):
     """Each seed begins at its own guess, by how much the one before was off; the same is found."""
     search = search_of({"ttft": 1.0}, requests=40, seeds=3, tolerance=0.06)

@@ -100,6 +100,7 @@ def test_ctrl_c_while_it_stops_its_server_leaves_none_behind(model, tmp_path):
                 os.kill(server_pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core cannot be divided")
 def test_client_and_server_have_cpus_of_their_own(model, tmp_path, monkeypatch):
     """The client keeps the last ones, and gives them back with the server."""
@@ -148,6 +149,7 @@ def check_traces(traces):
         assert not any(one["reused"] for one in admitted)  # each rate has prompts of its own
 
 
+@pytest.mark.full
 def test_without_a_system_it_searches_the_one_that_a_server_takes_by_itself(model, tmp_path):
     out = tmp_path / "found"
     done = run(out, "--serve", model, *LOOSE)
@@ -156,6 +158,7 @@ def test_without_a_system_it_searches_the_one_that_a_server_takes_by_itself(mode
     assert list(json.loads((out / "summary.json").read_text())["goodput"]) == ["static-split"]
 
 
+@pytest.mark.full
 def test_any_server_is_started_by_a_command_and_tuned(model, tmp_path):
     """One server for each value serves all bounds; what ran is kept, and nothing is left behind."""
     serve = f"{sys.executable} -m twolane serve {model} --port {{port}}"

@@ -65,6 +65,7 @@ def test_ratios_are_to_the_first_engine_however_often_it_ran(recipe) -> None:
     assert recipe.ratios([*turns[:2], row("drift", 2, 0.02)]) == {"chunked at 20 ms": 0.6}
 
 
+@pytest.mark.full
 def test_systems_are_compared_in_simulation_and_drawn(tmp_path: Path) -> None:
     few = ("--set", *BRIEF, "tbt=[21, 50]", "--work", "work", "--out", tmp_path)
     engines = ("--engines", "auto", "chunked:token_budget=256/512", "prefill-first|two-stream")
@@ -88,6 +89,7 @@ def test_a_card_is_emulated_by_its_profile(tmp_path: Path) -> None:
     assert rows(tmp_path / f"emulated-h200/{part}.json")[0]["found"]["system"] == "auto"
 
 
+@pytest.mark.full
 def test_gpus_for_each_phase_and_replicas_are_simulated(tmp_path: Path) -> None:
     few = ("--set", *BRIEF, "tbt=[40]", "--work", "work", "--out", tmp_path)
     engines = ("--engines", "1P1D", "two replicas of auto")
@@ -117,6 +119,7 @@ def served(tmp_path: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.full
 def test_systems_are_compared_on_servers_from_what_was_simulated(tmp_path: Path) -> None:
     """The first search says how far the simulation was off, and `auto` ends as it begins."""
     part, out = "qwen3-8b-azure-conv-12ms", tmp_path / "out"
@@ -146,6 +149,7 @@ def test_one_server_serves_every_bound(tmp_path: Path) -> None:
     assert len(list((tmp_path / "work").rglob("server.log"))) == 1
 
 
+@pytest.mark.full
 def test_a_search_that_is_interrupted_leaves_its_runs(tmp_path: Path) -> None:
     """Ctrl-C after the first run; the engines after it are neither searched nor compared."""
     words = ("--engines", "static-split", "chunked", *served(tmp_path), "--out", str(tmp_path))

@@ -108,6 +108,7 @@ def test_the_way_of_a_token_is_measured_without_an_engine(tmp_path):
     assert 0 <= found["tbt_ms"]["p50"] <= found["tbt_ms"]["p99"]
 
 
+@pytest.mark.full
 def test_the_lanes_of_a_cpu_are_measured(tmp_path):
     model, out = tmp_path / "tiny", tmp_path / "cpu.json"
     make_checkpoint("llama2", model)
@@ -131,6 +132,7 @@ def test_the_lanes_of_a_cpu_are_measured(tmp_path):
     assert all(value > 0 for value in found["measured"].values())
 
 
+@pytest.mark.full
 def test_what_grammars_cost_is_measured(tmp_path):
     model, out = tmp_path / "tiny", tmp_path / "constraints.json"
     make_checkpoint("llama2", model)
@@ -146,6 +148,7 @@ def test_what_grammars_cost_is_measured(tmp_path):
     assert found["masks"].keys() == {f"{rows} rows, 2 threads" for rows in (1, 16, 64)}
 
 
+@pytest.mark.full
 def test_the_papers_comparisons_run(tmp_path):
     names = ("bullet-fig22", "muxwise-fig6")
     few = ("--requests", 6, "--seeds", 1)
@@ -275,6 +278,7 @@ def test_the_device_model_is_fitted_to_profiles(tmp_path):
         run("fit_device.py", "--card", "a100-80gb", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_what_sharing_a_device_costs_is_measured(tmp_path):
     few = ("--prompts", 6, "--systems", "muxwise", "--batches", "1 x 2,048")
     out = tmp_path / "sharing.json"
@@ -303,6 +307,7 @@ def test_decisions_are_timed(tmp_path):
     assert 0 < found["decide_p50"] <= found["decide_p90"]
 
 
+@pytest.mark.full
 def test_no_router_holds_more_than_all_servers_as_one(tmp_path):
     out = tmp_path / "bound.json"
     words = ("--dataset", "conversation", "--replicas", 2, "--requests", 60, "--seeds", 1)

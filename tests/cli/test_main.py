@@ -434,12 +434,14 @@ def test_generate_answers():
     assert "Paris" in result.stdout
 
 
+@pytest.mark.full
 def test_generate_continues_text_from_standard_input():
     args = ("generate", MODEL, "-", "--raw", "--max-tokens", "3", "--kv-tokens", "4000")
     result = run(*args, input="The capital of France is")
     assert "Paris" in result.stdout
 
 
+@pytest.mark.full
 def test_a_terminated_generate_leaves_nothing_behind(tmp_path):
     """No folder of sockets, in the middle of an answer; and the exit code says what came."""
     args = ("generate", MODEL, "Once", "--raw", "--max-tokens", "4000", "--kv-tokens", "5000")

@@ -224,6 +224,7 @@ def canonical(requirement: str) -> str:
     return re.split(r"[\[<>=~; ]", requirement)[0].lower().replace("_", "-")
 
 
+@pytest.mark.full
 def test_the_check_of_a_container_s_health_asks_its_own_port(tiny_model: Path) -> None:
     """What HEALTHCHECK runs, against a server with the options of the CPU manifest."""
     given = options(MANIFESTS[0])

@@ -63,6 +63,7 @@ def test_the_metadata_passes_the_index_s_checks(dist):
     assert said.count("PASSED") == 2
 
 
+@pytest.mark.full
 def test_the_installed_wheel_serves_away_from_the_repository(wheel, tmp_path, monkeypatch):
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile")
     site = tmp_path / "site"

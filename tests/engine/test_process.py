@@ -192,7 +192,9 @@ def test_a_wrong_setting_is_refused_by_name(
     ("settings", "message"),
     [
         ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 does not hold one request of 128"),
-        ({"trace": "/nowhere/trace.json"}, "/nowhere/trace.json"),
+        pytest.param(
+            {"trace": "/nowhere/trace.json"}, "/nowhere/trace.json", marks=pytest.mark.full
+        ),
     ],
 )
 def test_what_the_process_refuses_is_said_by_who_started_it(
@@ -203,7 +205,11 @@ def test_what_the_process_refuses_is_said_by_who_started_it(
 
 
 @pytest.mark.parametrize(
-    "system", ["chunked", "static-split", pytest.param("prefill-first", marks=pytest.mark.full)]
+    "system",
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "prefill-first")),
+        "static-split",
+    ],
 )
 def test_a_trace_is_valid_json_and_accounts_for_every_request(
     model: str, system: str, tmp_path: Path

@@ -128,6 +128,7 @@ def test_others_end_while_a_slow_mask_is_not_there(
         check(matcher, loop.tokens["slow"])
 
 
+@pytest.mark.full
 def test_answers_follow_slow_grammars_when_they_are_computed_again(
     model: str, matcher: LLMatcher
 ) -> None:

@@ -23,7 +23,7 @@ from twolane.engine.state import State
 from twolane.systems.base import System
 from twolane.systems.registry import make_system
 
-SCHEDULES = 12
+SCHEDULES, SCHEDULES_OF_GUARDS = 6, 48
 FULL_SCHEDULES = 1000
 SHARED_OUT = 3
 """Times as many schedules are shared out among the systems."""
@@ -193,5 +193,5 @@ def test_without_a_guard_the_schedules_fail(guard: str, monkeypatch: pytest.Monk
     where, name, replacement = GUARDS[guard]
     monkeypatch.setattr(where, name, replacement, raising=name != "reversed")
     with pytest.raises(NOTICED):
-        for seed in range(4 * SCHEDULES):
+        for seed in range(SCHEDULES_OF_GUARDS):
             run_world(RANDOM, seed)

@@ -348,6 +348,7 @@ def test_a_rolling_restart_fails_nothing(pair):
     assert newest == max(int(name.split("-")[1]) for name in before) + 2  # one successor for each
 
 
+@pytest.mark.full
 def test_a_fleet_that_is_stopped_while_its_servers_start_ends_with_them(tmp_path):
     model = write_tiny_model(tmp_path)
     words = [sys.executable, "-m", "twolane", "fleet", str(model), "--load-format", "dummy"]
@@ -365,6 +366,7 @@ def test_a_fleet_that_is_stopped_while_its_servers_start_ends_with_them(tmp_path
     wait_for(lambda: not any(map(alive, started)))
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_a_fleet_with_open_answers(tmp_path):
     model = write_tiny_model(tmp_path)
     args = (str(model), "--load-format", "dummy", "--kv-tokens", "70000", "--replicas", "1")

@@ -118,7 +118,9 @@ def test_group_sizes(group: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(("group", "dim", "page"), [(4, 64, 16), (1, 128, 32), (7, 80, 64)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16]
+)
 @pytest.mark.parametrize("units", [1, 3])
 def test_rounded_pools(
     group: int, dim: int, page: int, units: int, dtype: torch.dtype, device: str

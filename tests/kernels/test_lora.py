@@ -119,6 +119,7 @@ ACTED_OUT = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     ["7 512 256,256 16 --silu", *(pytest.param(c, marks=pytest.mark.full) for c in ACTED_OUT)],

@@ -201,6 +201,7 @@ def test_a_step_needs_the_tokens_of_rank_0(shallow: Path, monkeypatch: pytest.Mo
         on_ranks(2, shallow, steps)
 
 
+@pytest.mark.full
 def test_a_pass_by_layers_needs_them_too(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def scenario(world: World) -> None:
         """The other rank has the embeddings of some tokens that rank 0 samples."""

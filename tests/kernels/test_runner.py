@@ -328,7 +328,8 @@ def test_sizes_are_timed_by_layers_of_random_rows(
     assert not world.passes.residual.any()
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("graphs", [False, True])
 def test_slices_of_requests_with_adapters(adapted: World, graphs: bool) -> None:
     slices(adapted, graphs=graphs)
 
@@ -384,7 +385,7 @@ def slices(world: World, *, graphs: bool) -> None:
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.full), True])
 def test_passes_follow_each_other(
     world: World, split: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,12 +115,12 @@ VARIANTS = [
     (Variant(128, 16, swap=True, gated=True), 16),
     (Variant(64, 24, swap=True, dtype=FP16), 17),
     (Variant(64, 64, wide=True), 50),
-    (Variant(256, 48, swap=True), 40),
     (Variant(128, 16, swap=True, dtype=E4M3), 9),
-    (Variant(256, 64, gated=True, dtype=E4M3), 61),
     (Variant(256, 24, swap=True, gated=True, group=32), 24),
 ]
 ALL = [
+    (Variant(256, 48, swap=True), 40),
+    (Variant(256, 64, gated=True, dtype=E4M3), 61),
     (Variant(64, 16, swap=True), 3),
     (Variant(256, 32, swap=True, wide=True, dtype=FP16), 21),
     (Variant(256, 64), 64),

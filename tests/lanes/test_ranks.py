@@ -58,7 +58,7 @@ from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORLDS, FULL_WORLDS = 4, 100
+WORLDS, FULL_WORLDS = 2, 100
 DELAY = 0.004
 """Most seconds that a rank is held up before a step."""
 

@@ -27,7 +27,7 @@ from twolane.systems.base import System
 from twolane.systems.registry import make_system
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WORLDS = 6
+WORLDS = 3
 FULL_WORLDS = 300
 PATIENCE = 60.0
 
@@ -113,4 +113,4 @@ def test_outputs_are_those_of_requests_alone(system: str, request: pytest.Fixtur
     """The threads were at work at once, memory ran out, pages were shared, somebody left."""
     seen = run_worlds(system, range(FULL_WORLDS if request.config.getoption("--full") else WORLDS))
     for what in ("side by side", "memory preemptions", "prefix hits", "aborted in flight"):
-        assert seen[what] >= WORLDS // 4, f"{what}: {seen[what]}"
+        assert seen[what] >= 1, f"{what}: {seen[what]}"

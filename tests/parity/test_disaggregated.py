@@ -184,6 +184,7 @@ def test_a_prefill_process_that_dies_at_rest_is_noticed(checkpoint: Path) -> Non
     ranks.close(1.0)
 
 
+@pytest.mark.full
 def test_the_prefill_process_does_not_outlive_rank_0(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "tests.parity.lost_rank_0", str(checkpoint), "apart"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:

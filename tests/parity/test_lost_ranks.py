@@ -36,7 +36,7 @@ SHORT_STOP = 2.0
 HANGS = 3.0
 """Seconds that a launch may take where a rank hangs; the first one may take longer."""
 FULL_ROUNDS = 40
-SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+SIGNALS = [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
@@ -152,6 +152,7 @@ def test_a_rank_that_is_lost_while_channels_are_connected_ends_the_start(
     assert not any(_lives(process.pid) for process in begun[0].processes)
 
 
+@pytest.mark.full
 def test_a_rank_without_memory_for_its_weights_says_what_to_set(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +185,7 @@ def test_a_rank_that_is_stopped_at_rest_is_noticed(
     ranks.close(1.0)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_silent_at_rest_may_come_back(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

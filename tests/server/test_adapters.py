@@ -214,6 +214,7 @@ def test_every_way_to_ask_names_the_model():
     assert MessagesRequest.model_validate(given).request(lambda _: False).adapter == "a"
 
 
+@pytest.mark.full
 def test_an_llm_answers_with_an_adapter(folder, expected):
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     adapters = {"one": str(folder / "a"), "two": str(folder / "c")}

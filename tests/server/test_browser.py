@@ -5,16 +5,10 @@ import urllib.request
 
 import pytest
 
-from .serving import PATIENCE, serving
+from .conftest import KEYS, ORIGIN
+from .serving import PATIENCE
 
-ORIGIN = "http://localhost:3000"
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model):
-    args = ("--load-format", "dummy", "--kv-tokens", "1000", "--api-key", "k")
-    with serving(str(tiny_model), *args, "--cors-origins", ORIGIN) as running:
-        yield running
+KEY = KEYS[0]
 
 
 def ask(served, path, method="GET", **headers):
@@ -28,27 +22,27 @@ def ask(served, path, method="GET", **headers):
         return error.code, error.headers, error.read()
 
 
-def test_a_browser_asks_without_the_key_whether_it_may(served):
+def test_a_browser_asks_without_the_key_whether_it_may(guarded):
     """After llama.cpp#6544: a preflight has no key."""
     wanted = {
         "Access_Control_Request_Method": "POST",
         "Access_Control_Request_Headers": "authorization,content-type",
     }
-    status, headers, body = ask(served, "/v1/chat/completions", "OPTIONS", Origin=ORIGIN, **wanted)
+    status, headers, body = ask(guarded, "/v1/chat/completions", "OPTIONS", Origin=ORIGIN, **wanted)
     assert (status, headers["Access-Control-Allow-Origin"], body) == (200, ORIGIN, b"")
     assert "POST" in headers["Access-Control-Allow-Methods"]
-    status, headers, _ = ask(served, "/v1/models", "OPTIONS", Origin="http://evil", **wanted)
+    status, headers, _ = ask(guarded, "/v1/models", "OPTIONS", Origin="http://evil", **wanted)
     assert (status, headers["Access-Control-Allow-Origin"]) == (400, None)
 
 
-@pytest.mark.parametrize(("key", "status"), [("k", 200), ("wrong", 401)])
-def test_answers_and_refusals_may_be_read_by_the_page(served, key, status):
-    got, headers, _ = ask(served, "/v1/models", Origin=ORIGIN, Authorization=f"Bearer {key}")
+@pytest.mark.parametrize(("key", "status"), [(KEY, 200), ("wrong", 401)])
+def test_answers_and_refusals_may_be_read_by_the_page(guarded, key, status):
+    got, headers, _ = ask(guarded, "/v1/models", Origin=ORIGIN, Authorization=f"Bearer {key}")
     assert (got, headers["Access-Control-Allow-Origin"]) == (status, ORIGIN)
 
 
-def test_other_pages_are_told_nothing_and_by_default_no_page_is(served, tiny):
-    for server, origin in (served, "http://evil"), (tiny, ORIGIN):
+def test_other_pages_are_told_nothing_and_by_default_no_page_is(guarded, tiny):
+    for server, origin in (guarded, "http://evil"), (tiny, ORIGIN):
         assert ask(server, "/health", Origin=origin)[1]["Access-Control-Allow-Origin"] is None
 
 
@@ -56,25 +50,25 @@ def test_other_pages_are_told_nothing_and_by_default_no_page_is(served, tiny):
     "path",
     ["/health", "/ping", "/health/live", "/health/ready", "/version", "/metrics", "/v1/models"],
 )
-def test_head_is_answered_as_get_is_without_a_body(served, path):
-    key = {"Authorization": "Bearer k"}
-    get, head = (ask(served, path, method, **key) for method in ("GET", "HEAD"))
+def test_head_is_answered_as_get_is_without_a_body(guarded, path):
+    key = {"Authorization": f"Bearer {KEY}"}
+    get, head = (ask(guarded, path, method, **key) for method in ("GET", "HEAD"))
     assert (head[0], head[2]) == (get[0], b"") == (200, b"")
     assert head[1]["Content-Type"] == get[1]["Content-Type"]
     if path != "/metrics":
         assert head[1]["Content-Length"] == get[1]["Content-Length"]
 
 
-def test_head_needs_the_key_and_a_path_that_has_get(served):
-    assert ask(served, "/v1/models", "HEAD")[0] == 401
-    status, headers, _ = ask(served, "/v1/completions", "HEAD", Authorization="Bearer k")
+def test_head_needs_the_key_and_a_path_that_has_get(guarded):
+    assert ask(guarded, "/v1/models", "HEAD")[0] == 401
+    status, headers, _ = ask(guarded, "/v1/completions", "HEAD", Authorization=f"Bearer {KEY}")
     assert (status, headers["Allow"]) == (405, "POST")
-    assert ask(served, "/health", "POST")[1]["Allow"] == "GET, HEAD"
+    assert ask(guarded, "/health", "POST")[1]["Allow"] == "GET, HEAD"
 
 
-def test_head_is_counted_under_its_own_name(served):
-    ask(served, "/health/live", "HEAD")
-    metrics = ask(served, "/metrics")[2].decode()
+def test_head_is_counted_under_its_own_name(guarded):
+    ask(guarded, "/health/live", "HEAD")
+    metrics = ask(guarded, "/metrics")[2].decode()
     [line] = [
         x for x in metrics.splitlines() if "HEAD" in x and '"/health/live"' in x and "200" in x
     ]

@@ -331,6 +331,7 @@ def test_a_connection_too_many_takes_the_place_of_one_that_waited_longest(excess
     loop.close()
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model, tmp_path):
     log = tmp_path / "log"
     many = {"prompt": [5], "max_tokens": 900, "n": 32, "logprobs": 20, "stream": True}

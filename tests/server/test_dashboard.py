@@ -147,6 +147,7 @@ def test_a_burst_and_the_breach_it_causes_are_seen(guarded):
         assert all("401" in text for text in page.said), page.said
 
 
+@pytest.mark.full
 def test_a_server_that_is_gone_looks_like_one(tiny_model):
     """Whether it answers no more or is no more; the page shows the last figures, and says so."""
     args = ("--load-format", "dummy", "--kv-tokens", "20000", "--slo-ttft-ms", "60000")

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from .serving import PATIENCE, serving, wait_for
+from .conftest import KEYS
+from .serving import PATIENCE, wait_for
 from .test_gate import ask, bearer
 from .test_killing import Client
 from .test_lifecycle import LONG
 
 SHORT = {**LONG, "max_tokens": 1}
-KEYS = ("first-key", "second-key")
 
 
 class Keyed:
@@ -25,15 +25,6 @@ class Keyed:
             self._served, "POST", "/v1/completions", json.dumps(body), bearer(self._key)
         )
         return status, headers, json.loads(data)
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_model):
-    before = ("env", f"TWOLANE_API_KEY={' '.join(KEYS)}")
-    args = ("--load-format", "dummy", "--kv-tokens", "200000", "--max-running", "1")
-    args = (*args, "--max-queued-per-key", "2")
-    with serving(str(tiny_model), *args, before=before) as served:
-        yield served
 
 
 def test_a_key_has_its_share_of_the_queue(guarded):

@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import os
 import urllib.parse
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,24 +15,10 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT, Gate, client, refuse
 from twolane.server.http.route import check_media_type
 
-from .serving import PATIENCE, serving
+from .conftest import KEYS, MAX_BODY
+from .serving import PATIENCE
 
-KEYS = ("first-key", "second-key")
 ASK = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
-LIMIT = 10_000
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_model, tmp_path_factory):
-    log = tmp_path_factory.mktemp("log") / "err"
-    os.environ["TWOLANE_API_KEY"] = " ".join(KEYS)
-    try:
-        args = ("--load-format", "dummy", "--kv-tokens", "2000", "--log-level", "debug")
-        with serving(str(tiny_model), *args, "--max-body-bytes", str(LIMIT), stderr=log) as served:
-            served.log = log
-            yield served
-    finally:
-        del os.environ["TWOLANE_API_KEY"]
 
 
 def ask(served, method, path, body=b"", headers=None, **send):
@@ -96,7 +81,7 @@ def big(size):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_bound_on_bodies_is_exact(guarded, chunked):
-    for size, expected in ((LIMIT, 200), (LIMIT + 1, 413)):
+    for size, expected in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
         body = big(size)
         assert len(body) == size
         sent = (body[i : i + 999] for i in range(0, size, 999)) if chunked else body

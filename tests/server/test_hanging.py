@@ -155,9 +155,12 @@ def test_health_tells_of_a_lane_that_finishes_nothing(watched):
 
 @pytest.mark.parametrize("how", ["loop", pytest.param("lane", marks=pytest.mark.full)])
 def test_the_watchdog_ends_a_hung_engine_with_a_reason(start, folder, tmp_path, how):
+    """And none because the server stood still itself."""
     log = tmp_path / "log"
     with start("--watchdog", log=log) as served:
         engine = served.engine_pid
+        stand_still(served, folder)
+        assert alive(engine)
         client = streaming(served)
         if how == "loop":
             os.kill(engine, signal.SIGSTOP)
@@ -174,16 +177,13 @@ def test_the_watchdog_ends_a_hung_engine_with_a_reason(start, folder, tmp_path, 
     assert "the watchdog has killed the engine" in log.read_text()
 
 
-def test_a_server_that_stood_still_itself_kills_no_engine(start, folder):
-    """The engine had a question to answer as long as the server stood still."""
-    with start("--watchdog") as served:
-        engine = served.engine_pid
-        with stopped(engine):
-            wait_for(lambda: served.metrics()["engine_silence_seconds"] > SILENT)
-            say(folder, "jump", 1e6)
-            wait_for(lambda: SILENT < served.metrics()["engine_silence_seconds"] < 1e5)
-        wait_for(lambda: health(served) == (200, ""))
-        assert alive(engine)
+def stand_still(served, folder):
+    """Have a server stand still for as long as its engine has a question to answer."""
+    with stopped(served.engine_pid):
+        wait_for(lambda: served.metrics()["engine_silence_seconds"] > SILENT)
+        say(folder, "jump", 1e6)
+        wait_for(lambda: SILENT < served.metrics()["engine_silence_seconds"] < 1e5)
+    wait_for(lambda: health(served) == (200, ""))
 
 
 @pytest.mark.full
@@ -203,6 +203,7 @@ def test_a_rank_that_stands_still_at_rest_ends_the_server(how, tmp_path):
     assert "rank 1 of 2 has been stopped for" in log.read_text(), log.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [("--tensor-parallel-size", "2"), pytest.param(("--disaggregated",), marks=pytest.mark.full)],

@@ -36,6 +36,7 @@ MOMENTS = [
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
+@pytest.mark.full
 def test_an_engine_that_waits_for_a_file_at_its_start_goes_with_its_server(tiny_model, tmp_path):
     """It looks at no pipe while it reads."""
     os.mkfifo(file := tmp_path / "profile.json")

@@ -326,15 +326,17 @@ def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
 
 def test_a_draining_server_says_so(tiny_model):
     """Probes fail and new requests are refused, on new connections and old ones, while a stream
-    goes on; the server ends with it."""
+    goes on; a second signal stops it at once."""
     with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
         address = urllib.parse.urlsplit(served.base).netloc
         old = http.client.HTTPConnection(address, timeout=PATIENCE)
+        engine = served.engine_pid
         old.request("GET", "/health")
         assert old.getresponse().read() == b'{"status":"ok"}'
         stream = Stream(served)
         stream.next_token()
-        served.process.send_signal(signal.SIGTERM)
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
+        served.process.send_signal(signal.SIGTERM if ignored else signal.SIGHUP)
         wait_for(lambda: served.request("/health/ready")[0] == 503)
         time.sleep(0.5)  # a listener that is told to close does so within 0.1 s
         assert served.request("/health/ready")[0] == 503
@@ -345,11 +347,13 @@ def test_a_draining_server_says_so(tiny_model):
         assert served.request("/health/live")[0] == 200
         assert served.metrics()["requests_in_flight"] == 1
         stream.next_token()
-        stream.close()
         old.close()
+        served.process.send_signal(signal.SIGINT)
         assert served.process.wait(PATIENCE) == 0
+        assert not alive(engine)
 
 
+@pytest.mark.full
 def test_draining_is_bounded(tiny_model):
     with serving(str(tiny_model), *TINY, "--drain-seconds", "0.3") as served:
         stream = Stream(served)
@@ -357,19 +361,6 @@ def test_draining_is_bounded(tiny_model):
         served.process.send_signal(signal.SIGTERM)
         assert stream.end()["error"]["message"] == "the server is shutting down"
         assert served.process.wait(PATIENCE) == 0
-
-
-def test_a_second_signal_stops_at_once(tiny_model):
-    with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
-        stream = Stream(served)
-        stream.next_token()
-        engine = served.engine_pid
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as under nohup
-        served.process.send_signal(signal.SIGTERM if ignored else signal.SIGHUP)
-        wait_for(lambda: served.request("/health")[0] == 503)
-        served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(PATIENCE) == 0
-        assert not alive(engine)
 
 
 def test_a_terminals_interrupt_reaches_only_the_api_process(tiny):

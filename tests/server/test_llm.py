@@ -401,17 +401,6 @@ def test_a_forked_process_is_told_whose_the_llm_is(tiny):
     assert list(pieces)
 
 
-def test_closing_ends_the_engine(tmp_path):
-    """Also when several threads do, and again."""
-    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
-    pid = llm._engine.process.pid
-    assert alive(pid)
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(lambda _: llm.close(), range(4))) == [None] * 4
-    llm.close()
-    assert not alive(pid)
-
-
 def test_an_engine_ends_with_the_last_reference_to_it(tmp_path):
     llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
     pid, folder, thread = llm._engine.process.pid, llm._engine._folder.path, llm._thread
@@ -435,6 +424,7 @@ print(llm._engine._folder.path)
     assert not Path(run.stdout.strip()).exists()
 
 
+@pytest.mark.full
 def test_nothing_outlives_a_program_whose_fork_does(tmp_path):
     """The fork holds its pipes and sockets open."""
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
@@ -462,26 +452,25 @@ signal.pause()
     os.kill(fork, signal.SIGKILL)
 
 
-def test_calls_in_other_threads_fail_when_it_is_closed(tmp_path):
+def test_closing_ends_the_engine_and_what_it_does(tmp_path):
+    """Also when several threads close it, and again. Calls in other threads fail; a stream may be
+    closed later, and who reads on is told why there is no more."""
     llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=100_000)
-    params = SamplingParams(max_tokens=60_000, ignore_eos=True)
-    with ThreadPoolExecutor(3) as threads:
+    params, pid = SamplingParams(max_tokens=60_000, ignore_eos=True), llm._engine.process.pid
+    kept, read = (llm.stream([5, 6], params) for _ in range(2))
+    assert next(kept).token_ids
+    assert next(read).token_ids
+    with ThreadPoolExecutor(7) as threads:
         calls = [threads.submit(llm.generate, [[5, 6]] * 400, params) for _ in range(3)]
-        while len(llm._engine._sinks) < 1200:
+        while len(llm._engine._sinks) < 1202:
             time.sleep(0.01)
-        llm.close()
+        assert alive(pid)
+        assert list(threads.map(lambda _: llm.close(), range(4))) == [None] * 4
         for call in calls:
             with pytest.raises(GenerationFailed, match="the engine was closed"):
                 call.result(PATIENCE)
-
-
-def test_a_stream_may_be_closed_after_its_llm(tmp_path):
-    """By whoever keeps it, or when it is collected. Reading on says why there is no more."""
-    params = SamplingParams(max_tokens=60_000, ignore_eos=True)
-    with LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=100_000) as llm:
-        kept, read = (llm.stream([5, 6], params) for _ in range(2))
-        assert next(kept).token_ids
-        assert next(read).token_ids
+    llm.close()
+    assert not alive(pid)
     kept.close()
     with pytest.raises(RuntimeError, match="this LLM is closed"):
         next(read)

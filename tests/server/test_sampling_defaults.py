@@ -39,6 +39,7 @@ def test_a_server_has_the_models_or_openais(greedy, tmp_path, defaults, temperat
     assert (said in log.read_text()) == (defaults == "model")
 
 
+@pytest.mark.full
 def test_offline_too(greedy):
     with LLM(str(greedy), load_format="dummy", kv_tokens=2000) as llm:
 

@@ -94,6 +94,7 @@ def test_what_cannot_go_with_a_budget_is_refused_by_name(client):
             asked(client, 1, **fields)
 
 
+@pytest.mark.full
 def test_an_llm_takes_it_as_a_sampling_parameter(path):
     message = [{"role": "user", "content": ROME}]
     with LLM(str(path), kv_tokens=20000) as llm:

@@ -116,6 +116,7 @@ def test_it_is_simulated(project: Path) -> None:
     assert found["simulated"]["estimator"] == "calibrated"
 
 
+@pytest.mark.full
 def test_a_search_for_goodput_compares_it(project: Path) -> None:
     ran = twolane(
         *("bench", "goodput", "--simulate", "h200", "--model", "llama-3.1-8b", *WORKLOAD),
