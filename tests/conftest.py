@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # also tries constants of whatever local modules are loaded by then, which varies with the order of
 # the files; none of them.
 providers._get_local_constants = lambda: providers._local_constants
-EXAMPLES, FULL_EXAMPLES = 40, 100
+EXAMPLES, FULL_EXAMPLES = 25, 100
 """Examples that Hypothesis tries in the short and in the long form."""
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import io
+import json
 import logging
 import os
 import re
@@ -268,57 +269,87 @@ def test_version():
     assert run("--version").stdout.startswith("twolane 0.")
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--kv-tokens", "4"), ("--kv-tokens 4",)),
-        (("--kv-tokens", "100", "--max-model-len", "200"), ("--kv-tokens 100", "200")),
-        (
-            ("--max-positions", "100", "--max-model-len", "200"),
-            ("--max-model-len 200", "--max-positions 100"),
-        ),
-        (("--page-size", "0"), ("--page-size", "at least 1")),
-        (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
-        (("--cores", "0"), ("--cores", "between 1 and")),
-        (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
-        (("--system", "static-split", "--option", "nope=1"), ("--option 'nope'", "decode_units")),
-        (("--option", "nope"), ("--option nope", "KEY=VALUE")),
-        (
-            ("--option", "look-ahead=1", "--option", "look_ahead=2"),
-            ("--option look_ahead", "twice"),
-        ),
-        (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
-        (("--otlp-endpoint", "http://a b"), ("--otlp-endpoint", "'http://a b'")),
-        (("--served-model-name", "a\nb"), ("--served-model-name", "one line", r"'a\nb'")),
-        (("--host", ""), ("--host must not be empty",)),
-        (("--option", "decode_units=1"), ("--option 'decode_units'", "give --system")),
-        (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),
-        (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
-        (("--trace", "/"), ("--trace / cannot be written",)),
-        (("--profile", "/"), ("--profile / cannot be read",)),
-        (("--trace", "x" * 300), ("--trace x", "cannot be written")),
-        (("--lora", "a=" + "x" * 300), ("--lora a=x", "no such directory")),
-        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "at least 0")),
-        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "at least 0")),
-        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "needs --slo-ttft-ms")),
-        (
-            ("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"),
-            ("--slo-ttft-per-1k-ms", "at least 0"),
-        ),
-        (("--dtype", "int4"), ("--dtype", "bfloat16")),
-        (("--port", "99999"), ("--port", "65535")),
-        (("--max-queue", "0"), ("--max-queue",)),
-        (("--kv-tokens", "9" * 23), ("--kv-tokens", "must be at most")),
-        (("--max-running", "100000000"), ("--max-running", "65536")),
-        (("--nope",), ("--nope",)),
-    ],
-)
-def test_wrong_options_are_refused_by_name(args, words):
-    result = run("serve", MODEL, *args)
-    assert result.returncode == 2
+WRONG = [
+    (("--kv-tokens", "4"), ("--kv-tokens 4",)),
+    (("--kv-tokens", "100", "--max-model-len", "200"), ("--kv-tokens 100", "200")),
+    (
+        ("--max-positions", "100", "--max-model-len", "200"),
+        ("--max-model-len 200", "--max-positions 100"),
+    ),
+    (("--page-size", "0"), ("--page-size", "at least 1")),
+    (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
+    (("--cores", "0"), ("--cores", "between 1 and")),
+    (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
+    (("--system", "static-split", "--option", "nope=1"), ("--option 'nope'", "decode_units")),
+    (("--option", "nope"), ("--option nope", "KEY=VALUE")),
+    (
+        ("--option", "look-ahead=1", "--option", "look_ahead=2"),
+        ("--option look_ahead", "twice"),
+    ),
+    (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
+    (("--otlp-endpoint", "http://a b"), ("--otlp-endpoint", "'http://a b'")),
+    (("--served-model-name", "a\nb"), ("--served-model-name", "one line", r"'a\nb'")),
+    (("--host", ""), ("--host must not be empty",)),
+    (("--option", "decode_units=1"), ("--option 'decode_units'", "give --system")),
+    (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),
+    (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
+    (("--trace", "/"), ("--trace / cannot be written",)),
+    (("--profile", "/"), ("--profile / cannot be read",)),
+    (("--trace", "x" * 300), ("--trace x", "cannot be written")),
+    (("--lora", "a=" + "x" * 300), ("--lora a=x", "no such directory")),
+    (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "at least 0")),
+    (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "at least 0")),
+    (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "needs --slo-ttft-ms")),
+    (
+        ("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"),
+        ("--slo-ttft-per-1k-ms", "at least 0"),
+    ),
+    (("--dtype", "int4"), ("--dtype", "bfloat16")),
+    (("--port", "99999"), ("--port", "65535")),
+    (("--max-queue", "0"), ("--max-queue",)),
+    (("--kv-tokens", "9" * 23), ("--kv-tokens", "must be at most")),
+    (("--max-running", "100000000"), ("--max-running", "65536")),
+    (("--nope",), ("--nope",)),
+]
+"""Options of `serve`, and what is said of them."""
+EACH = """
+import json, os, sys
+import twolane.server.run
+from twolane.cli.main import main
+
+for args in json.load(sys.stdin):
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(write, 2)
+        sys.argv = ["twolane", *args]
+        main()
+    os.close(write)
+    with open(read) as said:
+        told = said.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told]), flush=True)
+"""
+"""Runs the command line in a process for each of the arguments that it reads, with the same
+imports."""
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """Exit code and standard error of `serve` with each of the wrong options."""
+    asked = json.dumps([["serve", MODEL, *args] for args, _ in WRONG])
+    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, "-c", EACH]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=env, check=True)
+    ended = map(json.loads, done.stdout.splitlines())
+    return {args: each for (args, _), each in zip(WRONG, ended, strict=True)}
+
+
+@pytest.mark.parametrize(("args", "words"), WRONG)
+def test_wrong_options_are_refused_by_name(refusals, args, words):
+    code, said = refusals[args]
+    assert code == 2
     for word in words:
-        assert word in result.stderr
-    assert "Traceback" not in result.stderr
+        assert word in said
+    assert "Traceback" not in said
 
 
 ASKED = {
