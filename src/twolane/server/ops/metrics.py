@@ -8,6 +8,8 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import prometheus_client
@@ -15,12 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from twolane.common.checked_json import read_tables
 from twolane.engine.messages import FinishReason, Stats, Times
 from twolane.frontend.liveness import Liveness
 from twolane.server.ops.vllm_names import OURS, Scrape
 from twolane.server.options import MetricsPrefix
 from twolane.slo import Slo
 
+M = TypeVar("M", Counter, Gauge, Histogram)
 PREFIX = OURS
 MS = 1e-3
 """Seconds in a millisecond."""
@@ -50,6 +54,23 @@ MAX_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
 MAX_MESSAGE_LENGTH = 200
 """Most characters of a refusal's message that are kept."""
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+BUCKETS: Mapping[str, Sequence[float]] = {
+    **{"start": START_BUCKETS, "gap": GAP_BUCKETS},
+    **{"whole": WHOLE_BUCKETS, "tokens": TOKEN_BUCKETS},
+}
+"""The buckets of histograms by their names in `metrics.toml`."""
+
+
+class _About(msgspec.Struct, frozen=True):
+    help: str
+    labels: tuple[str, ...] = ()
+    """Labels besides the model's name."""
+    buckets: str = ""
+    """A histogram's key in `BUCKETS`."""
+
+
+ABOUT = read_tables(Path(__file__).with_name("metrics.toml"), _About)
+"""Help texts, labels and buckets of metrics by their names without the prefix."""
 
 
 class RefusalGroup(msgspec.Struct):
@@ -90,81 +111,43 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest values."""
-        stats = self._stats()
+        stats, alive, gauge, counter = self._stats(), self._liveness, self._gauge, self._counter
         held = stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached
-        running = stats.running + stats.prefilling
-        usage = held / stats.kv_pages if stats.kv_pages else 0.0
-        yield self._gauge("num_requests_running", "Requests in prefill or decode", running)
-        yield self._gauge("num_requests_prefilling", "Requests in prefill", stats.prefilling)
-        yield self._gauge("num_requests_waiting", "Requests waiting for prefill", stats.waiting)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all", usage
-        )
-        yield self._cache_config(stats)
-        queries, hits = stats.prefix_queries, stats.prefix_hits
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up", queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found", hits)
-        yield self._counter(
-            "num_preemptions", "Requests recomputed for want of pages", stats.preemptions
-        )
-        yield self._counter(
-            "broken_logits", "Requests ended because the model gave NaN or infinity", stats.broken
-        )
-        yield self._lanes(stats)
-        alive = self._liveness
-        yield self._gauge(
-            "engine_hung", "Whether the engine counts as hung: 0 or 1", alive.problem is not None
-        )
-        yield self._gauge(
-            "engine_silence_seconds",
-            "Seconds for which the engine's loop has not answered",
-            alive.silence,
-        )
-        yield self._gauge(
-            "launch_wait_seconds",
-            "Seconds for which the slowest lane at work has finished nothing",
-            alive.longest_wait,
-        )
-        yield self._ranks(alive.silences)
+        yield gauge("num_requests_running", stats.running + stats.prefilling)
+        yield gauge("num_requests_prefilling", stats.prefilling)
+        yield gauge("num_requests_waiting", stats.waiting)
+        yield gauge("kv_cache_usage_perc", held / stats.kv_pages if stats.kv_pages else 0.0)
+        sizes = self._page_size, stats.kv_pages, self._kv_cache_dtype
+        yield self._family(GaugeMetricFamily, "cache_config_info", {sizes: 1})
+        yield counter("prefix_cache_queries", stats.prefix_queries)
+        yield counter("prefix_cache_hits", stats.prefix_hits)
+        yield counter("num_preemptions", stats.preemptions)
+        yield counter("broken_logits", stats.broken)
+        busy = {(lane, units): seconds for lane, units, seconds in stats.seconds}
+        yield self._family(CounterMetricFamily, "lane_busy_seconds", busy)
+        yield gauge("engine_hung", alive.problem is not None)
+        yield gauge("engine_silence_seconds", alive.silence)
+        yield gauge("launch_wait_seconds", alive.longest_wait)
+        silences = {(rank,): silence for rank, silence in enumerate(alive.silences, start=1)}
+        yield self._family(GaugeMetricFamily, "rank_silence_seconds", silences)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+    def _gauge(self, name: str, value: float) -> Metric:
+        return self._family(GaugeMetricFamily, name, {(): value})
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+    def _counter(self, name: str, value: float) -> Metric:
+        return self._family(CounterMetricFamily, name, {(): value})
 
-    def _cache_config(self, stats: Stats) -> Metric:
-        family = GaugeMetricFamily(
-            f"{PREFIX}cache_config_info",
-            "Size and format of the KV cache, in the labels",
-            labels=["model_name", "block_size", "num_gpu_blocks", "cache_dtype"],
-        )
-        sizes = [str(self._page_size), str(stats.kv_pages)]
-        family.add_metric([self._model_name, *sizes, self._kv_cache_dtype], 1)
-        return family
-
-    def _ranks(self, silences: Sequence[float]) -> Metric:
-        family = GaugeMetricFamily(
-            f"{PREFIX}rank_silence_seconds",
-            "Seconds since this rank last gave a sign of life",
-            labels=["model_name", "rank"],
-        )
-        for rank, silence in enumerate(silences, start=1):
-            family.add_metric([self._model_name, str(rank)], silence)
-        return family
-
-    def _lanes(self, stats: Stats) -> Metric:
-        family = CounterMetricFamily(
-            f"{PREFIX}lane_busy_seconds",
-            "Seconds in which a lane worked on this many units",
-            labels=["model_name", "lane", "units"],
-        )
-        for lane, units, seconds in stats.seconds:
-            family.add_metric([self._model_name, lane, str(units)], seconds)
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        series: Mapping[Any, float],
+    ) -> Metric:
+        """Return a metric with a value for each combination of its labels' values."""
+        about = ABOUT[name]
+        family = kind(PREFIX + name, about.help, labels=["model_name", *about.labels])
+        for values, value in series.items():
+            family.add_metric([self._model_name, *map(str, values)], value)
         return family
 
 
@@ -208,40 +191,29 @@ class ServerMetrics:
             ["method", "handler", "status"],
             registry=self.registry,
         )
-        self._count_requests()
-        self._time_requests()
-        self._size_requests()
-
-    def _count_requests(self) -> None:
-        self.received = self._counter("requests_received", "Requests received")
-        self.success = self._counter_by(
-            "request_success", "Requests answered to the end", "finished_reason"
-        )
-        self.refused = self._counter_by("requests_refused", "Requests refused", "reason")
-        self.aborted = self._counter_by("requests_aborted", "Requests broken off", "reason")
-        self._adapter = Counter(
-            f"{PREFIX}adapter_requests",
-            "Requests admitted that a LoRA adapter answers",
-            ["model_name", "adapter"],
-            registry=self.registry,
-        )
+        self.received = self._counter("requests_received")()
+        self.success = self._counter("request_success")
+        self.refused = self._counter("requests_refused")
+        self.aborted = self._counter("requests_aborted")
+        self._adapter = self._made(Counter, "adapter_requests")
         self._adapters = set[str]()
         """Adapters with a label."""
-        self.in_flight = Gauge(
-            f"{PREFIX}requests_in_flight",
-            "Requests received and not ended",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(self._model_name)
-        self.prompt = self._counter("prompt_tokens", "Prompt tokens of requests with a first token")
-        self.output = self._counter("generation_tokens", "Tokens generated")
-        self.slo_requests = self._counter_by(
-            "slo_requests", "Requests with a latency bound that met or missed it", "slo", "outcome"
-        )
-        self.slo_gaps = self._counter_by(
-            "slo_gaps", "Gaps of requests with a TBT bound that met or missed it", "outcome"
-        )
+        self.in_flight = self._made(Gauge, "requests_in_flight").labels(model_name)
+        self.prompt = self._counter("prompt_tokens")()
+        self.output = self._counter("generation_tokens")()
+        self.slo_requests = self._counter("slo_requests")
+        self.slo_gaps = self._counter("slo_gaps")
         self._begin_at_zero()
+        self.ttft = self._histogram("time_to_first_token_seconds")
+        self.gap = self._histogram("inter_token_latency_seconds")
+        self.tpot = self._histogram("request_time_per_output_token_seconds")
+        self.e2e = self._histogram("e2e_request_latency_seconds")
+        self.queue = self._histogram("request_queue_time_seconds")
+        self.prefill = self._histogram("request_prefill_time_seconds")
+        self.decode = self._histogram("request_decode_time_seconds")
+        self.inference = self._histogram("request_inference_time_seconds")
+        self.prompt_size = self._histogram("request_prompt_tokens")
+        self.output_size = self._histogram("request_generation_tokens")
 
     def _begin_at_zero(self) -> None:
         """Create the series that are known in advance.
@@ -258,29 +230,6 @@ class ServerMetrics:
                 self.slo_requests(name, outcome)
             if self.slo.tbt is not None:
                 self.slo_gaps(outcome)
-
-    def _time_requests(self) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return self._histogram(f"{name}_seconds", text, buckets)
-
-        self.ttft = histogram("time_to_first_token", "Arrival to first token", START_BUCKETS)
-        self.gap = histogram("inter_token_latency", "Between two tokens of a request", GAP_BUCKETS)
-        self.tpot = histogram(
-            "request_time_per_output_token", "Mean time between a request's tokens", GAP_BUCKETS
-        )
-        self.e2e = histogram("e2e_request_latency", "Arrival to the end", WHOLE_BUCKETS)
-        self.queue = histogram("request_queue_time", "Waiting for prefill", START_BUCKETS)
-        self.prefill = histogram("request_prefill_time", "Prefill to first token", START_BUCKETS)
-        self.decode = histogram("request_decode_time", "First token to last", WHOLE_BUCKETS)
-        self.inference = histogram("request_inference_time", "Prefill to last token", WHOLE_BUCKETS)
-
-    def _size_requests(self) -> None:
-        self.prompt_size = self._histogram(
-            "request_prompt_tokens", "Prompt tokens of a finished request", TOKEN_BUCKETS
-        )
-        self.output_size = self._histogram(
-            "request_generation_tokens", "Output tokens of a finished request", TOKEN_BUCKETS
-        )
 
     def begin_call(self) -> "CallMetrics":
         """See `CallObserver.begin_call`."""
@@ -316,20 +265,18 @@ class ServerMetrics:
         """Return all metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(Scrape(self.registry.collect(), self._prefix))
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return self._counter_by(name, text)()
+    def _made(self, kind: type[M], name: str, **more: Any) -> M:
+        names = ["model_name", *ABOUT[name].labels]
+        return kind(PREFIX + name, ABOUT[name].help, names, registry=self.registry, **more)
 
-    def _counter_by(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
-        names = ["model_name", *labels]
-        counter = Counter(PREFIX + name, text, names, registry=self.registry)
+    def _counter(self, name: str) -> Callable[..., Counter]:
+        counter = self._made(Counter, name)
         # Kept: each token asks, and looking a child up takes longer than counting.
         return functools.cache(lambda *values: counter.labels(self._model_name, *values))
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            PREFIX + name, text, ["model_name"], registry=self.registry, buckets=buckets
-        )
-        return histogram.labels(self._model_name)
+    def _histogram(self, name: str) -> Histogram:
+        buckets = BUCKETS[ABOUT[name].buckets]
+        return self._made(Histogram, name, buckets=buckets).labels(self._model_name)
 
 
 class InFlight:
