@@ -12,14 +12,14 @@ P90; the shape in between is a lognormal whose width is ours. Prompt and reply a
 Azure's two and all of ShareGPT are tables of quantiles, in `lengths.py`.
 """
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 
 from twolane.workload.draws import Lengths, spread
 from twolane.workload.sessions import Sessions
 from twolane.workload.traces import TraceRequest
-
-K = 1024
 
 
 class Single(msgspec.Struct, frozen=True):
@@ -50,34 +50,13 @@ class Single(msgspec.Struct, frozen=True):
         return TraceRequest(None, self.shared + own, output, ids, self.shared)
 
 
-WORKLOADS: dict[str, Single | Sessions] = {
-    "sharegpt-1k": Single(Lengths(4, 226, 1024, 1.7), Lengths(4, 195, 1838, 0.9)),
-    "loogle": Single(Lengths(3380, 30 * K, 81 * K, 0.7), Lengths(2, 15, 326, 1.0)),
-    "openthoughts": Single(
-        Lengths(311 - 243, 709 - 243, 4633 - 243, 0.6), Lengths(684, 8374, 32 * K, 0.8), shared=243
-    ),
-    "arxiv-sum": Single(Lengths(1000, 7500, 15 * K, 0.827), Lengths(10, 230, K, 0.452)),
-    "conversation": Sessions(
-        opening=Lengths(379, 10_495, 122_880, 1.5),
-        message=Lengths(1, 900, 20_000, 1.2),
-        output=Lengths(1, 342, 2000, 1.2),
-        stopping=3.037,
-        contexts=1,
-        context_blocks=(1, 1),
-        request_rate=3.4,
-        pause=Lengths(10, 226, 3000, 1.1),
-    ),
-    "toolagent": Sessions(
-        opening=Lengths(379, 5129, 100_000, 1.5),
-        message=Lengths(1, 600, 20_000, 1.2),
-        output=Lengths(1, 182, 2000, 1.2),
-        stopping=2.812,
-        contexts=40,
-        context_blocks=(1, 12),
-        request_rate=6.6,
-        pause=Lengths(2, 60, 3000, 1.1),
-    ),
-}
+class _Workloads(msgspec.Struct, frozen=True):
+    single: dict[str, Single]
+    sessions: dict[str, Sessions]
+
+
+_READ = msgspec.toml.decode(Path(__file__).with_name("papers.toml").read_bytes(), type=_Workloads)
+WORKLOADS: dict[str, Single | Sessions] = {**_READ.single, **_READ.sessions}
 
 _SINGLE = 0x53494E47
 """Seed offset that separates the draws of single turns from others."""

@@ -1,11 +1,11 @@
 """Published statistics of the papers' workloads, and the same statistics of drawn requests."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from twolane.workload.papers import K
 from twolane.workload.traces import TraceRequest
 
 TOLERANCE = 0.03
@@ -44,39 +44,10 @@ class Statistics(msgspec.Struct, frozen=True, omit_defaults=True):
         return missed
 
 
-PUBLISHED: dict[str, dict[str, Statistics]] = {
-    "sharegpt-1k": {
-        "input": Statistics(4, 226, 1024),
-        "output": Statistics(4, 195, 1838),
-    },
-    "loogle": {
-        "input": Statistics(3380, 30 * K, 81 * K),
-        "output": Statistics(2, 15, 326),
-    },
-    "openthoughts": {
-        "input": Statistics(311, 709, 4633),
-        "output": Statistics(684, 8374, 32 * K),
-        "reused": Statistics(mean=243, maximum=243),
-    },
-    "conversation": {
-        "input": Statistics(891, 7538 + 4496, 123 * K + K - 1),
-        "output": Statistics(1, 342, 2000),
-        "reused": Statistics(0, 4496, 120 * K),
-    },
-    "toolagent": {
-        "input": Statistics(891, 8596, 123 * K + K - 1),
-        "output": Statistics(1, 182, 2000),
-        "reused": Statistics(0, 4905, 120 * K),
-    },
-    "arxiv-sum": {
-        "input": Statistics(maximum=16 * K, median=7059, p90=12_985),
-        "output": Statistics(median=208, p90=371),
-    },
-    "azure-code": {"input": Statistics(mean=2047), "output": Statistics(mean=28)},
-    "azure-conv": {"input": Statistics(mean=1155), "output": Statistics(mean=211)},
-}
-"""Published statistics of each workload's lengths, in tokens. Their sources are those of
-`papers.py`; Azure's are DuetServe, Table 1, and the traces."""
+PUBLISHED = msgspec.toml.decode(
+    Path(__file__).with_name("published.toml").read_bytes(), type=dict[str, dict[str, Statistics]]
+)
+"""Published statistics by workload and length: input, output, and reused."""
 
 
 def reused_tokens(requests: Sequence[TraceRequest]) -> list[int]:

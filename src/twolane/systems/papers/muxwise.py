@@ -49,15 +49,5 @@ class MuxWise(System, msgspec.Struct, frozen=True):
 
     def plan(self, view: View, memory: Preempted) -> tuple[Plan, Preempted]:
         """Return the next plan, as after each prefill batch and decode step (§3.4.2)."""
-        policy = BestFit(
-            levels=shared_levels(view),
-            guard=self.guard,
-            preemption=self.preemption,
-            only_if_late=True,
-            layer_wise=self.layer_wise,
-            query_sync=self.query_sync,
-            max_batch_tokens=self.max_batch_tokens,
-            slice_seconds=self.slice_seconds,
-            lead_seconds=self.lead_seconds,
-        )
-        return policy.plan(view, memory)
+        settings = msgspec.structs.asdict(self)
+        return BestFit(levels=shared_levels(view), only_if_late=True, **settings).plan(view, memory)
