@@ -1,4 +1,15 @@
-"""`twolane fleet`: several servers behind one address."""
+"""`twolane fleet`: several servers behind one address.
+
+Every other option is one of `twolane serve`, for each server. Ctrl-C ends the fleet
+when open answers have ended; SIGHUP restarts its servers one after the other.
+
+**Examples**
+
+- `twolane fleet smollm2-135m-instruct --replicas 2` — Ray on this machine, two servers on its CPU
+
+- `twolane fleet qwen3-8b --max-replicas 4 --replica-gpus 1 --ray-address auto --slo-ttft-ms 1000`
+  — on a Ray cluster, with as many servers as the load needs
+"""
 
 from difflib import get_close_matches
 from typing import Any
@@ -14,17 +25,6 @@ from twolane.cli.options import takes
 from twolane.cli.serve import ServedModelArgument
 from twolane.fleet.options import FleetOptions
 from twolane.server.options import ServerOptions
-
-EPILOG = """Every other option is one of `twolane serve`, for each server. Ctrl-C ends the fleet
-when open answers have ended; SIGHUP restarts its servers one after the other.
-
-**Examples**
-
-- `twolane fleet smollm2-135m-instruct --replicas 2` — Ray on this machine, two servers on its CPU
-
-- `twolane fleet qwen3-8b --max-replicas 4 --replica-gpus 1 --ray-address auto --slo-ttft-ms 1000`
-  — on a Ray cluster, with as many servers as the load needs
-"""
 
 AT_THE_ADDRESS = (
     *("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds", "refuse_late"),
@@ -49,7 +49,6 @@ class FleetCommand(Command):
 
 @app.command(
     cls=FleetCommand,
-    epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 @takes(FleetOptions, "options")

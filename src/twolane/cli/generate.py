@@ -1,4 +1,13 @@
-"""`twolane generate`: one prompt, answered in the terminal."""
+"""`twolane generate`: one prompt, answered in the terminal.
+
+**Examples**
+
+- `twolane generate smollm2-135m-instruct "What is the capital of France?"`
+
+- `twolane generate smollm2-135m-instruct --raw "The capital of France is" --max-tokens 8`
+
+- `cat question.txt | twolane generate smollm2-135m-instruct -`
+"""
 
 import sys
 from io import TextIOWrapper
@@ -19,19 +28,11 @@ if TYPE_CHECKING:
     from twolane.frontend.engine_client import EngineClient
     from twolane.frontend.text.texts import Texts
 
-EPILOG = """**Examples**
-
-- `twolane generate smollm2-135m-instruct "What is the capital of France?"`
-
-- `twolane generate smollm2-135m-instruct --raw "The capital of France is" --max-tokens 8`
-
-- `cat question.txt | twolane generate smollm2-135m-instruct -`
-"""
 
 app = command_app()
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 @takes_engine_settings(*LORA)
 @takes(SamplingParams, "sampling", defaults={"max_tokens": None, "temperature": 0.0})
 def generate(

@@ -38,8 +38,9 @@ class LazyCommands(TyperGroup):
     @classmethod
     def load(cls, name: str) -> Any:
         """Return a command with its options."""
-        command = get_command(import_module(f"{cls.package}.{cls.modules.get(name, name)}").app)
-        command.name = name
+        module = import_module(f"{cls.package}.{cls.modules.get(name, name)}")
+        command = get_command(module.app)
+        command.name, command.epilog = name, str(module.__doc__).partition("\n\n")[2]
         return command
 
 

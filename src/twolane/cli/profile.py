@@ -1,4 +1,13 @@
-"""`twolane profile`: what launches take on this machine."""
+"""`twolane profile`: what launches take on this machine.
+
+**Examples**
+
+- `twolane profile qwen3-8b --load-format dummy` — eight minutes, into the cache
+
+- `twolane profile qwen3-8b --load-format dummy --seconds 720` — continue where the last run ended
+
+- `twolane bench estimators PROFILE.json` — how well it predicts
+"""
 
 import sys
 from collections.abc import Iterator
@@ -18,19 +27,11 @@ from twolane.engine.config import UNPROFILED, EngineConfig
 if TYPE_CHECKING:
     from twolane.devices import OnProgress
 
-EPILOG = """**Examples**
-
-- `twolane profile qwen3-8b --load-format dummy` — eight minutes, into the cache
-
-- `twolane profile qwen3-8b --load-format dummy --seconds 720` — continue where the last run ended
-
-- `twolane bench estimators PROFILE.json` — how well it predicts
-"""
 
 app = command_app()
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 @takes_engine_settings(*UNPROFILED)
 def profile(
     model: ModelArgument,

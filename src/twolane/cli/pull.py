@@ -1,4 +1,7 @@
-"""`twolane pull`: a model into the cache."""
+"""`twolane pull`: a model into the cache.
+
+**Example:** `twolane pull smollm2-135m-instruct`
+"""
 
 from typing import Annotated
 
@@ -15,7 +18,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 app = command_app()
 
 
-@app.command(cls=Command, epilog="**Example:** `twolane pull smollm2-135m-instruct`")
+@app.command(cls=Command)
 def pull(
     model: Annotated[
         str,

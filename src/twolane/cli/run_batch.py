@@ -1,4 +1,7 @@
-"""`twolane run-batch`: a file of requests in OpenAI's batch format."""
+"""`twolane run-batch`: a file of requests in OpenAI's batch format.
+
+**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`
+"""
 
 import sys
 from pathlib import Path
@@ -26,10 +29,7 @@ MANY_OPEN = 1 << 16
 app = command_app()
 
 
-@app.command(
-    cls=Command,
-    epilog="**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`",
-)
+@app.command(cls=Command)
 @takes_engine_settings("lora_endpoints")
 @takes(ServerOptions, "server", only=OFFERED)
 def run_batch(

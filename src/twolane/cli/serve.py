@@ -1,4 +1,18 @@
-"""`twolane serve`: a model over HTTP."""
+"""`twolane serve`: a model over HTTP.
+
+**Examples**
+
+- `twolane serve smollm2-135m-instruct` — a small model, fetched on the first start
+
+- `twolane serve ./my-model --system chunked --option token_budget=512 --port 9000`
+
+- `twolane serve --config serve.yaml` — options from a file: `model: ./my-model`, `max-queue: 64`, …
+
+- `twolane serve qwen3-8b --load-format dummy --max-model-len 4096` — random weights, no files
+
+- `curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'
+  -d '{"messages": [{"role": "user", "content": "Hello"}]}'` — ask it
+"""
 
 import contextlib
 import logging
@@ -20,20 +34,6 @@ from twolane.cli.lazy import command_app
 from twolane.cli.options import MODEL_HELP, takes, takes_engine_settings
 from twolane.engine.config import EngineConfig
 from twolane.server.options import ServerOptions
-
-EPILOG = """**Examples**
-
-- `twolane serve smollm2-135m-instruct` — a small model, fetched on the first start
-
-- `twolane serve ./my-model --system chunked --option token_budget=512 --port 9000`
-
-- `twolane serve --config serve.yaml` — options from a file: `model: ./my-model`, `max-queue: 64`, …
-
-- `twolane serve qwen3-8b --load-format dummy --max-model-len 4096` — random weights, no files
-
-- `curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'
-  -d '{"messages": [{"role": "user", "content": "Hello"}]}'` — ask it
-"""
 
 KEYS = "TWOLANE_API_KEY"
 """Environment variable with the API keys."""
@@ -59,7 +59,7 @@ ServedModelArgument = Annotated[
 ]
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 @takes_engine_settings()
 @takes(ServerOptions, "server", variables=True)
 def serve(

@@ -1,4 +1,15 @@
-"""`twolane simulate`: the real engine on simulated GPUs."""
+"""`twolane simulate`: the real engine on simulated GPUs.
+
+**Examples**
+
+- `twolane simulate llama-3.1-8b --gpu h200 --dataset azure-conv --request-rate 10` — a built-in
+  shape on an H200, 1,000 requests with lengths like those of Azure's chat service
+
+- `twolane simulate llama-3.1-70b --gpu a100-80gb --tensor-parallel-size 8
+  --dataset mooncake_trace.jsonl.gz --system chunked --option token_budget=256
+  --goodput ttft:2000 tbt:100` — a recorded trace at its own times, prefixes shared as recorded, on
+  eight GPUs
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,24 +27,13 @@ from twolane.engine.config import KV_EVENTS, LORA, TRANSPORT_SECONDS, EngineConf
 from twolane.results.result import MEASURE, BenchConfig
 from twolane.sim.config import SimulateConfig
 
-EPILOG = """**Examples**
-
-- `twolane simulate llama-3.1-8b --gpu h200 --dataset azure-conv --request-rate 10` — a built-in
-  shape on an H200, 1,000 requests with lengths like those of Azure's chat service
-
-- `twolane simulate llama-3.1-70b --gpu a100-80gb --tensor-parallel-size 8
-  --dataset mooncake_trace.jsonl.gz --system chunked --option token_budget=256
-  --goodput ttft:2000 tbt:100` — a recorded trace at its own times, prefixes shared as recorded, on
-  eight GPUs
-"""
-
 app = command_app()
 
 MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles", "playout_ms")
 """Options of `bench serve` that have a meaning without HTTP; the seed is the engine's."""
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 @takes_engine_settings(
     *("load_format", "dtype", "profile", "chat_template", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.

@@ -6,18 +6,38 @@ says what would.
 
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from twolane.bench.report import style
+from twolane.common.checked_json import read_tables
 from twolane.results.metrics import bound_words, bounded
 from twolane.results.saved import Run, Saved
 
 NAMES = {"ttft": "TTFT", "tbt": "TBT", "tpot": "TPOT", "e2el": "E2E", "itl": "TBT"}
 Points = list[tuple[float, float, bool]]
 """Tuples of rate, value, and whether the run was complete."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a figure shows."""
+
+    name: str
+    """The end of its file's name."""
+    title: str
+    caption: str
+
+
+_ABOUT = read_tables(Path(__file__).with_name("figures.toml"), About)
+
+
+def about(draw: Callable[..., Figure]) -> About:
+    """Return what the figure of a function shows."""
+    return _ABOUT[draw.__name__.replace("_", "-")]
 
 
 class Lacking(Exception):
@@ -207,33 +227,10 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-RESULTS: Sequence[tuple[str, str, str, Callable[[Saved], Figure]]] = (
-    (
-        "goodput",
-        "Goodput",
-        "The highest rate at which every SLO held: the median of the searches (bar), each search "
-        "(dot) and their range (line).",
-        goodput,
-    ),
-    (
-        "latency-by-rate",
-        "Latency against rate",
-        "Latency at the search's percentile of runs at rising rates, medians over seeds; lower is "
-        "better. Hollow: the run was ended early, and this is what it had until then.",
-        latency_by_rate,
-    ),
-    (
-        "attainment-by-rate",
-        "SLO attainment against rate",
-        "The share that kept each SLO, of all requests sent (of all gaps owed, for TBT). Hollow: "
-        "the run was ended early.",
-        attainment_by_rate,
-    ),
-    (
-        "distributions",
-        "Distributions of latency",
-        "How many requests (gaps, for TBT) took at most so long; further left is better.",
-        distributions,
-    ),
+RESULTS: Sequence[Callable[[Saved], Figure]] = (
+    goodput,
+    latency_by_rate,
+    attainment_by_rate,
+    distributions,
 )
 """File names, titles, captions and functions of the figures of results."""

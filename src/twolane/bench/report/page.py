@@ -5,6 +5,7 @@ import html
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from matplotlib import pyplot as plt
@@ -13,30 +14,12 @@ from matplotlib.figure import Figure
 import twolane
 from twolane.bench.goodput import file_name
 from twolane.bench.report import style, timelines, tracefile
-from twolane.bench.report.figures import RESULTS, Lacking
+from twolane.bench.report.figures import RESULTS, Lacking, about
 from twolane.common.errors import FieldError
 from twolane.results.metrics import bounds_words
 from twolane.results.saved import Run, Saved
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto;
-  padding: 0 1rem; color: #111; background: #fff }}
-h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.15rem; margin: 1.8rem 0 .2rem }}
-figure {{ margin: 0; break-inside: avoid }} figcaption {{ color: #444; max-width: 50rem }}
-img {{ max-width: 100%; height: auto }}
-table {{ border-collapse: collapse; margin: .6rem 0; font-size: .92em }}
-th, td {{ padding: .25rem .6rem; border-bottom: 1px solid #ccc; text-align: right }}
-th:first-child, td:first-child {{ text-align: left }}
-div {{ overflow-x: auto }} li {{ margin: .2rem 0 }}
-@media print {{ body {{ margin: 0; max-width: none }} h2 {{ break-after: avoid }} }}
-</style>
-<h1>{title}</h1>
-{body}
-</html>
-"""
+PAGE = Template(Path(__file__).with_name("page.html").read_text())
 
 
 @dataclass
@@ -73,12 +56,13 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
         if given is not None and not saved.traces:
             raise FieldError(name, "needs a trace")
     report = Report()
-    with plt.rc_context(style.RC):
-        for name, title, caption, draw in RESULTS:
+    with plt.style.context(style.SHEET):
+        for draw in RESULTS:
+            shown = about(draw)
             try:
-                report.draw(name, title, caption, draw(saved))
+                report.draw(shown.name, shown.title, shown.caption, draw(saved))
             except Lacking as lack:
-                report.lacking.append((title, str(lack)))
+                report.lacking.append((shown.title, str(lack)))
         for name, path in saved.traces.items():
             try:
                 trace = tracefile.read(path, name)
@@ -108,14 +92,16 @@ def _draw_trace(
     report.tables.append((f"Where the time went: {trace.name}", timelines.spent(trace)))
     name, figure = f"{trace.name}-lanes", timelines.lanes(trace, begin, end)
     report.draw(name, f"Lanes: {trace.name}", caption, figure)
-    for part, title, caption, draw in timelines.TRACES:
+    for draw in timelines.TRACES:
+        shown = about(draw)
+        title = f"{shown.title}: {trace.name}"
         try:
             figure = draw(trace)
         except Lacking as lack:
-            report.lacking.append((f"{title}: {trace.name}", str(lack)))
+            report.lacking.append((title, str(lack)))
         else:
-            about = f"{trace.title}. {caption}"
-            report.draw(f"{trace.name}-{part}", f"{title}: {trace.name}", about, figure)
+            caption = f"{trace.title}. {shown.caption}"
+            report.draw(f"{trace.name}-{shown.name}", title, caption, figure)
 
 
 def write(report: Report, saved: Saved, out: Path) -> None:
@@ -228,7 +214,7 @@ def page(report: Report, saved: Saved) -> str:
     lacking = [f"<b>{html.escape(head)}</b> {_code(why)}" for head, why in report.lacking]
     parts += _list("Not drawn", lacking)
     parts += _list("Warnings of the runs", _warnings(saved))
-    return PAGE.format(title=html.escape(title), body="\n".join(parts))
+    return PAGE.substitute(title=html.escape(title), body="\n".join(parts))
 
 
 def _warnings(saved: Saved) -> list[str]:

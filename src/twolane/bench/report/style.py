@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,24 +18,7 @@ PURPLE, SKY, BLACK, GREY = "#CC79A7", "#56B4E9", "#000000", "#777777"
 INKS = {ORANGE: "#8A5F00", SKY: "#20719F", PURPLE: "#94466F", GREY: "#555555"}
 """Colours of text for the paler ones: the same hue, dark enough to read on white."""
 
-RC: Any = {
-    "figure.dpi": 130,
-    "figure.constrained_layout.use": True,
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "axes.titlesize": 10,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "axes.titlelocation": "left",
-    "lines.linewidth": 1.8,
-    "lines.markersize": 6,
-    "hatch.linewidth": 0.6,
-}
+SHEET = Path(__file__).with_name("report.mplstyle")
 LABEL_GAP = 0.07
 """Least distance between two labels at the ends of lines, as a share of the axes' height."""
 

@@ -280,26 +280,5 @@ def _spread(values: Array) -> list[str]:
     return [f"{one:.2f}" for one in np.percentile(values, (50, 99))] if values.size else ["-", "-"]
 
 
-TRACES: Sequence[tuple[str, str, str, Callable[[TraceFile], Figure]]] = (
-    (
-        "split",
-        "Units at work",
-        "Mean units that each phase worked on, over the whole run; white is idle.",
-        split,
-    ),
-    (
-        "queue-and-kv",
-        "Queue and KV cache",
-        "Requests in decode and waiting for prefill; share of the KV pool that requests hold "
-        "(used) and that only the prefix cache holds (cached).",
-        queue_and_kv,
-    ),
-    (
-        "predictions",
-        "Prediction against outcome",
-        "Left: each launch, on the line if the prediction was exact. Right: the errors, in order; "
-        "right of zero is too pessimistic.",
-        predictions,
-    ),
-)
+TRACES: Sequence[Callable[[TraceFile], Figure]] = (split, queue_and_kv, predictions)
 """Parts of file names, titles, captions and functions of the figures of a trace, besides lanes."""

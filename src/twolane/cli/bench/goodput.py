@@ -1,23 +1,6 @@
-"""`twolane bench goodput`: the highest request rate at which the SLOs hold."""
+"""`twolane bench goodput`: the highest request rate at which the SLOs hold.
 
-import signal
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-
-from twolane.bench.goodput import Search
-from twolane.bench.target import Target
-from twolane.cli.bench import common
-from twolane.cli.errors import INTERRUPTED
-from twolane.cli.helptext import Command
-from twolane.cli.lazy import command_app
-from twolane.cli.options import takes
-from twolane.common.errors import FieldError
-from twolane.results.result import MEASURE, BenchConfig
-from twolane.workload.spec import WorkloadSpec
-
-EPILOG = """**Examples**
+**Examples**
 
 - `twolane bench goodput --goodput ttft:1000 tbt:50 --dataset azure-conv --out found` — the server
   that already runs on this machine
@@ -37,10 +20,27 @@ EPILOG = """**Examples**
   --out vllm` — any other server, tuned for each bound
 """
 
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twolane.bench.goodput import Search
+from twolane.bench.target import Target
+from twolane.cli.bench import common
+from twolane.cli.errors import INTERRUPTED
+from twolane.cli.helptext import Command
+from twolane.cli.lazy import command_app
+from twolane.cli.options import takes
+from twolane.common.errors import FieldError
+from twolane.results.result import MEASURE, BenchConfig
+from twolane.workload.spec import WorkloadSpec
+
 app = command_app()
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 @takes(Target, "target")
 @takes(WorkloadSpec, "workload", without=("request_rate", "scale_rate", "seed"))
 @takes(Search, "search")

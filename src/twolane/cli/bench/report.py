@@ -1,4 +1,12 @@
-"""`twolane bench report`: figures and tables of runs."""
+"""`twolane bench report`: figures and tables of runs.
+
+**Examples**
+
+- `twolane bench report found` — a search by `twolane bench goodput --out found`
+
+- `twolane bench report chunked=a.json ours=b.json --trace-file ours=trace.json --out report` — two
+  runs side by side, and the lanes of one
+"""
 
 import importlib.util
 import sys
@@ -14,18 +22,10 @@ from twolane.cli.lazy import command_app
 from twolane.cli.options import finite
 from twolane.common.printable import shown_on
 
-EPILOG = """**Examples**
-
-- `twolane bench report found` — a search by `twolane bench goodput --out found`
-
-- `twolane bench report chunked=a.json ours=b.json --trace-file ours=trace.json --out report` — two
-  runs side by side, and the lanes of one
-"""
-
 app = command_app()
 
 
-@app.command(cls=Command, epilog=EPILOG)
+@app.command(cls=Command)
 def report(
     runs: Annotated[
         list[str] | None,

@@ -1,4 +1,18 @@
-"""`twolane bench serve`: a workload sent to a server over HTTP."""
+"""`twolane bench serve`: a workload sent to a server over HTTP.
+
+**Examples**
+
+- `twolane bench serve --request-rate 4 --num-prompts 200` — random prompts of 1,024 tokens, 4
+  requests a second, against a local server
+
+- `twolane bench serve --dataset azure-conv --request-rate 2 --goodput ttft:1000 tbt:50` — lengths
+  like those of Azure's chat service, with SLOs in milliseconds
+
+- `twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600` — ten minutes of a
+  recorded trace, at its own times, prefixes shared as recorded
+
+- `twolane bench serve --config bench.yaml` — options from a file
+"""
 
 import asyncio
 import signal
@@ -21,26 +35,6 @@ if TYPE_CHECKING:
     from twolane.bench.client import RunCounts
     from twolane.results.result import Result
 
-HELP = """\
-Send a workload to an OpenAI-compatible server and measure latency and goodput.
-
-Requests are sent when they are due, whether or not earlier ones were answered, and every request \
-sent counts: one that was refused or failed meets no SLO. Results have the keys of \
-`vllm bench serve`. Ctrl-C or SIGTERM ends the run and reports what was measured until then.
-"""
-EPILOG = """**Examples**
-
-- `twolane bench serve --request-rate 4 --num-prompts 200` — random prompts of 1,024 tokens, 4
-  requests a second, against a local server
-
-- `twolane bench serve --dataset azure-conv --request-rate 2 --goodput ttft:1000 tbt:50` — lengths
-  like those of Azure's chat service, with SLOs in milliseconds
-
-- `twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600` — ten minutes of a
-  recorded trace, at its own times, prefixes shared as recorded
-
-- `twolane bench serve --config bench.yaml` — options from a file
-"""
 
 app = command_app()
 
@@ -48,7 +42,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run and report its results until then."""
 
 
-@app.command(cls=Command, help=HELP, epilog=EPILOG)
+@app.command(cls=Command)
 @takes(BenchConfig, "load")
 def serve(
     load: dict[str, Any],
@@ -73,7 +67,12 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Run the benchmark; show and save the result."""
+    """Send a workload to an OpenAI-compatible server and measure latency and goodput.
+
+    Requests are sent when they are due, whether or not earlier ones were answered, and every
+    request sent counts: one that was refused or failed meets no SLO. Results have the keys of
+    `vllm bench serve`. Ctrl-C or SIGTERM ends the run and reports what was measured until then.
+    """
     common.need_httptools()
     with common.errors_as_lines():
         config = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
