@@ -41,6 +41,11 @@ def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):
     own.write_text("{")
     assert find_profile(CONFIG, key) == SHIPPED / "qwen3-8b-h200.json"
     assert "is not a profile" in caplog.text
+    Profile.read(SHIPPED / "qwen3-8b-h200.json").save(own)
+    other = structs.replace(key, model="another")
+    own.rename(cached_profile(own.parents[1], other))
+    assert find_profile(CONFIG, other) is None
+    assert "is of the model" in caplog.text
 
 
 def test_a_profile_that_is_named_comes_first(own: Path):

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 from dataclasses import replace
 
@@ -11,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from twolane.common.errors import FieldError
 from twolane.common.files import write_cache
 from twolane.frontend.text.convert import convert
-from twolane.frontend.text.tokenizer import load_file, load_tokenizer
-from twolane.model.load.hub import resolve
+from twolane.frontend.text.tokenizer import _fingerprint, load_file, load_tokenizer
+from twolane.model.load.hub import ModelSource, resolve
 
 EOS_KEY = "tokenizer.ggml.eos_token_id"
 TEXTS = [
@@ -189,3 +190,17 @@ def test_a_chat_template_of_a_file_takes_the_place_of_the_models_own(smollm2, tm
     for source, wrong in ((smollm2, str(tmp_path)), (replace(smollm2, tokenizer=None), str(file))):
         with pytest.raises(FieldError, match="chat_template"):
             source.with_chat_template(wrong)
+
+
+def test_a_kept_tokenizer_is_named_by_what_its_files_contain(tmp_path):
+    """Layers of images and `rsync -t` keep times, and another file may have the same length."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text('{"a": 1, "b": 2}')
+    source = ModelSource("dir", "m", None, tmp_path)
+    before, times = _fingerprint(source), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    file.write_text('{"a": 2, "b": 1}')
+    os.utime(file, ns=times)
+    after = _fingerprint(source)
+    assert before != after
+    os.utime(file, ns=(1, 1))
+    assert _fingerprint(source) == after

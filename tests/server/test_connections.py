@@ -113,18 +113,14 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
         (b"http:///health", b"404"),
         (b"http://user@x/health", b"404"),
         (b"/http://x/health", b"404"),
-        (b"/health/", b"200"),
-        (b"//health//?a=/", b"200"),
-        (b"/v1/models/", b"200"),
-        (b"/v1//models", b"200"),
-        (b"http://x//v1///models/", b"200"),
-        (b"/v1/models//", b"200"),
+        (b"/health/", b"308"),
+        (b"http://x//v1///models/", b"308"),
         (b"/v1x//models", b"404"),
         (b"/health//ready", b"404"),
         (b"*", b"404"),
     ],
 )
-def test_a_target_may_name_the_server_and_have_slashes_around_it(tiny, target, status):
+def test_a_target_may_name_the_server(tiny, target, status):
     """Clients that take the server for a proxy name it (RFC 9112, section 3.2.2)."""
     head = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     assert sent(tiny, head).startswith(b"HTTP/1.1 " + status)
@@ -147,7 +143,7 @@ def test_trailers_are_no_request_line():
     head = b"POST //a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection.receive_data(head + b"2\r\n{}\r\n0\r\nA: //a HTTP/1.1\r\n\r\n" + head)
     events = [connection.next_event() for _ in range(3)]
-    assert events[0].target == b"/a"
+    assert events[0].target == b"//a"
     assert list(events[2].headers) == [(b"a", b"//a HTTP/1.1")]
 
 

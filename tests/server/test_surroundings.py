@@ -1,6 +1,5 @@
 """Two servers and one port, a standard output that takes nothing, models that are damaged."""
 
-import json
 import subprocess
 import sys
 import urllib.parse
@@ -52,7 +51,7 @@ def test_a_full_standard_output_and_a_deleted_working_folder_stop_no_server(tiny
         assert server.wait(PATIENCE) == 0
 
 
-@pytest.mark.parametrize("damage", ["cut", "other backend", "no JSON"])
+@pytest.mark.parametrize("damage", ["cut", "two ids swapped", "no JSON"])
 def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, caplog, damage):
     monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
     source = resolve(str(write_parrot(tmp_path / "model", [])))
@@ -60,9 +59,13 @@ def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, ca
     assert source.tokenizer is not None
     kept = _kept(source)
     whole = kept.read_bytes()
+    swapped = (
+        whole.replace(b'\\":5,', b'\\":X,').replace(b'\\":6,', b'\\":5,').replace(b":X,", b":6,")
+    )
+    assert swapped != whole
     damaged = {
         "cut": whole[: len(whole) // 2],
-        "other backend": json.dumps({**json.loads(whole), "backend": "{}"}).encode(),
+        "two ids swapped": swapped,
         "no JSON": b"\0" * 100,
     }
     kept.write_bytes(damaged[damage])

@@ -69,6 +69,8 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
             api_keys=tuple(server["api_key"] or ()),
             cors_origins=tuple(server["cors_origins"] or ()),
             **{name: server[name] for name in AT_THE_ADDRESS},
+            allowed_hosts=tuple(server["allowed_hosts"] or ()),
+            trusted_proxies=tuple(server["trusted_proxies"] or ()),
         )
         code = run.serve_fleet(arguments, FleetOptions(**options), shared)
     single.leave(code)

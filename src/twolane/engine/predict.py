@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import hashlib
 import logging
 import platform
 import shutil
@@ -39,7 +40,8 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
     if not path.exists():
         return shipped_profile(key)
     try:
-        read_profile(path)
+        if (made_of := read_profile(path).key).model != key.model:
+            raise ProfileError(f"{path} is of the model {made_of.model}, not {key.model}")
     except (ProfileError, OSError) as error:
         log.warning("%s: ignored; `twolane profile` replaces it", error)
         return shipped_profile(key)
@@ -86,37 +88,42 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile, once for as long as the file does not change.
+    """Read a profile, once for as long as its content does not change.
 
     Raises:
         OSError, ProfileError: it cannot be read.
     """
-    return _read(path, path.stat().st_mtime_ns)
+    return _read(path, _digest(path))
 
 
 def fitted(path: Path, name: EstimatorName) -> Estimator:
-    """Fit an estimator on a profile, once for as long as the file does not change.
+    """Fit an estimator on a profile, once for as long as its content does not change.
 
     It is shared: copy it before it learns.
 
     Raises:
         OSError, ProfileError: the profile cannot be read, or is too small.
     """
-    return _fitted(path, path.stat().st_mtime_ns, name)
+    return _fitted(path, _digest(path), name)
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path, changed: int) -> Profile:
+def _read(path: Path, digest: bytes) -> Profile:
     return Profile.read(path)
 
 
 @functools.lru_cache(maxsize=8)
-def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
+def _fitted(path: Path, digest: bytes, name: EstimatorName) -> Estimator:
     from twolane.estimate.catalog import ESTIMATORS  # scipy takes a while
 
     # On 64 cores the small products of a fit keep all of them busy for seconds, otherwise.
     with threadpool_limits(1, user_api="blas"):
-        return ESTIMATORS[name](_read(path, changed))
+        return ESTIMATORS[name](_read(path, digest))
 
 
 def machine_key(machine: Machine, units: int) -> Key:

@@ -12,6 +12,8 @@ log = logging.getLogger("twolane.fleet")
 
 PLACE_SECONDS = 15.0
 """Seconds between two log lines about a replica for which the cluster has no room."""
+TRUSTED = "--trusted-proxies"
+"""Option by which replicas believe the fleet, which names the client of each request."""
 ACTOR_SECONDS = 10.0
 """Seconds within which an actor must answer; it only holds a process."""
 
@@ -52,7 +54,7 @@ class LocalHosts:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._arguments = arguments
+        self._arguments = [*arguments, TRUSTED, "127.0.0.1"]
         self._processes: dict[str, ReplicaProcess] = {}
 
     async def start(self, name: str) -> ReplicaAddress:
@@ -140,7 +142,8 @@ class RayHosts:
         self._ray, self._wanted = ray, f"{cpus:g} CPUs and {gpus:g} GPUs"
         self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
         self._host = "127.0.0.1" if address is None else None
-        self._arguments = list(arguments)
+        router = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
+        self._arguments = [*arguments, TRUSTED, router]
         self._actors: dict[str, Any] = {}
 
     async def start(self, name: str) -> ReplicaAddress:

@@ -19,8 +19,8 @@ from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
 from twolane.server.announcement import bounds
 from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
-from twolane.server.http.cross_origin import cross_origin
 from twolane.server.http.gate import Gate
+from twolane.server.http.methods import cross_origin
 from twolane.server.options import ServerOptions
 from twolane.server.run import (
     LoopErrors,
@@ -78,7 +78,13 @@ def application(
     ingress.metrics.registry.register(UnsentCollector(output, PREFIX))
     # Bodies are kept, to be sent to another replica.
     bounds = shared.api_keys, shared.max_body_bytes
-    gate = Gate(ingress, *bounds, keeps_bodies=True, on_refusal=ingress.metrics.count)
+    gate = Gate(
+        ingress,
+        *bounds,
+        allowed_hosts=shared.hosts,
+        keeps_bodies=True,
+        on_refusal=ingress.metrics.count,
+    )
     return cross_origin(gate, shared.cors_origins)
 
 

@@ -5,10 +5,9 @@ from fastapi import FastAPI
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import CallMiddleware
-from twolane.server.http.cross_origin import CORS, Cors
 from twolane.server.http.gate import Gate
 from twolane.server.http.handlers import add_error_handlers
-from twolane.server.http.head import Head
+from twolane.server.http.methods import CORS, Cors, Head
 from twolane.server.http.route import Route
 from twolane.server.http.unknown import UnknownFields
 from twolane.server.openai.embeddings import add_embedding_routes
@@ -65,6 +64,7 @@ def create_app(
         api_keys=options.api_keys,
         max_body_bytes=options.max_body_bytes,
         check_call=service.late_guard.check_arrival,
+        allowed_hosts=options.hosts,
     )
     if options.cors_origins:  # around the gate: a browser asks whether it may without the key
         app.add_middleware(Cors, allow_origins=list(options.cors_origins), **CORS)

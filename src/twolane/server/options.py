@@ -1,5 +1,7 @@
 """Settings of the API process, besides those of the engine."""
 
+import ipaddress
+import re
 import urllib.parse
 from typing import Annotated, Literal
 
@@ -72,6 +74,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
     """A key, one of which every request must send; may be repeated. The environment variable (keys
     separated by spaces) or the file keeps keys out of the process list."""
+    allowed_hosts: Annotated[tuple[str, ...], Option(PANEL, "HOST")] = ()
+    """Host name that requests may name, such as api.example.com or *.example.com; may be repeated,
+    and * allows every name. Addresses and local names are always allowed; without this option, so
+    is every name where API keys are set."""
+    trusted_proxies: Annotated[tuple[str, ...], Option(PANEL, "ADDRESS")] = ()
+    """Address or network of a proxy whose X-Forwarded-For names the client; may be repeated. By
+    default no proxy is believed, and its clients share one turn."""
     cors_origins: Annotated[tuple[str, ...], Option(PANEL, "ORIGIN")] = ()
     """Origin whose web pages may send requests from a browser; may be repeated, and * allows every
     origin. By default no page of another origin may."""
@@ -114,6 +123,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("host", "must not be empty")
         if self.max_queued_per_key is not None and not self.api_keys:
             raise FieldError("max_queued_per_key", "needs --api-key")
+        for proxy in self.trusted_proxies:
+            if not is_network(proxy):
+                raise FieldError("trusted_proxies", f"must be addresses or networks, not {proxy!r}")
+        for host in self.allowed_hosts:
+            if re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+", host) is None:
+                raise FieldError("allowed_hosts", f"must be names without a port, not {host!r}")
         endpoint, name = self.otlp_endpoint, self.served_model_name
         if endpoint is not None and not is_http_url(endpoint):
             problem = f"must be an http:// or https:// URL, not {endpoint!r}"
@@ -121,6 +136,20 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not (name or "x").isprintable():
             problem = f"must be one line of printable characters, not {name!r}"
             raise FieldError("served_model_name", problem)
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Hosts that requests may name besides local ones; None: see `Gate`."""
+        return (*self.allowed_hosts, self.host) if self.allowed_hosts else None
+
+
+def is_network(text: str) -> bool:
+    """Return whether a text is an IP address or network."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def is_http_url(text: str) -> bool:

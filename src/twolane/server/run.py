@@ -293,6 +293,8 @@ def uvicorn_config(
         http=connection_class(limits, output),
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
+        proxy_headers=bool(options.trusted_proxies),
+        forwarded_allow_ips=list(options.trusted_proxies),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         log_config=None,

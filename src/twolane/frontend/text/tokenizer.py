@@ -22,6 +22,8 @@ log = logging.getLogger("twolane.frontend")
 
 _FORMAT = 15
 """Version of `TokenizerFile` and of its conversion; files of other versions are converted again."""
+_MAX_METADATA = 64 << 20
+"""Bytes at a file's beginning that the tokenizer is in: weights follow it in a GGUF file."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py", "additional_chat_templates/*.jinja")
 """Files of a model directory that a tokenizer may consist of."""
 
@@ -119,7 +121,7 @@ def add_note(source: ModelSource, note: str) -> None:
     file = load_file(source)
     if source.tokenizer is not None and note not in file.notes:
         noted = msgspec.structs.replace(file, notes=[*file.notes, note])
-        write_cache(_kept(source), msgspec.json.encode(noted))
+        _keep(_kept(source), msgspec.json.encode(noted))
 
 
 def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
@@ -136,7 +138,10 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
         raise ValueError(f"{source.name} has no tokenizer")
     kept = _kept(source)
     try:
-        return read_file(kept.read_bytes())
+        digest, data = kept.read_bytes().split(b"\n", 1)
+        if digest.decode() != hashlib.sha256(data).hexdigest():
+            raise ValueError("its digest is another")
+        return read_file(data)
     except OSError:
         pass
     except ValueError as error:
@@ -222,14 +227,16 @@ def _read(source: ModelSource) -> list[Path]:
 
 
 def _fingerprint(source: ModelSource) -> str:
-    """Return a fingerprint of the tokenizer's files and of the code that reads them."""
+    """Return a fingerprint of what the tokenizer's files contain and of the code that reads
+    them."""
     files = list[Path]()
     for path in _read(source):
         files += [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
     parts = [str(_FORMAT), version("transformers"), version("tokenizers")]
     for file in files:
-        stat = file.stat()
-        parts.append(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+        with file.open("rb") as stream:
+            digest = hashlib.sha256(stream.read(_MAX_METADATA)).hexdigest()
+        parts.append(f"{file.resolve()} {file.stat().st_size} {digest}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -247,5 +254,10 @@ def _convert(source: ModelSource, kept: Path) -> bytes:
                 f"{source.name}: no tokenizer: {lines[-1] if lines else 'unknown reason'}"
             )
         data = made.read_bytes()
-    write_cache(kept, data)
+    _keep(kept, data)
     return data
+
+
+def _keep(kept: Path, data: bytes) -> None:
+    """Write a converted tokenizer to the cache, with its digest in front."""
+    write_cache(kept, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)

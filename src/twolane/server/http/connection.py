@@ -43,8 +43,6 @@ REQUEST_LINE = re.compile(
 linear time."""
 
 
-API_ROOT = re.compile(rb"v1/+")
-"""What the API's paths begin with, and clients put after a base URL that ends with a slash."""
 OTHER_VERSION = re.compile(rb"[^ :]+ .* (?P<version>HTTP/(?!1\.)[0-9]\.[0-9])")
 """A request line of another major version, which h11 would read as HTTP/1.1."""
 
@@ -109,19 +107,12 @@ class StrictBuffer(ReceiveBuffer):
 
 
 def plain_line(line: bytes) -> bytes:
-    """Return a request line with only the path as target, without a trailing slash and without a
-    second one at its beginning or after the API's root.
-
-    A target may name the server, too (RFC 9112, section 3.2.2). Clients put slashes together where
-    they join addresses. Elsewhere two slashes stay: the name of a model may begin with one.
-    """
+    """Return a request line without the server that its target may name (RFC 9112, section
+    3.2.2)."""
     match = REQUEST_LINE.fullmatch(line)
-    if match is None or not (match["server"] or match["path"].startswith(b"/")):
+    if match is None or not match["server"]:
         return line
-    path = match["path"].strip(b"/")
-    if root := API_ROOT.match(path):
-        path = b"v1/" + path[root.end() :]
-    return match["method"] + b" /" + path + match["rest"]
+    return match["method"] + b" " + (match["path"] or b"/") + match["rest"]
 
 
 def check_head(head: bytes) -> None:

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twolane.server.http.believed import HostCheck, check_path
 from twolane.server.http.bodies import (
     ARRIVING_BYTES,
     ArrivingBytes,
@@ -56,6 +57,8 @@ class Gate:
         app: the endpoints.
         api_keys: valid keys; none: no key is needed.
         max_body_bytes: longer bodies are refused (413) without being read.
+        allowed_hosts: hosts that requests may name besides local ones; None: any with keys, and
+            local ones without, since a web page has no key.
         keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
         check_call: Refuses a call by its headers and the index of its key, before its body is read.
@@ -67,12 +70,15 @@ class Gate:
         api_keys: Iterable[str],
         max_body_bytes: int,
         *,
+        allowed_hosts: Sequence[str] | None = None,
         keeps_bodies: bool = False,
         on_refusal: Callable[[str], None] = lambda code: None,
         check_call: Callable[[Headers, Call, int | None], None] = lambda headers, call, key: None,
     ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
+        no_names = ("*",) if self._keys else ()
+        self._hosts = HostCheck(no_names if allowed_hosts is None else allowed_hosts)
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
         self._on_refusal = on_refusal
@@ -92,6 +98,8 @@ class Gate:
             check_room(scope)
             rest = RestOfBody(scope, receive, send, self._max_bytes)
             receive, send = rest.receive, rest.send
+            self._hosts.check(headers)
+            check_path(scope)
             key = self._check_key(scope["path"], headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
             if int(headers.get("content-length", "0")) > self._max_body_bytes:

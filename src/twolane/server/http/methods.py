@@ -1,4 +1,4 @@
-"""Cross-origin requests of browsers (CORS)."""
+"""HEAD for every GET endpoint, and the OPTIONS of browsers before cross-origin requests (CORS)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twolane.server.http.gate import ANTHROPIC_REQUEST_ID, REQUEST_ID
 
@@ -16,6 +16,33 @@ CORS: dict[str, Any] = {
     "expose_headers": [REQUEST_ID, ANTHROPIC_REQUEST_ID, "Retry-After"],
 }
 """Methods and headers that pages of allowed origins may use."""
+
+
+class Head:
+    """ASGI middleware next to the endpoints that answers HEAD as GET without the body.
+
+    Args:
+        app: the endpoints.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        # The server's own scope keeps the method: by it the server knows that there is no body.
+        inner = {**scope, "method": "GET"}
+
+        async def without_body(message: Message) -> None:
+            scope.update({key: inner[key] for key in ("route", "endpoint") if key in inner})
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app(inner, receive, without_body)
 
 
 class Cors(CORSMiddleware):
