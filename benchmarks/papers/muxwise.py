@@ -28,11 +28,16 @@ SEARCHED = {
     "70B toolagent": Load(dataset="toolagent", rate=0.8, **SEVENTY),
 }
 SYNTHETIC = {
-    "ShareGPT": Load(dataset="sharegpt-1k", rate=9.0, requests=900, **SEVENTY),
+    "ShareGPT": Load(dataset="sharegpt-1k", rate=14.0, requests=3000, **SEVENTY),
     "LooGLE": Load(dataset="loogle", rate=0.3, **SEVENTY),
     "OpenThoughts": Load(dataset="openthoughts", rate=0.6, **SEVENTY),
 }
-ONE = {"ShareGPT": Load(model="llama-3.1-8b", tbt=0.05, dataset="sharegpt-1k", rate=12.0)}
+ONE = {
+    "ShareGPT": Load(
+        model="llama-3.1-8b", tbt=0.05, dataset="sharegpt-1k", rate=18.0, requests=3000
+    )
+}
+"""Enough requests that a backlog shows: the longest take as long as 900 take to arrive."""
 FAST = {
     "8B": Load(model="llama-3.1-8b", tbt=0.05, gpu="h100", tp=8, dataset="toolagent", rate=10.0),
     "70B": Load(model="llama-3.1-70b", tbt=0.1, gpu="h100", tp=8, dataset="toolagent", rate=1.8),
