@@ -13,15 +13,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+import msgspec
 
 from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
-from twolane.cli.options import ModelArgument, finite, takes_engine_settings
+from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.common.log_lines import log_to
+from twolane.common.options import Option
 from twolane.engine.config import UNPROFILED, EngineConfig
 
 if TYPE_CHECKING:
@@ -31,30 +32,26 @@ if TYPE_CHECKING:
 app = command_app()
 
 
+class Measuring(msgspec.Struct, frozen=True):
+    """How long is measured, and where to."""
+
+    out: Annotated[Path | None, Option("Options", "FILE")] = None
+    """File of the profile; by default in the cache, where `serve` finds it."""
+    seconds: Annotated[float, Option("Options", least=0.0)] = 480.0
+    """Seconds to measure, without loading; the next run continues from there."""
+
+
 @app.command(cls=Command)
+@takes(Measuring, "measuring")
 @takes_engine_settings(*UNPROFILED)
 def profile(
     model: ModelArgument,
     config: EngineConfig,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File of the profile; by default in the cache, where `serve` finds it.",
-        ),
-    ] = None,
-    seconds: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            callback=finite,
-            help="Seconds to measure, without loading; the next run continues from there.",
-        ),
-    ] = 480.0,
+    measuring: dict[str, Any],
 ) -> None:
     """Measure how long launches of a model take here, for predictions."""
     with one_line_errors():
-        run(config, out=out, seconds=seconds)
+        run(config, **measuring)
 
 
 def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import typer
 
 from twolane.cli.bench import common
 from twolane.cli.configfile import config_option
@@ -23,6 +22,7 @@ from twolane.cli.errors import one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.common.options import Option
 from twolane.engine.config import KV_EVENTS, LORA, TRANSPORT_SECONDS, EngineConfig
 from twolane.results.result import MEASURE, BenchConfig
 from twolane.sim.config import SimulateConfig
@@ -33,7 +33,17 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles", "play
 """Options of `bench serve` that have a meaning without HTTP; the seed is the engine's."""
 
 
+class Files(msgspec.Struct, frozen=True):
+    """Where results are written."""
+
+    result_file: Annotated[Path | None, Option(MEASURE)] = None
+    """Write the result as JSON to this file."""
+    requests_file: Annotated[Path | None, Option(MEASURE)] = None
+    """Write a line of CSV for each request."""
+
+
 @app.command(cls=Command)
+@takes(Files, "files")
 @takes_engine_settings(
     *("load_format", "dtype", "profile", "chat_template", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.
@@ -46,27 +56,20 @@ def simulate(
     config: EngineConfig,
     where: dict[str, Any],
     load: dict[str, Any],
+    files: dict[str, Any],
     more_slos: common.MoreSlos = None,
     config_file: Annotated[Path | None, config_option()] = None,
     goodput: common.Goodput = None,
-    result_file: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=MEASURE, help="Write the result as JSON to this file."),
-    ] = None,
-    requests_file: Annotated[
-        Path | None,
-        typer.Option(rich_help_panel=MEASURE, help="Write a line of CSV for each request."),
-    ] = None,
 ) -> None:
     """Serve a workload with the real engine on simulated GPUs, on a virtual clock."""
     from twolane.sim import run as simulation
 
     with one_line_errors(), common.workload_errors():
-        for option, path in (("--result-file", result_file), ("--requests-file", requests_file)):
-            common.need_folder(option, path)
+        for name, path in files.items():
+            common.need_folder(f"--{name.replace('_', '-')}", path)
         bench = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
         workload = msgspec.structs.replace(bench.workload, seed=config.seed)
         bench = msgspec.structs.replace(bench, workload=workload)
         engine = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)  # as a server plans
         settings = SimulateConfig(engine=engine, bench=bench, **where)
-        simulation.show(settings, result_file, requests_file)
+        simulation.show(settings, **files)

@@ -11,22 +11,39 @@
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from twolane.cli.bench import common
 from twolane.cli.errors import fail
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
-from twolane.cli.options import finite
+from twolane.cli.options import takes
+from twolane.common.options import Option
 from twolane.common.printable import shown_on
 
 app = command_app()
 
 
+class Drawing(msgspec.Struct, frozen=True):
+    """What is drawn, and where to."""
+
+    out: Annotated[Path, Option("Options")] = Path("report")
+    """Folder for index.html, the PNGs and report.md."""
+    trace_file: Annotated[tuple[str, ...], Option("Options", "FILE")] = ()
+    """Trace of `serve` or `simulate`, as FILE or NAME=FILE; may be repeated."""
+    trace_from: Annotated[float | None, Option("Options")] = None
+    """Seconds into the trace where the timeline begins; by default the busiest part."""
+    trace_seconds: Annotated[float | None, Option("Options", least=0.001)] = None
+    """Length of the timeline in seconds; by default chosen by the number of launches."""
+
+
 @app.command(cls=Command)
+@takes(Drawing, "drawing")
 def report(
+    drawing: dict[str, Any],
     runs: Annotated[
         list[str] | None,
         typer.Argument(
@@ -36,40 +53,19 @@ def report(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Folder for index.html, the PNGs and report.md.")
-    ] = Path("report"),
-    trace_file: Annotated[
-        list[str] | None,
-        typer.Option(help="Trace of `serve` or `simulate`, as FILE or NAME=FILE; may be repeated."),
-    ] = None,
-    trace_from: Annotated[
-        float | None,
-        typer.Option(
-            callback=finite,
-            help="Seconds into the trace where the timeline begins; by default the busiest part.",
-        ),
-    ] = None,
-    trace_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            callback=finite,
-            help="Length of the timeline in seconds; by default chosen by the number of launches.",
-        ),
-    ] = None,
 ) -> None:
     """Draw the results of runs: one page, its figures as PNGs, and tables for a README."""
     if importlib.util.find_spec("matplotlib") is None:
         raise fail("bench report needs matplotlib: pip install 'twolane[bench]'")
-    if not runs and not trace_file:
+    out, traces = drawing["out"], drawing["trace_file"]
+    if not runs and not traces:
         raise typer.BadParameter("give a RUN or a --trace-file")
     from twolane.bench.report import page as report
     from twolane.results import saved
 
     with common.errors_as_lines():
-        inputs = saved.read(runs or [], trace_file or [])
-        drawn = report.make(inputs, trace_from, trace_seconds)
+        inputs = saved.read(runs or [], traces)
+        drawn = report.make(inputs, drawing["trace_from"], drawing["trace_seconds"])
     report.write(drawn, inputs, out)
     typer.echo(shown_on(sys.stdout, report.markdown(drawn, inputs)))
     for title, why in drawn.lacking:

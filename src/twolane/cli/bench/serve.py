@@ -19,6 +19,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from twolane.cli.bench import common
@@ -29,6 +30,7 @@ from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.common import garbage
 from twolane.common.files import naming_file
+from twolane.common.options import Option
 from twolane.results.result import MEASURE, BenchConfig
 
 if TYPE_CHECKING:
@@ -42,30 +44,24 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that end a run and report its results until then."""
 
 
+class Saving(msgspec.Struct, frozen=True):
+    """Where a result is written."""
+
+    save_result: Annotated[bool, Option(MEASURE)] = False
+    """Write the result as JSON into the current folder."""
+    result_file: Annotated[Path | None, Option(MEASURE, alias="result_filename")] = None
+    """Write the result as JSON to this file."""
+
+
 @app.command(cls=Command)
+@takes(Saving, "saving")
 @takes(BenchConfig, "load")
 def serve(
     load: dict[str, Any],
+    saving: dict[str, Any],
     more_slos: common.MoreSlos = None,
     config_file: Annotated[Path | None, config_option()] = None,
     goodput: common.Goodput = None,
-    save_result: Annotated[
-        bool,
-        typer.Option(
-            "--save-result",
-            help="Write the result as JSON into the current folder.",
-            rich_help_panel=MEASURE,
-        ),
-    ] = False,
-    result_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--result-file",
-            "--result-filename",
-            help="Write the result as JSON to this file.",
-            rich_help_panel=MEASURE,
-        ),
-    ] = None,
 ) -> None:
     """Send a workload to an OpenAI-compatible server and measure latency and goodput.
 
@@ -76,9 +72,9 @@ def serve(
     common.need_httptools()
     with common.errors_as_lines():
         config = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
-        common.need_folder("--result-file", result_file)
+        common.need_folder("--result-file", saving["result_file"])
         result = _run(config)
-    _finish(result, save_result, result_file)
+    _finish(result, **saving)
 
 
 def _run(config: BenchConfig) -> "Result":
