@@ -35,8 +35,8 @@ def vocabulary_of(
     special |= {end for end in ends if end < count}
     if bytes_of is None:
         texts = decoded_texts(tokenizer, count)
-        for id in special:
-            texts[id] = (tokenizer.id_to_token(id) or "").encode()
+        for id in special & added.keys():
+            texts[id] = added[id].content.encode()
     else:
         texts = [bytes_of(id) for id in range(count)]
     return Vocabulary(texts, sorted(special))
