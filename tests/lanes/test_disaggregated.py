@@ -118,10 +118,12 @@ class ApartWorld(ThreadedWorld):
         read, write = os.pipe()
         there = SharedMemory(theirs.file), SharedMemory(ours.file)
         adapters = [AdapterPool(decoder.weights, len(ADAPTERS)) for _ in range(2)]
-        prompts = LatePrompts(decoder, self.pools[1](*shape, there), self.slots, adapters[0], write)
+        prompts = LatePrompts(decoder, self.pools[1](*shape, there), self.slots, adapters[0])
+        prompts.arrivals = write
         ours.close()
         theirs.close()
-        decode = LateDecode(decoder, kv, self.slots, adapters[1], Arrivals(read))
+        decode = LateDecode(decoder, kv, self.slots, adapters[1])
+        decode.arrivals = Arrivals(read)
         self.decode, self.prompts, self.written = decode, prompts, write
         lanes = CpuLanes(decode, usable_cores(), self.news.set)
         return DisaggregatedLanes(lanes, Nearby(prompts))  # type: ignore[arg-type]

@@ -22,8 +22,6 @@ from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import PrefillWork
-from twolane.model.decoder import Decoder
-from twolane.model.lora import AdapterPool
 from twolane.parallel.group import meet
 
 FOLLOWER = "twolane.lanes.disaggregated.cpu_prefill"
@@ -37,26 +35,10 @@ def halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class DecodeRunner(Runner):
-    """Runs decode steps, and samples the first tokens of prompts that rank 1 computes.
+    """Runs decode steps, and samples the first tokens of prompts that rank 1 computes."""
 
-    Args:
-        decoder: the model.
-        kv: this process's pool.
-        slots: the most requests at a time.
-        adapters: those that are loaded.
-        arrivals: messages of rank 1.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: MirroredKVCache,
-        slots: int,
-        adapters: AdapterPool | None,
-        arrivals: Arrivals,
-    ) -> None:
-        super().__init__(decoder, kv, slots, adapters)
-        self._arrivals = arrivals
+    arrivals: Arrivals
+    """Messages of rank 1, which are set before anything runs."""
 
     def _begin(self, work: PrefillWork) -> Tensor:
         """See `Runner._begin`: rank 1 has them, so they are [T, 0]."""
@@ -68,7 +50,7 @@ class DecodeRunner(Runner):
         Nothing may read the pages before. At the end of prompts their rows that are sampled or
         scored have come with them, [R, hidden].
         """
-        arrival = self._arrivals.take(work.batch, work.last)
+        arrival = self.arrivals.take(work.batch, work.last)
         if not work.finishes:
             return hidden
         return arrival.rows(self._decoder.spec.hidden_size, self._decoder.dtype)
@@ -114,7 +96,7 @@ class DisaggregatedCpuMachine(CpuMachine):
             memory.close()
         self.followers.on_lost = notify
         self.followers.start(sizes)
-        arrivals = Arrivals(self._arrivals)
-        runner = DecodeRunner(self._decoder, kv, sizes.slots, self._adapters, arrivals)
+        runner = DecodeRunner(self._decoder, kv, sizes.slots, self._adapters)
+        runner.arrivals = Arrivals(self._arrivals)
         lanes = CpuLanes(runner, self._cores, notify)
         return DisaggregatedLanes(lanes, self.followers, lambda: kv.received)

@@ -24,35 +24,19 @@ from twolane.parallel.group import meet, meeting_at
 
 
 class PromptRunner(Runner):
-    """Runs slices of prompts, and reports to the other process when their pages have been pushed.
+    """Runs slices of prompts, and tells the other process when their pages have been pushed."""
 
-    Args:
-        decoder: the model.
-        kv: this process's pool.
-        slots: the most requests at a time.
-        adapters: those that are loaded.
-        arrivals: the pipe to the other process.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        kv: MirroredKVCache,
-        slots: int,
-        adapters: AdapterPool | None,
-        arrivals: int,
-    ) -> None:
-        super().__init__(decoder, kv, slots, adapters)
-        self._arrivals = arrivals
-        self._ends: Tensor | None = None
-        """Last hidden states of the current batch that the other process samples or scores from."""
+    arrivals: int
+    """The pipe to the other process, which is set before anything runs."""
+    _ends: Tensor | None = None
+    """Last hidden states of the current batch that the other process samples or scores from."""
 
     def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
         """See `Runner.run`; nothing is sampled."""
         assert isinstance(work, PrefillWork)
         yield from super().run(work, masks)
         ends, self._ends = self._ends, None
-        send_arrival(self._arrivals, Arrival.of(work.batch, work.last, ends))
+        send_arrival(self.arrivals, Arrival.of(work.batch, work.last, ends))
 
     def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
         self._ends = hidden[ends.needed]
@@ -79,7 +63,9 @@ def main() -> None:
         spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded
     )
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    follow(PromptRunner(decoder, kv, sizes.slots, adapters, arrivals), start)
+    runner = PromptRunner(decoder, kv, sizes.slots, adapters)
+    runner.arrivals = arrivals
+    follow(runner, start)
 
 
 if __name__ == "__main__":
