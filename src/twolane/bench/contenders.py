@@ -21,14 +21,11 @@ from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.printable import printable
-from twolane.devices import KVCacheDType, Quantization
 from twolane.engine.config import TRANSPORT_SECONDS
-from twolane.estimate.names import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import first_errors
-from twolane.sim.config import Unevenness
 from twolane.slo import Slo
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
@@ -252,11 +249,13 @@ def measure(
 
 def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  # noqa: B008
     """Return a `Run` on simulated GPUs, whose systems know the SLOs."""
-    from twolane.engine.config import EngineConfig
     from twolane.sim.config import SimulateConfig
     from twolane.sim.run import simulate
 
-    where = msgspec.convert(search.target, _Simulated)
+    own = {"simulate", *SimulateConfig.__struct_fields__}
+    of_engine = {name: value for name, value in search.target.items() if name not in own}
+    target = {**search.target, "gpu": search.target["simulate"], "engine": of_engine, "bench": {}}
+    where = msgspec.convert(target, SimulateConfig)
     delivery: dict[str, Any] = {"transport": TRANSPORT_SECONDS}  # as a server plans
     if search.playout:  # never two buffers
         delivery |= {"tbt_buffer": search.playout, "tbt_buffer_at": "client"}
@@ -265,31 +264,17 @@ def simulation(search: Search, vocab_range: TokenRange = TokenRange()) -> Run:  
         system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
     ) -> tuple[Result, bool]:
         name, settings = parse_system(system)
-        config = SimulateConfig(
-            engine=EngineConfig(
-                model=where.model,
-                system=name,
-                options=settings,
-                slo=slo_of(points[0]),
-                estimator=where.estimator,
-                profile=where.profile,
-                quantization=where.quantization,
-                kv_cache_dtype=where.kv_cache_dtype,
-                disaggregated=where.disaggregated,
-                **delivery,
-            ),
-            gpu=where.simulate,
-            tp=where.tp,
-            link_bandwidth=where.link_bandwidth,
-            uneven=where.uneven,
-            bench=BenchConfig(
-                workload=workload,
-                goodput=points[0],
-                percentiles=search.percentiles,
-                playout=search.playout,
-                vocab_range=vocab_range,
-            ),
+        engine = msgspec.structs.replace(
+            where.engine, system=name, options=settings, slo=slo_of(points[0]), **delivery
         )
+        bench = BenchConfig(
+            workload=workload,
+            goodput=points[0],
+            percentiles=search.percentiles,
+            playout=search.playout,
+            vocab_range=vocab_range,
+        )
+        config = msgspec.structs.replace(where, engine=engine, bench=bench)
         requests = workload.build()
         watch = early_stop(search, requests, points)
         result = simulate(config, requests, watch, watch.tokens).result
@@ -311,26 +296,6 @@ def slo_of(slos: dict[str, float]) -> Slo:
     per_token = slos.get(TTFT_PER_1K, 0.0) / 1024
     bounds = {name: slos.get(name) for name in ("ttft", "tbt", "tpot")}
     return Slo(**bounds, ttft_per_token=per_token)
-
-
-class _Simulated(msgspec.Struct):
-    """The target of a simulation."""
-
-    simulate: str
-    model: str
-    tp: int = 1
-    link_bandwidth: float | None = None
-    """Bytes per second between GPUs; None: those of NVLink."""
-    disaggregated: bool = False
-    """Whether prefill and decode have GPUs of their own."""
-    estimator: EstimatorName | None = None
-    profile: str | None = None
-    """Path of the profile of an emulated GPU."""
-    uneven: Unevenness | None = None
-    """Deviation of the emulated GPU from its profile; None simulates a smooth GPU."""
-    quantization: Quantization | None = None
-    """Quantisation of the weights while loading; None: none."""
-    kv_cache_dtype: KVCacheDType = "auto"
 
 
 def parse_system(text: str) -> tuple[str, dict[str, str]]:
