@@ -43,8 +43,8 @@ def _runs(experiment: Experiment) -> list[Done]:
     return list(found.values())
 
 
-def _values(paper: str) -> Iterator[tuple[str, Row, Value | None, list[Done]]]:
-    """Yield the place, value and runs of each row of a paper; no value where runs are missing."""
+def _values(paper: str) -> Iterator[tuple[str, str, Row, Value | None, list[Done]]]:
+    """Yield experiment, place, value and runs of each row; no value where runs are missing."""
     for name, experiment in EXPERIMENTS.items():
         if name.partition("-")[0] != paper:
             continue
@@ -53,19 +53,19 @@ def _values(paper: str) -> Iterator[tuple[str, Row, Value | None, list[Done]]]:
         known = {value.row.what: value for value in values(experiment, runs)}
         for row in experiment.rows:
             used = [done for done in runs if uses(row, done.run)]
-            yield where, row, known.get(row.what), used
+            yield name, where, row, known.get(row.what), used
 
 
 def claims(paper: str) -> Iterator[list[str]]:
     """Return one row for each claim of a paper."""
-    for where, row, value, runs in _values(paper):
+    for name, where, row, value, runs in _values(paper):
         unit = "" if row.unit == "times" else f" {row.unit}"
         claimed = "-" if row.paper is None else f"{row.paper:g}{unit}"
         contradicted = f"cannot be: {row.contradicts}" if row.contradicts else WITHDRAWN
         if value is None and row.paper is None:
             continue
         ours, status = (value.shown, value.status) if value else ("-", contradicted)
-        yield [where, row.what, claimed, ours, status, _made(runs) if value else "-"]
+        yield [where, row.what, claimed, ours, status, _made(name, runs) if value else "-"]
     if paper == "muxwise" and (mean := average()):
         near = all(is_near(each, AVERAGE, ratio=True) for each in mean)
         shown = " or ".join(f"{each:.3g}" for each in mean)
@@ -77,7 +77,7 @@ def claims(paper: str) -> Iterator[list[str]]:
 def average() -> list[float]:
     """Return the mean of MuxWise's five goodput ratios for each model of the A100."""
     logs: list[list[float]] = []
-    for _, row, value, _ in _values("muxwise"):
+    for _, _, row, value, _ in _values("muxwise"):
         of = row.what.removeprefix("goodput over chunked, ")
         if value and of in (*SEARCHED, *SYNTHETIC) and row.paper != ONE_GPU:
             logs.append([math.log(each) for each in value.medians])
@@ -103,12 +103,13 @@ def missing() -> Iterator[list[str]]:
         yield [what, re.sub(r"\s+", " ", reason)]
 
 
-def _made(runs: Iterable[Done]) -> str:
+def _made(place: str, runs: Iterable[Done]) -> str:
     """Return a link to the files of these runs, their commits and their last day."""
-    files = sorted({name for name in EXPERIMENTS for done in runs if _has(name, done)})
-    links = ", ".join(f"[{name}](../benchmarks/results/papers/{name}.json)" for name in files[:1])
+    files = {name for name in EXPERIMENTS for done in runs if _has(name, done)}
+    file = place if place in files else min(files)
+    link = f"[{file}](../benchmarks/results/papers/{file}.json)"
     commits = " ".join(sorted({(done.commit or "unknown")[:7] for done in runs}))
-    return f"{links}, {commits}, {max(done.date[:10] for done in runs)}"
+    return f"{link}, {commits}, {max(done.date[:10] for done in runs)}"
 
 
 def _has(name: str, done: Done) -> bool:
