@@ -69,7 +69,7 @@ class Layer:
             ),
             "qkv_rope_write": (self.rope, rope),
             "qkv_rope_write_decode": (self.rope_decode, rope),
-            "silu_mul": (lambda: fused.silu_mul(self.gate_up, self.inner), 3 * line * INNER),
+            "act_mul": (lambda: fused.act_mul(self.gate_up, self.inner), 3 * line * INNER),
             "embed": (
                 lambda: fused.embed(self.last, self.slots, self.lengths, self.embedding, self.out),
                 2 * line * HIDDEN,
@@ -128,7 +128,7 @@ def check_layer(report: Report, layer: Layer, dtype: torch.dtype) -> None:
         written = layer.pool[places // PAGE, :, :, places % PAGE]
         add(f"{name} kv", written[chosen], kv[chosen])
     gate, up = layer.gate_up.float().chunk(2, dim=1)
-    add("silu_mul", fused.silu_mul(layer.gate_up, layer.inner), functional.silu(gate) * up)
+    add("act_mul", fused.act_mul(layer.gate_up, layer.inner), functional.silu(gate) * up)
     out = fused.embed(layer.last, layer.slots, layer.lengths, layer.embedding, layer.out)
     add("embed", out, layer.embedding[layer.last[layer.slots.long()]])
 

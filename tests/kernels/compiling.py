@@ -113,10 +113,10 @@ def launch_fused(dtype: torch.dtype) -> None:
     fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
     both = MirroredPool(pool, torch.empty_like(pool))
     fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, both, pages, ints, ints)
-    fused.silu_mul(empty(2, 24_576), empty(2, 12_288))
+    fused.act_mul(empty(2, 24_576), empty(2, 12_288))
     wide = torch.float32
     fused.side_by_side(empty(2, 2, 75_968, dtype=wide), empty(2, 151_936, dtype=wide))
-    for width, make in ((2560, fused.quantise), (12_288, fused.silu_mul)):
+    for width, make in ((2560, fused.quantise), (12_288, fused.act_mul)):
         values = empty(2, width, dtype=torch.float8_e4m3fn)
         made_of = empty(2, width if make is fused.quantise else 2 * width)
         make(made_of, Quantised(values, empty(2, 1, dtype=torch.float32)))

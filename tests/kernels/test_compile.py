@@ -5,7 +5,7 @@ import pytest
 
 from tests.kernels.interpreter import run_without
 
-WIDE = {"_rms_norm", "_qkv_rope_write", "_silu_mul", "_embed", "_lay_out", "gather_kernel"}
+WIDE = {"_rms_norm", "_qkv_rope_write", "_act_mul", "_embed", "_lay_out", "gather_kernel"}
 WIDE |= {"_side_by_side"}
 
 

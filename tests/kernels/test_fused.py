@@ -257,7 +257,7 @@ def test_silu_mul(rows: int, inner: int, dtype: torch.dtype, device: str) -> Non
     gate_up[0, 0] = -80.0  # almost -0
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(rows, inner, dtype=dtype, device=device)
-    assert_close(fused.silu_mul(gate_up, out), functional.silu(gate) * up)
+    assert_close(fused.act_mul(gate_up, out), functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("width", [64, 2500])

@@ -97,10 +97,22 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _initialise(name, parameter, model.config.tie_word_embeddings)
+            if "gemma" in config.model_type:
+                _for_gemma(name, parameter, float(parameter.shape[-1]) ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.3)
     return model
+
+
+def _for_gemma(name: str, parameter: torch.Tensor, scale: float) -> None:
+    """Undo that the model multiplies embeddings with `scale`, and adds 1 to norms."""
+    if name.endswith("embed_tokens.weight"):
+        parameter /= scale
+    if name in ("model.norm.weight", "model.language_model.norm.weight"):
+        parameter *= scale
+    if name.endswith("norm.weight"):
+        parameter -= 1.0
 
 
 def _auto_of(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

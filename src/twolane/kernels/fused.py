@@ -437,10 +437,11 @@ def _launch_rope(
 
 
 @triton.jit
-def _silu_mul(
+def _act_mul(
     gate_up: tl.tensor,
     out: tl.tensor,
     scales: tl.tensor,
+    GELU: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -456,26 +457,30 @@ def _silu_mul(
     gate = tl.load(place, mask=inside, other=0.0)
     up = tl.load(place + INNER, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    product = (silu * up).to(gate.dtype)
+    inner = wide
+    if GELU:  # 0.5 * x * (1 + tanh(y)) = x * sigmoid(2 * y), with y = sqrt(2 / pi) * (...)
+        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    act = (wide / (1.0 + tl.exp(-inner))).to(gate.dtype).to(tl.float32)
+    product = (act * up).to(gate.dtype)
     if QUANTISED:  # the program has the whole row
         product, row_scale = quantised(product)
         tl.store(scales + row, row_scale)
     tl.store(out + row * INNER + column, product, mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, out: Out) -> Out:
-    """`out` [T, inner] = silu(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
+def act_mul(gate_up: torch.Tensor, out: Out, activation: str = "silu") -> Out:
+    """`out` [T, inner] = activation(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     quantised = isinstance(out, Quantised)
     block = power_of_2(inner) if quantised else min(_ELEMENTS, power_of_2(inner))
     values, scales = parts(out)
     launch(
-        _silu_mul,
+        _act_mul,
         (rows, -(-inner // block)),
         gate_up,
         values,
         scales,
+        GELU=activation == "gelu_pytorch_tanh",
         INNER=inner,
         BLOCK=block,
         QUANTISED=quantised,

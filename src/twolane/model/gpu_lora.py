@@ -158,14 +158,16 @@ class GpuAdaptedProducts(GpuProducts):
         bias: Tensor | None,
         gate_up: Tensor,
         out: Activations,
+        activation: str = "silu",
     ) -> None:
         """See `GpuProducts.gate_up`."""
         matrices = self._shrunk(x, weight)
         assert matrices is not None, "every MLP of the model can have adapters"
         super().linear(x, weight, bias, gate_up)
-        if isinstance(out, Quantised):  # a row's scale is a matter of all its columns
+        # A row's scale is a matter of all its columns; the kernel that does both knows SiLU alone.
+        if isinstance(out, Quantised) or activation != "silu":
             expand(matrices, self._tiles, gate_up)
-            fused.silu_mul(gate_up, out)
+            fused.act_mul(gate_up, out, activation)
         else:
             expand_silu(matrices, self._tiles, gate_up, out)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -19,8 +20,11 @@ if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import GpuProducts, Operation
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu}
-"""Activations on a CPU, by the names of `ModelSpec.activation`; GPU kernels compute SiLU."""
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""Activations on a CPU, by the names of `ModelSpec.activation`."""
 MLP_ROWS = 8192
 """Rows that go through the MLP at a time on a GPU, which bounds the size of its workspace."""
 
@@ -112,12 +116,14 @@ class DenseMlp:
             gate_up = buffers.get("gate_up", count)
             act = buffers.input("act", count, self.down.scheme)
             part = products.part(rows)
-            part.gate_up(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
+            bias, kind = self.gate_up_bias, self.activation
+            part.gate_up(x[rows], self.gate_up, bias, gate_up, act, kind)
             yield rows, act
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """Return the matrices and the operations that multiply with them, in their order."""
-        return ("gate_up", self.gate_up), ("add_linear", self.down)
+        first: Operation = "gate_up" if self.activation == "silu" else "linear"
+        return (first, self.gate_up), ("add_linear", self.down)
 
 
 @dataclass(frozen=True, eq=False)

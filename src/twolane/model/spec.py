@@ -17,8 +17,8 @@ QkNorm = Literal["head", "whole"]
 queries and all heads of keys (OLMo 2)."""
 Attention = Literal["softmax", "linear"]
 
-ACTIVATIONS = ("silu",)
-"""Activations of MLPs that lanes compute."""
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+"""Activations of MLPs that lanes compute; those of experts are SiLU."""
 
 MAX_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
@@ -357,8 +357,9 @@ def check_served(spec: ModelSpec) -> None:
     Raises:
         UnsupportedModel: it does; the message says what.
     """
-    if spec.activation not in ACTIVATIONS:
-        raise UnsupportedModel.because("activation", spec.activation, ACTIVATIONS)
+    works = ACTIVATIONS if spec.moe is None else ACTIVATIONS[:1]
+    if spec.activation not in works:
+        raise UnsupportedModel.because("activation", spec.activation, works)
     for kind in dict.fromkeys(spec.kinds):
         if kind.attention != "softmax":
             raise UnsupportedModel.because("attention", kind.attention, ("softmax",))

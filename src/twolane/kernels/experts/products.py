@@ -164,12 +164,12 @@ def _multiplied(
             _few_rows(x, gate_up, act, routing, chosen, products, following=down)
         _few_rows(act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
-        fused.silu_mul(_many_rows(x, gate_up, routing, products), buffers.act)
+        fused.act_mul(_many_rows(x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
         grouped_gemm.grouped_gemm(x, gate_up, routing, buffers.gate_up, *tiles)
-        fused.silu_mul(buffers.gate_up, buffers.act)
+        fused.act_mul(buffers.gate_up, buffers.act)
         grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles)
     return Combination(outs, routing)
 

@@ -150,10 +150,9 @@ class GpuProducts:
         bias: Tensor | None,
         gate_up: Tensor,
         out: Activations,
+        activation: str = "silu",
     ) -> None:
         """`out` [T, inner] = activation(gate) * up of x [T, in] @ weight.T + bias, the gate first.
-
-        The activation is SiLU, the only one of `twolane.model.spec.ACTIVATIONS`.
 
         Args:
             x: the rows.
@@ -161,7 +160,12 @@ class GpuProducts:
             bias: [2 * inner] or None.
             gate_up: [T, 2 * inner] that may be overwritten.
             out: the result, as the next product wants it.
+            activation: The function of the gate.
         """
+        if activation != "silu":
+            self.linear(x, weight, bias, gate_up)
+            fused.act_mul(gate_up, out, activation)
+            return
         # The kernel that does both adds no bias.
         way = CUBLAS if bias is not None else self.way("gate_up", len(x), weight)
         self._gate_up(way, x, weight, bias, gate_up, out)
@@ -184,7 +188,7 @@ class GpuProducts:
             fused.quantise(act, out)
             return
         self._run(way, "gate_up", x, weight, bias, gate_up)
-        fused.silu_mul(gate_up, out)
+        fused.act_mul(gate_up, out)
 
     def logits(self, x: Tensor, weight: Stored, out: Tensor) -> None:
         """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""

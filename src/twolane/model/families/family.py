@@ -298,6 +298,8 @@ class Family:
     """The fields that are read of its `config.json`, with its defaults."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other values of `model_type`, with the defaults that differ."""
+    norms_less_1: bool = False
+    """Whether safetensors files store what norms multiply with less 1."""
     norms: Mapping[LayerNorm, str] = field(default_factory=lambda: PRE_NORMS)
     """Names of a layer's norms in checkpoints."""
     qk_norm: QkNorm | None = None

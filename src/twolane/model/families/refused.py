@@ -9,8 +9,6 @@ REFUSED = {
     "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
     "GemmaForCausalLM": _WIDE,
     "Gemma2ForCausalLM": _WIDE,
-    "Gemma3ForCausalLM": _WIDE,
-    "Gemma3ForConditionalGeneration": _WIDE,
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _LATENT,

@@ -6,6 +6,7 @@ from typing import Any
 from twolane.model.families import (
     ernie4_5_moe,
     exaone4,
+    gemma3,
     glm,
     glm4,
     glm4_moe,
@@ -31,7 +32,7 @@ from twolane.model.spec import UnsupportedModel
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4),
+    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3),
     *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}

@@ -63,7 +63,8 @@ def _open_directory(
     Raises:
         WeightsError: the files lack a classifier that their index names.
     """
-    tensors = Safetensors(path, stack, vision=facts.vision)
+    less_1 = facts.family.norms_less_1
+    tensors = Safetensors(path, stack, vision=facts.vision, norms_less_1=less_1)
     if not facts.spec.tie_embeddings:  # without an index, the embeddings might be meant
         lacking = {HEAD} & tensors.indexed - {*tensors.names()}
         refuse_tensors(facts.name, "missing", sorted(lacking))

@@ -39,12 +39,21 @@ class Safetensors:
         directory: The directory of a model.
         stack: Closes the files.
         vision: Whether tensors that read images are left out.
+        norms_less_1: Whether what norms multiply with is stored less 1.
 
     Raises:
         ValueError: a file is missing or broken, or it is not clear which of two has a tensor.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack, *, vision: bool = False) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        stack: ExitStack,
+        *,
+        vision: bool = False,
+        norms_less_1: bool = False,
+    ) -> None:
+        self._norms_less_1 = norms_less_1
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
         places = _indexed(directory)
@@ -94,7 +103,8 @@ class Safetensors:
             tensor = file.get_slice(stored)[cut.start : cut.stop]
         else:
             tensor = file.get_slice(stored)[:, cut.start : cut.stop]
-        return tensor
+        less_1 = self._norms_less_1 and name.endswith("norm.weight")
+        return tensor.float() + 1.0 if less_1 else tensor
 
 
 def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:

@@ -1,0 +1,101 @@
+"""Gemma 3: norms before and after each block, GeGLU, and windows in five of six layers."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from twolane.model.families.family import Family, HFConfig
+from twolane.model.spec import UnsupportedModel
+
+
+class Gemma3Config(HFConfig, kw_only=True):
+    """Gemma 3's fields and defaults."""
+
+    ropes_by_type: ClassVar[bool] = True
+
+    vocab_size: int = 262_208
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    hidden_activation: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 131_072
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 1
+    rope_theta: float | None = 1_000_000.0
+    rope_local_base_freq: float | None = None
+    """The base of the rotation of layers with a window, in older configs."""
+    query_pre_attn_scalar: float = 256.0
+    sliding_window_pattern: int = 6
+    """Each of this many layers has no window, where `layer_types` does not say it."""
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = False
+
+    def check(self) -> None:
+        """See `HFConfig.check`."""
+        super().check()
+        for name in (
+            *("final_logit_softcapping", "attn_logit_softcapping"),
+            "use_bidirectional_attention",
+        ):
+            if value := getattr(self, name):
+                raise UnsupportedModel.because(name, value, ("none",))
+        if self.sliding_window_pattern < 1 or not self.query_pre_attn_scalar > 0.0:
+            names = "sliding_window_pattern and query_pre_attn_scalar"
+            raise ValueError(f"config.json: {names} must be above 0")
+
+    def sliding_layers(self) -> Iterable[int]:
+        """See `HFConfig.sliding_layers`."""
+        layers, pattern = range(self.num_hidden_layers), self.sliding_window_pattern
+        return self.typed_layers(otherwise=[i for i in layers if (i + 1) % pattern])
+
+    def sliding_rope(self) -> dict[str, Any] | None:
+        """See `HFConfig.sliding_rope`."""
+        plain = {"rope_theta": self.rope_local_base_freq or 10_000.0}
+        return {**plain, **(super().sliding_rope() or {})}
+
+    def own_fields(self) -> dict[str, Any]:
+        """See `HFConfig.own_fields`."""
+        return {
+            "activation": self.hidden_activation,
+            "attention_scale": self.query_pre_attn_scalar**-0.5,
+            "embedding_scale": math.sqrt(self.hidden_size),
+        }
+
+
+_TINY = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
+_TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_TYPES = ["sliding_attention", "full_attention"] * 2
+
+FAMILY = Family(
+    name="gemma3_text",
+    architectures=("Gemma3ForCausalLM",),
+    vision={"Gemma3ForConditionalGeneration": "gemma3"},
+    config=Gemma3Config,
+    norms={
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    norms_less_1=True,
+    qk_norm="head",
+    fixtures={
+        "gemma3": {**_TINY, "rope_parameters": _TWO_ROPES, "layer_types": _TYPES},
+        "gemma3-vision": {
+            "model_type": "gemma3",
+            "vision_config": {
+                **{"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
+                **{"num_hidden_layers": 1, "image_size": 16, "patch_size": 4},
+            },
+            "mm_tokens_per_image": 4,
+            "text_config": {**_TINY, "layer_types": _TYPES},
+        },
+    },
+)
