@@ -346,7 +346,7 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
     [
         (
             named(GemmaConfig(), "GemmaForCausalLM"),
-            "architecture 'GemmaForCausalLM': heads of 256 are not built",
+            "architecture 'GemmaForCausalLM': of Gemma, the third is built",
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5631},

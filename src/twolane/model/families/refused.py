@@ -3,12 +3,11 @@
 _IMAGES = "models of images are not built"
 _LATENT = "latent attention is not built"
 _LINEAR = "linear attention is not built"
-_WIDE = "heads of 256 are not built"
 
 REFUSED = {
     "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
-    "GemmaForCausalLM": _WIDE,
-    "Gemma2ForCausalLM": _WIDE,
+    "GemmaForCausalLM": "of Gemma, the third is built",
+    "Gemma2ForCausalLM": "soft caps of scores and logits are not built",
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
     "DeepseekV32ForCausalLM": _LATENT,
