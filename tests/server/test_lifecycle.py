@@ -431,3 +431,20 @@ def test_without_a_tokenizer_text_is_refused_and_ids_are_served(tiny):
     body = {"prompt": [4, 5], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
     choice = tiny.request("/v1/completions", body)[2]["choices"][0]
     assert (choice["text"], len(choice["token_ids"])) == ("", 3)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be a container's first process")
+@pytest.mark.parametrize("seconds", [0.2, 0.5, 1.0, 3.0])
+def test_a_container_ends_by_sigterm_at_any_time_of_its_start(tiny_model, seconds):
+    """The first process of a container ignores what it does not handle."""
+    server = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY, "--port", "0"]
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc", *server]
+    container = subprocess.Popen(namespace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(seconds)
+        [first] = children(container.pid)
+        os.kill(first, signal.SIGTERM)
+        assert container.wait(PATIENCE) in (0, 128 + signal.SIGTERM)
+    finally:
+        container.kill()

@@ -13,10 +13,11 @@ import pytest
 
 from twolane.engine.config import EngineConfig
 from twolane.model.load.hub import PullError
-from twolane.server.batch import answer_all, lines_of, run_batch
+from twolane.server.batch import Answered, answer_all, kept_answers, lines_of, run_batch
 from twolane.server.openai.refused import REFUSED
 from twolane.server.options import ServerOptions
 
+from .conftest import TINY
 from .parrot import Learnt, write_parrot
 from .serving import PATIENCE, serving, wait_for
 from .test_lifecycle import Stream
@@ -215,6 +216,74 @@ def test_a_line_of_a_batch_is_as_strict_as_a_body(tmp_path):
     for error, said in zip(errors, ("line 3: an earlier line", "'n'", "priority"), strict=True):
         assert said in error["message"]
     assert bodies == [b'{"n": 1' + b"0" * 30 + b"}"]
+
+
+def test_a_batch_that_was_killed_goes_on_with_what_is_not_answered(tmp_path):
+    """A line that has changed, a half answer, one that failed and one of another model are none."""
+    asked, failures = [], [503]
+
+    async def app(scope, receive, send):
+        asked.append(json.loads((await receive())["body"])["prompt"])
+        status = failures.pop() if asked[-1] == "fails" and failures else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"text": "%d"}' % len(asked)})
+
+    def run(prompts, settings=b"model a"):
+        asked.clear()
+        lines = [
+            {"custom_id": f"r{i}", "url": "/v1/completions", "body": {"prompt": prompt}}
+            for i, prompt in enumerate(prompts)
+        ]
+        file = BytesIO("\n".join(map(json.dumps, lines)).encode())
+        answered, source = kept_answers(out, Answered(settings), file), lines_of(file)
+        with out.open("ab", buffering=0) as into:
+            counts = asyncio.run(answer_all(app, source, into, 1, answered))
+        answers = [json.loads(line) for line in out.read_text().splitlines()]
+        assert sorted(answer["custom_id"] for answer in answers) == [
+            line["custom_id"] for line in lines
+        ]
+        return counts, {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+
+    out = tmp_path / "out.jsonl"
+    out.write_text("an older file\n")
+    counts, first = run(["a", "fails", "c", "d"])
+    assert (counts, asked) == ((3, 1), ["a", "fails", "c", "d"])
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-10])
+    counts, second = run(["a", "fails", "c", "d"])
+    assert (counts, asked) == ((4, 0), ["fails", "d"])
+    assert [second[id] for id in ("r0", "r2")] == [first[id] for id in ("r0", "r2")]
+    assert run(["a", "fails", "c", "d"]) == ((4, 0), second)
+    assert asked == []
+    run(["a", "b", "c", "d"], b"model b")
+    assert asked == ["a", "b", "c", "d"]
+
+
+@pytest.mark.full
+def test_a_batch_is_answered_once_unless_it_is_started_anew(tiny_model, tmp_path):
+    body = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+    lines = [{"custom_id": f"{i}", "url": "/v1/completions", "body": body} for i in range(5)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    command = [
+        sys.executable,
+        "-m",
+        "twolane",
+        "run-batch",
+        str(tiny_model),
+        str(source),
+        str(target),
+    ]
+    ids = []
+    for more in ((), (), ("--restart",)):
+        run = subprocess.run([*command, *TINY, *more], capture_output=True, text=True, timeout=120)
+        assert "5 completed, 0 failed" in run.stderr, run.stderr
+        created = [
+            json.loads(line)["response"]["body"]["id"] for line in target.read_text().splitlines()
+        ]
+        ids.append(created)
+    assert ids[0] == ids[1]
+    assert not {*ids[1]} & {*ids[2]}
 
 
 def test_a_batch_from_a_pipe_answers_while_its_writer_waits(tmp_path, monkeypatch):

@@ -41,6 +41,10 @@ def run_batch(
     concurrency: Annotated[
         int, typer.Option(min=1, max=MANY_OPEN, help="Largest number of requests open at a time.")
     ] = 256,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Answer all requests anew, also those answered in OUTPUT."),
+    ] = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, without a server."""
     from twolane.server import batch
@@ -50,6 +54,6 @@ def run_batch(
         # Bound of the queue, in requests: a batch file waits in its own order.
         options = ServerOptions(**server, max_queue=1 << 30, allow_priority=True)
         log_to(sys.stderr.fileno(), options.log_level, "%(levelname)s %(message)s")
-        answering = batch.run_batch(config, options, source, target, concurrency)
+        answering = batch.run_batch(config, options, source, target, concurrency, restart=restart)
         done = run_until_terminated(answering)
     typer.echo(f"{done.completed} completed, {done.failed} failed: {target}", err=True)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 OPENED = Path("/dev/fd")
 PR_SET_PDEATHSIG = 1
+SECRET = re.compile(r"(KEYS?|KEY_ID|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|HEADERS)$", re.I)
+"""Ends of the names of environment variables that have secrets."""
 MAX_FILES = 1 << 20
 """Most open files that a process asks the system for."""
 
@@ -60,6 +63,20 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Have Linux send this process a signal when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+
+
+def processor_seconds(pid: int) -> float | None:
+    """Return the seconds of processor time that a process has had; None where nothing tells."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # proc(5): utime, stime
+
+
+def without_secrets() -> dict[str, str]:
+    """Return the environment without variables whose names are those of secrets."""
+    return {name: value for name, value in os.environ.items() if not SECRET.search(name)}
 
 
 def raise_file_limit() -> int:

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from twolane.common.errors import FieldError
+from twolane.common.resources import without_secrets
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.messages import (
@@ -47,8 +48,6 @@ from twolane.frontend.socket_folders import SocketFolder, remove_dead_folders
 
 log = logging.getLogger("twolane.engine")
 
-SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
-"""Environment variables that are not passed to the engine."""
 LAST_WORDS_SECONDS = 0.2
 """Seconds within which a message of an exited engine may still arrive."""
 CLOSE_SECONDS = 10.0
@@ -283,7 +282,7 @@ class EngineClient:
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
             process_group=0,
-            env={name: value for name, value in os.environ.items() if name not in SECRETS},
+            env=without_secrets(),
             cwd=None if has_folder() else "/",
         )
         assert self.process.stdin is not None

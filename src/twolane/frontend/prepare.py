@@ -75,7 +75,8 @@ class Preparer:
     """Prepares the requests of one model. All methods belong to one event loop.
 
     Errors of all methods: a FieldError for a field that cannot be served, a TextError for a text
-    that the model's programs refuse or fail at, QueueFull where too many wait for these programs.
+    that the model's programs refuse or fail at, QueueFull where too many wait for these programs,
+    WorkerLost where one was stopped or killed from outside.
 
     Args:
         engine: a running engine, whose context and vocabulary bound a prompt.
@@ -172,6 +173,11 @@ class Preparer:
         """Return the text of tokens, special ones too; errors name the field `tokens`."""
         check_token_ids("tokens", tokens, self._engine.ready.vocab_size)
         return await self._texts.decode(tokens, client)
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why texts or grammars are not read for the moment; None: they are."""
+        return self._texts.problem or (None if self._maker is None else self._maker.problem)
 
     async def close(self) -> None:
         """End the sandboxes."""

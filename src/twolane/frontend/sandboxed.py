@@ -1,6 +1,7 @@
 """The untrusted side of a sandbox; see `twolane.frontend.sandbox`."""
 
 import array
+import contextlib
 import gc
 import os
 import resource
@@ -18,8 +19,8 @@ from twolane.common.resources import die_with_parent, yield_processor
 T = TypeVar("T")
 HEAD = struct.Struct("<cQ")
 """Header of a message: its kind and its size in bytes."""
-SETUP, JOB, DONE, BROKEN = b"s", b"j", b"d", b"b"
-"""Kinds of messages: setup, job, result, error."""
+SETUP, JOB, DONE, BROKEN, KILLED = b"s", b"j", b"d", b"b", b"k"
+"""Kinds of messages: setup, job, result, error, and the zygote's that a worker was killed."""
 LIMITS = struct.Struct("<dQ")
 """Header of the setup: limits on a job's seconds and on bytes of memory."""
 SETUP_MEMORY = 4 << 30
@@ -53,17 +54,38 @@ def run(set_up: SetUp) -> None:
         return
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave no zombies
+    workers: dict[int, socket.socket] = {}
+    """The sockets of the workers, by process id."""
+    signal.signal(signal.SIGCHLD, lambda *_: bury(workers))
     while (worker := receive_descriptor(control)) is not None:
         descriptor, niceness = worker
-        if os.fork() == 0:
-            control.close()
+        own = socket.socket(fileno=descriptor)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            for other in (control, *workers.values()):
+                other.close()
             die_with_parent()
             yield_processor(niceness)
-            with socket.socket(fileno=descriptor) as own:
-                work(own, handler, seconds, memory)
+            work(own, handler, seconds, memory)
             os._exit(0)
-        os.close(descriptor)
+        workers[pid] = own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def bury(workers: dict[int, socket.socket]) -> None:
+    """Wait for the workers that have ended, and close their sockets.
+
+    A job whose worker was killed, as the kernel does when memory runs out, is told so: it may be
+    sent again. No limit of the job's own kills with that signal.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            with workers.pop(pid) as own, contextlib.suppress(OSError):
+                if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                    send(own, KILLED, b"")
 
 
 def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import msgspec
+
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Progress
 from twolane.engine.settings import check_served, context_length
@@ -51,6 +53,8 @@ async def start_engine(
     """
     check_served(config)
     source = (await fetch(config)).with_chat_template(config.chat_template)
+    if source.kind == "dir":  # the engine has no token to ask the Hugging Face hub again
+        config = msgspec.structs.replace(config, model=str(source.path))
     if config.max_model_len is not None:
         context_length(config, await asyncio.to_thread(source.spec))
     defaults = source.sampling_defaults()

@@ -74,9 +74,10 @@ class Matrix:
         return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, device: torch.device) -> "Matrix":
-        """Return the matrix on a device."""
-        moved = [None if t is None else t.to(device) for t in (self.scales, self.zeros)]
-        return Matrix(self.values.to(device), self.scheme, *moved)
+        """Return a copy of the matrix on a device."""
+        others = (self.scales, self.zeros)
+        moved = [None if t is None else t.to(device, copy=True) for t in others]
+        return Matrix(self.values.to(device, copy=True), self.scheme, *moved)
 
     def dequantised(self) -> Tensor:
         """Return the dequantised matrix [rows, columns]: float32, or a plain scheme's values."""

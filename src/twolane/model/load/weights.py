@@ -233,7 +233,8 @@ class _Loader:
     def _get(self, name: str) -> Tensor:
         alone = self.shard.size == 1
         part = self.tensors.get(name, None if alone else self.shard.cut(name))
-        tensor = torch.as_tensor(part).to(self.device, self.dtype)
+        # A copy: on a CPU, the file could be overwritten or cut while it is served.
+        tensor = torch.as_tensor(part).to(self.device, self.dtype, copy=True)
         left_out = not alone and self.shard.left_out(name)
         return torch.zeros_like(tensor) if left_out else tensor
 

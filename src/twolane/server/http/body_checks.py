@@ -10,8 +10,15 @@ import msgspec
 from pydantic import BaseModel
 
 from twolane.frontend.body import IGNORED
-from twolane.frontend.sandbox import LONG_WORK_NICENESS, Limits, QueueFull, Sandbox, SandboxError
-from twolane.server.http.errors import ApiError, queue_full
+from twolane.frontend.sandbox import (
+    LONG_WORK_NICENESS,
+    Limits,
+    QueueFull,
+    Sandbox,
+    SandboxError,
+    WorkerLost,
+)
+from twolane.server.http.errors import ApiError, queue_full, worker_lost
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
@@ -52,6 +59,8 @@ class BodyChecker:
             reply = await self._queue.run([name, *body], CLIENT.get())
         except QueueFull as error:
             raise queue_full(str(error)) from error
+        except WorkerLost as error:
+            raise worker_lost(str(error)) from error
         except (SandboxError, OSError, EOFError) as error:
             if self._closed:
                 message = "the server is shutting down"
@@ -60,6 +69,11 @@ class BodyChecker:
         refusal = msgspec.msgpack.decode(reply, type=BodyRefusal | None)
         if refusal is not None:
             raise ApiError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
+
+    @property
+    def problem(self) -> str | None:
+        """See `Sandbox.problem`."""
+        return self._sandbox.problem
 
     async def close(self) -> None:
         """Stop the process."""

@@ -82,6 +82,11 @@ def queue_full(waiting: str) -> ApiError:
     return ApiError(429, f"too many {waiting}", code="queue_full", headers=headers)
 
 
+def worker_lost(problem: str) -> ApiError:
+    """Return the refusal of a request whose process was stopped or killed: it may be sent again."""
+    return ApiError(503, problem, code="unavailable", headers={"Retry-After": "1"})
+
+
 def from_field(error: FieldError) -> ApiError:
     """Return the refusal of a request's field."""
     code = PROMPT_CODES.get(type(error), "invalid_value")

@@ -78,7 +78,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response, responses=probe)
     async def ready() -> Response:
         """Say whether requests can be served: 200 or 503."""
-        service.availability.check()
+        service.availability.check_ready()
         silences = service.engine.liveness.silences
         ranks = {str(rank): round(silence, 1) for rank, silence in enumerate(silences, start=1)}
         return json_response({"status": "ok", **({"ranks": ranks} if ranks else {})})

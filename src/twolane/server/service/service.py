@@ -18,12 +18,12 @@ from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import NO_EMBEDDING, Embedding
 from twolane.frontend.prepare import Prepared, Preparer, Prompt
-from twolane.frontend.sandbox import QueueFull
+from twolane.frontend.sandbox import QueueFull, WorkerLost
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.texts import Texts
 from twolane.server.http.body_checks import BodyChecker
 from twolane.server.http.calls import Call
-from twolane.server.http.errors import ApiError, queue_full
+from twolane.server.http.errors import ApiError, queue_full, worker_lost
 from twolane.server.http.gate import CLIENT
 from twolane.server.options import ServerOptions
 from twolane.server.service.accounting import (
@@ -85,11 +85,16 @@ class Service:
         self._observer = observer
         self.tracing: Tracer | None = None
         """Tracing of requests; None: not traced."""
-        self.availability = Availability(engine)
+        self.availability = Availability(engine, lambda: self.problem)
         formats = formats or ModelFormats(texts.template_source, shows_tools=texts.shows_tools)
         self.preparer = Preparer(engine, texts, formats)
         self.body_checker = BodyChecker()
         """Checks large bodies in a sandbox."""
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why some requests cannot be read for the moment; None: all can."""
+        return self.preparer.problem or self.body_checker.problem
 
     def check_model(self, name: str | None, param: str = "model") -> str:
         """Return the served model's or adapter's name for a requested one, the field `param`.
@@ -168,6 +173,8 @@ class Service:
             raise
         except QueueFull as error:
             raise queue_full(str(error)) from error
+        except WorkerLost as error:
+            raise worker_lost(str(error)) from error
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
