@@ -1,14 +1,12 @@
 """Twolane: an LLM server that runs prefill and decode side by side on one device.
 
-Importing this package is cheap: PyTorch is loaded only by what needs it.
+Importing this package loads nothing else, so that the command line handles signals early.
 """
 
-from typing import TYPE_CHECKING
-
-from twolane.sampling import SamplingParams
-
+TYPE_CHECKING = False  # as in `typing`, whose import takes as long as Python's start
 if TYPE_CHECKING:
     from twolane.llm import LLM
+    from twolane.sampling import SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
@@ -19,4 +17,8 @@ def __getattr__(name: str) -> object:
         from twolane.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from twolane.sampling import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module 'twolane' has no attribute {name!r}")
