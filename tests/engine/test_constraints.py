@@ -20,10 +20,10 @@ from twolane.sampling import SamplingParams
 
 EOS = 2
 SYSTEMS = [
-    *("static-split", "chunked"),
+    "static-split",
     *(
         pytest.param(name, marks=pytest.mark.full)
-        for name in ("auto", "two-stream", "bullet", "duetserve", "temporal")
+        for name in ("chunked", "auto", "two-stream", "bullet", "duetserve", "temporal")
     ),
 ]
 SCHEMA = {
