@@ -47,10 +47,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+def pytest_collection() -> None:
+    """Look for no garbage among what is imported and collected."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep thousands of collected tests out of the garbage collector's way."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
