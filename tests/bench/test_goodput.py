@@ -249,7 +249,7 @@ def test_the_search_agrees_with_a_sweep(seed, tmp_path):
 
 def test_a_search_goes_on_where_it_was_ended(tmp_path):
     """Killed in the middle, it repeats nothing; another search in its folder is refused."""
-    search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=30, seeds=2)
+    search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=15, seeds=2, tolerance=0.1)
     system, run, runs = "chunked", simulation(search), []
 
     def killed(name, workload, points):
@@ -446,7 +446,7 @@ def test_the_budget_of_chunked_is_tuned_to_the_slo(tmp_path):
 
 def test_all_systems_are_sent_the_same(tmp_path):
     """At the same rate and seed: the requests of one are those of the other."""
-    search = search_of({"ttft": 1.0}, requests=20)
+    search = search_of({"ttft": 1.0}, requests=10, tolerance=0.2)
     seen = {}
 
     def run(system, workload, points):
@@ -524,11 +524,11 @@ def test_the_command(tmp_path):
         "--model",
         "llama-3.1-8b",
         "--num-prompts",
-        "20",
+        "10",
         "--brief",
     ]
     arguments += ["--system", "chunked:token_budget=512", "--system", "static-split"]
-    arguments += ["--out", str(tmp_path), "--goodput", "ttft:800", "tbt:90", "--tolerance", "0.2"]
+    arguments += ["--out", str(tmp_path), "--goodput", "ttft:800", "tbt:90", "--tolerance", "0.5"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     saved = json.loads((tmp_path / "summary.json").read_text())

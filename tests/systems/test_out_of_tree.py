@@ -152,6 +152,7 @@ def test_it_serves(project: Path) -> None:
     assert MINE in trace.read_text()
 
 
+@pytest.mark.full
 def test_an_llm_takes_it(project: Path) -> None:
     model = str(write_tiny_model(project / "tiny"))
     words = {"load_format": "dummy", "kv_tokens": 20_000, "device": "cpu"}
