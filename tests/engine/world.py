@@ -310,7 +310,8 @@ class World:
             prompt_logprobs=rng.choice((*[None] * 8, 0, 2)),
             **self._adjusting(),
         )
-        return Submit(f"r{i}", self._prompt(), params, priority=rng.choice((0, 0, 0, 1)))
+        priority, key = rng.choice((0, 0, 0, 1)), (None, 0, 1)[i % 3]
+        return Submit(f"r{i}", self._prompt(), params, priority=priority, key=key)
 
     def _adjusting(self) -> dict[str, Any]:
         """Bias and penalties for some, strong enough to change what a random model says."""

@@ -164,7 +164,7 @@ async def fleet_of(
     timeout = aiohttp.ClientTimeout(total=None)
     with bind("127.0.0.1", 0) as listener:
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
-            pool = Pool(hosts, FleetOptions(**how), session, keys)  # type: ignore[arg-type]
+            pool = Pool(hosts, FleetOptions(**how), session, keys, operator_key="o")  # type: ignore[arg-type]
             keeping = asyncio.create_task(pool.run())
             shared = ServerOptions(api_keys=keys)
             output = UnsentOutput()

@@ -264,7 +264,7 @@ def test_servers_are_asked_for_their_state_with_a_key() -> None:
             pass
 
     asyncio.run(run())
-    assert "authorization: bearer sk-1" in server.probes[0].lower()
+    assert "x-operator-key: o" in server.probes[0].lower()
 
 
 def test_what_is_read_ahead_of_a_slow_client_counts_as_unsent() -> None:

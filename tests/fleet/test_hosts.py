@@ -53,7 +53,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
 @pytest.mark.parametrize("where", ["ray", "local"])
 def test_gpus_that_nobody_can_give_are_refused_by_name(where: Any) -> None:
     with pytest.raises(FieldError, match="replica_gpus"):
-        hosts_of([], FleetOptions(replica_gpus=1.0, hosts=where))
+        hosts_of([], FleetOptions(replica_gpus=1.0, hosts=where), "o")
 
 
 def test_a_replica_without_a_machine_says_what_it_waits_for(
@@ -64,7 +64,7 @@ def test_a_replica_without_a_machine_says_what_it_waits_for(
     caplog.set_level(logging.WARNING)
 
     async def start() -> object:
-        cluster = RayHosts([], "auto", 1.0, 1.0, 2, 2)
+        cluster = RayHosts([], {}, "auto", 1.0, 1.0, 2, 2)
         starting = asyncio.create_task(cluster.start("replica-1"))
         async with asyncio.timeout(PATIENCE):
             while not caplog.messages:

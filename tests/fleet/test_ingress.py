@@ -28,6 +28,7 @@ def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, 
     """Ask a fleet whose replicas have not been started."""
     raw = [(name.replace("_", "-").encode(), each.encode()) for name, each in headers.items()]
     scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": raw}
+    scope["client"] = ("127.0.0.1", 1)
     sent = []
 
     async def receive():
@@ -38,7 +39,7 @@ def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, 
 
     async def answer():
         async with aiohttp.ClientSession() as session:
-            pool = Pool(LocalHosts(()), FleetOptions(), session, keys)
+            pool = Pool(LocalHosts((), {}), FleetOptions(), session, keys, operator_key="o")
             shared = ServerOptions(api_keys=keys, cors_origins=origins, max_body_bytes=1000)
             app = application(pool, session, shared, UnsentOutput())
             await app(scope, receive, send)
@@ -141,7 +142,9 @@ def test_a_restart_whose_first_successor_does_not_start_leaves_the_others(monkey
 
     async def restart():
         async with aiohttp.ClientSession() as session:
-            pool = Pool(LocalHosts(("--no-such-option",)), FleetOptions(), session)
+            pool = Pool(
+                LocalHosts(("--no-such-option",), {}), FleetOptions(), session, operator_key="o"
+            )
             old = pool.members["old"] = Member("old", phase="serving")
             return await pool.restart(), old.phase, list(pool.members)
 

@@ -50,6 +50,8 @@ def textual(tmp_path_factory, tokenizer):
 
 
 TINY = ("--load-format", "dummy", "--kv-tokens", "200000")
+OPERATOR = "operators-key"
+"""The operator's key of a guarded server."""
 KEYS = ("first-key", "second-key")
 MAX_BODY = 10_000
 """Bytes of a body that a guarded server takes."""
@@ -61,7 +63,7 @@ ORIGIN = "http://localhost:3000"
 def guarded(tiny_model, tmp_path_factory):
     """A server with keys and bounds: one request runs, and each key may have two in the queue."""
     log = tmp_path_factory.mktemp("log") / "err"
-    before = ("env", f"TWOLANE_API_KEY={' '.join(KEYS)}")
+    before = ("env", f"TWOLANE_API_KEY={' '.join(KEYS)}", f"TWOLANE_OPERATOR_KEY={OPERATOR}")
     bounds = ("--max-body-bytes", str(MAX_BODY), "--max-running", "1", "--max-queued-per-key", "2")
     args = (*TINY, *bounds, "--cors-origins", ORIGIN, "--log-level", "debug")
     with serving(str(tiny_model), *args, stderr=log, before=before) as served:

@@ -15,7 +15,7 @@ from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT, Gate, client, refuse
 from twolane.server.http.route import check_media_type
 
-from .conftest import KEYS, MAX_BODY
+from .conftest import KEYS, MAX_BODY, OPERATOR
 from .serving import PATIENCE
 
 ASK = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -50,6 +50,38 @@ def test_without_a_key_there_is_a_401(guarded, path, headers):
     assert (status, got["WWW-Authenticate"]) == (401, "Bearer")
     error = json.loads(data)["error"]
     assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+FORWARDED = {"X-Forwarded-For": "192.0.2.1"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (bearer(KEYS[0]), 200),
+        ({}, 401),
+        (bearer(OPERATOR), 200),
+        ({"X-Operator-Key": OPERATOR}, 200),
+        ({**bearer(KEYS[0]), **FORWARDED}, 403),
+        ({**bearer(KEYS[0]), "Forwarded": "for=192.0.2.1"}, 403),
+        ({**bearer(KEYS[0]), "X-Operator-Key": "wrong", **FORWARDED}, 403),
+        ({**bearer(KEYS[0]), "X-Operator-Key": OPERATOR, **FORWARDED}, 200),
+        ({"X-Operator-Key": OPERATOR, **FORWARDED}, 200),
+    ],
+)
+def test_the_operators_paths_open_to_the_operator_and_to_this_machine(
+    guarded, headers, status
+) -> None:
+    assert ask(guarded, "GET", "/fleet/state", headers=headers)[0] == status
+    asked = ask(guarded, "POST", "/fleet/landmarks/completions", json.dumps(ASK), headers)
+    assert asked[0] == status
+    for path in ("/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        got = ask(guarded, "POST", path, b"{}", headers)[0]
+        assert got == (404 if status == 200 else status), path
+
+
+def test_the_operators_key_is_no_users_key(guarded) -> None:
+    assert ask(guarded, "GET", "/v1/models", headers=bearer(OPERATOR))[0] == 401
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -27,7 +27,8 @@ from twolane.fleet.options import FleetOptions
 from twolane.server.options import ServerOptions
 
 AT_THE_ADDRESS = (
-    *("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds", "refuse_late"),
+    *("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds"),
+    *("refuse_late", "operator_key"),
 )
 """Options of `twolane serve` that apply at the fleet's address, besides its keys and origins."""
 

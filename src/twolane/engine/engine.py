@@ -10,6 +10,7 @@ from twolane.engine.constrained.constraints import Masks
 from twolane.engine.intake import Intake, ServedModel
 from twolane.engine.kv.landmarks import LandmarkWatcher
 from twolane.engine.kv.publisher import KVEventPublisher
+from twolane.engine.launches.fair_shares import make_room_for_turn
 from twolane.engine.launches.late_masks import LateMasks
 from twolane.engine.launches.launch import carry_out, decodes, joining
 from twolane.engine.launches.overlap import lane_waits
@@ -134,6 +135,7 @@ class Engine:
         if isinstance(self.state.estimator, AdapterEstimator):
             self.state.estimator.running = len(self.state.adapters_named() - {-1})
         self.state.queue.promote_oldest()
+        make_room_for_turn(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 

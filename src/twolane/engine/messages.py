@@ -57,6 +57,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Name of the adapter that answers; None: the base model does."""
     rules: TokenRules = TokenRules()
     """Rules on the output's tokens that follow from `params`."""
+    key: int | None = None
+    """Index of the client's API key; keys take turns. None: it has none."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -60,6 +60,8 @@ class Request:
     """Looks the prompt up in the prefix cache."""
     salt: bytes = b""
     """Bytes that keep its pages apart from those of other salts and adapters."""
+    key: int | None = None
+    """Index of the API key that it came with; keys take turns."""
     adapter: int = -1
     """Adapter slot of the request; -1 if the base model answers."""
     constraint: Constraint | None = None
@@ -222,6 +224,7 @@ class Request:
             stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
             salt=salted(submit.cache_salt),
+            key=submit.key,
             adapter=-1 if adapter is None else adapter.slot,
         )
 

@@ -3,6 +3,7 @@
 import bisect
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -12,6 +13,10 @@ from twolane.engine.request import Phase, Request
 
 OLDEST_EVERY = 8
 """One admission in this many goes to the longest-waiting request."""
+
+TURN_TOKENS = 8192
+"""Most prompt tokens by which one key may be served ahead of another that waits, besides its last
+prompt."""
 
 
 class QueueCount(NamedTuple):
@@ -27,7 +32,12 @@ class QueueCount(NamedTuple):
 
 
 class WaitingQueue:
-    """The requests that wait for prefill, by rank. Some are held back from the system."""
+    """The requests that wait for prefill, by rank. Some are held back from the system.
+
+    API keys take turns by the tokens of their prompts (start-time fair queueing, Goyal et al.,
+    SIGCOMM 1996): while several keys wait, systems see only requests that begin before the key with
+    the least left would have had all of its prompts, and at most `TURN_TOKENS` further.
+    """
 
     def __init__(self) -> None:
         self.new: list[Request] = []
@@ -39,6 +49,14 @@ class WaitingQueue:
         ends, or until a mask is known (`masks_of`)."""
         self.admissions = 0
         """Number of admissions since the longest-waiting request was last put first."""
+        self._served: dict[int | None, int] = {}
+        """Tokens of admitted prompts by key, in turns: a key that comes back begins at `_turn`."""
+        self._turn = 0
+        """The tokens that the key of the latest admission had been served before."""
+        self._keys = Counter[int | None]()
+        """Number of requests in `new` by key."""
+        self._shown: list[Request] | None = None
+        """The requests of this turn; None: not known."""
         self.gives_up = False
         """Whether the system gives up prompts that cannot meet their deadline, in favour of smaller
         ones."""
@@ -54,12 +72,39 @@ class WaitingQueue:
     @property
     def visible(self) -> list[Request]:
         """The requests that systems see: those between two chunks, then the others, by rank."""
-        return [*self.started, *self.new] if self.started else self.new
+        return [*self.started, *self.in_turn] if self.started else self.in_turn
+
+    @property
+    def in_turn(self) -> list[Request]:
+        """The requests of `new` whose keys have their turn; all of them while one key waits."""
+        if len(self._keys) <= 1:
+            return self.new
+        if self._shown is None:
+            begins = {key: self._served[key] for key in self._keys}
+            least, tagged = min(begins.values()), []
+            for request in self.new:
+                tagged.append((request.priority, begins[request.key], request.order, request))
+                begins[request.key] += len(request.tokens)
+            end = min(*begins.values(), least + TURN_TOKENS)
+            self._shown = [request for _, at, _, request in sorted(tagged) if at < end]
+        return self._shown
+
+    def note_admission(self, request: Request) -> None:
+        """Count a request that is admitted for the first time."""
+        self.admissions += 1
+        self._turn = self._served[request.key]
+        self._served[request.key] += len(request.tokens)
+        self._shown = None
 
     def enqueue(self, request: Request) -> None:
         """Add a request by its rank."""
         request.phase = Phase.WAITING
         line = self.started if request.started else self.new
+        if line is self.new:
+            if not self._keys[request.key]:
+                self._served[request.key] = max(self._served.get(request.key, 0), self._turn)
+            self._keys[request.key] += 1
+            self._shown = None
         bisect.insort(line, request, key=lambda r: r.rank)
 
     def dequeue(self, request: Request) -> None:
@@ -70,6 +115,8 @@ class WaitingQueue:
                 del self.held[request.leader]
         else:
             (self.started if request.started else self.new).remove(request)
+            if not request.started:
+                self._forget(request)
 
     def hold(self, request: Request, leader: str) -> None:
         """Hide a request from systems until `release` is called with `leader`."""
@@ -91,9 +138,17 @@ class WaitingQueue:
         if self.new[0].priority < self.new[-1].priority:
             oldest = min(self.new, key=lambda r: r.order)
             self.new.remove(oldest)
+            self._forget(oldest)
             # A priority before all that requests can have.
             oldest.priority = -(2**31)
             self.enqueue(oldest)
+
+    def _forget(self, request: Request) -> None:
+        """Count a request that has left `new`."""
+        self._shown = None
+        self._keys[request.key] -= 1
+        if not self._keys[request.key]:
+            del self._keys[request.key]
 
     def count(self, now: float) -> QueueCount:
         """Return the work of all requests, without their tokens in the prefix cache.

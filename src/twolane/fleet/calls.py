@@ -1,6 +1,7 @@
 """A client's request to the fleet: its target and headers for a replica, and its answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,9 @@ NOT_FORWARDED = HOP_HEADERS | {
     "origin",  # the fleet answers for a browser's page, so that its headers stand in answers once
 }
 """Headers of a request that are not forwarded to a replica."""
+
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ClientCall(NamedTuple):
@@ -85,14 +89,15 @@ def named_by_connection(headers: Sequence[tuple[bytes, bytes]]) -> frozenset[str
     return frozenset(name.strip().lower() for name in named.decode("latin-1").split(","))
 
 
-def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
+def forwarded_headers(scope: Scope, more: Mapping[str, str] = NO_HEADERS) -> CIMultiDict[str]:
     """Return the headers to forward to a replica: the client's, repeated ones included, and its
-    address."""
+    address; `more` are in place of the client's of the same names."""
     dropped = NOT_FORWARDED | named_by_connection(scope["headers"])
     headers = [(name.decode("latin-1"), as_sent(value)) for name, value in scope["headers"]]
     kept = CIMultiDict((name, value) for name, value in headers if name not in dropped)
     if (client := scope.get("client")) is not None:
         kept["x-forwarded-for"] = client[0]
+    kept.update(more)
     return kept
 
 

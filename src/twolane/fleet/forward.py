@@ -6,7 +6,14 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 from yarl import URL
 
-from twolane.fleet.calls import ClientCall, answer_headers, forwarded_headers, start_answer, target
+from twolane.fleet.calls import (
+    NO_HEADERS,
+    ClientCall,
+    answer_headers,
+    forwarded_headers,
+    start_answer,
+    target,
+)
 from twolane.fleet.lost import ReplicaLost, unless_lost
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
@@ -16,6 +23,7 @@ from twolane.router.table import SentRequest
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
 from twolane.server.http.events import event, named_event
+from twolane.server.http.gate import OPERATED
 
 log = logging.getLogger("twolane.fleet")
 
@@ -79,11 +87,13 @@ class Forwarder:
             ReplicaLost: the replica is gone, and the answer has not begun.
         """
         member = self._pool.members[chosen.name]
+        # The fleet's own gate has checked that the operator asks.
+        more = self._pool.operator if call.path.startswith(OPERATED) else NO_HEADERS
         request = self._session.request(
             call.scope["method"],
             URL(member.url + target(call.scope), encoded=True),
             data=call.body,
-            headers=forwarded_headers(call.scope),
+            headers=forwarded_headers(call.scope, more),
             allow_redirects=False,
         )
         answer = await unless_lost(member.lost, request)

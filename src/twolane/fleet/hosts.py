@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from twolane.common.errors import FieldError
@@ -51,15 +51,19 @@ class LocalHosts:
 
     Args:
         arguments: Command-line arguments of `twolane serve`.
+        variables: Environment variables of the replicas, besides those of this process.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         self._arguments = [*arguments, TRUSTED, "127.0.0.1"]
+        self._variables = variables
         self._processes: dict[str, ReplicaProcess] = {}
 
     async def start(self, name: str) -> ReplicaAddress:
         """See `Hosts.start`."""
-        process = await asyncio.to_thread(ReplicaProcess, self._arguments, "127.0.0.1")
+        process = await asyncio.to_thread(
+            ReplicaProcess, self._arguments, "127.0.0.1", self._variables
+        )
         self._processes[name] = process  # so that it can be stopped before it serves
         return ReplicaAddress(await asyncio.to_thread(process.wait_for_url), process.pid)
 
@@ -81,13 +85,15 @@ class LocalHosts:
 class Actor:
     """The Ray actor that holds one replica, which is killed with it."""
 
-    def start(self, arguments: Sequence[str], host: str | None) -> ReplicaAddress:
+    def start(
+        self, arguments: Sequence[str], host: str | None, variables: Mapping[str, str]
+    ) -> ReplicaAddress:
         """Start the replica on the actor's machine, listening at `host` or at the node's
         address."""
         import ray
 
         host = host or ray.util.get_node_ip_address()
-        self._process = ReplicaProcess(arguments, host)
+        self._process = ReplicaProcess(arguments, host, variables)
         return ReplicaAddress(self._process.wait_for_url(), self._process.pid)
 
     def alive(self) -> bool:
@@ -104,6 +110,7 @@ class RayHosts:
 
     Args:
         arguments: Command-line arguments of `twolane serve`.
+        variables: Environment variables of the replicas, besides those of the actors.
         address: Address of the Ray cluster; None starts one on this machine.
         cpus: Ray's CPUs that each replica takes.
         gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
@@ -119,6 +126,7 @@ class RayHosts:
     def __init__(
         self,
         arguments: Sequence[str],
+        variables: Mapping[str, str],
         address: str | None,
         cpus: float,
         gpus: float,
@@ -144,6 +152,7 @@ class RayHosts:
         self._host = "127.0.0.1" if address is None else None
         router = "127.0.0.1" if address is None else ray.util.get_node_ip_address()
         self._arguments = [*arguments, TRUSTED, router]
+        self._variables = dict(variables)
         self._actors: dict[str, Any] = {}
 
     async def start(self, name: str) -> ReplicaAddress:
@@ -151,7 +160,9 @@ class RayHosts:
         actor = self._class.remote()
         try:
             await self._placed(name, actor)
-            started: ReplicaAddress = await actor.start.remote(self._arguments, self._host)
+            started: ReplicaAddress = await actor.start.remote(
+                self._arguments, self._host, self._variables
+            )
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise StartError(str(error).strip().splitlines()[-1]) from error

@@ -212,9 +212,8 @@ class Ingress:
             ApiError: 503, there is none.
         """
         await self._awaited(lambda: self._pool.serving)
-        replies = await self._pool.broadcast.make(
-            call.path, call.body, forwarded_headers(call.scope)
-        )
+        headers = forwarded_headers(call.scope, self._pool.operator)
+        replies = await self._pool.broadcast.make(call.path, call.body, headers)
         for name, reply in replies.items():
             if reply.status == LOST and name in self._pool.members:
                 self._pool.exclude(self._pool.members[name])

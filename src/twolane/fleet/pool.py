@@ -17,6 +17,7 @@ from twolane.fleet.process import StartError
 from twolane.fleet.scale import Trend, wanted
 from twolane.router.state import ReplicaState, read_state
 from twolane.router.table import Table
+from twolane.server.http.gate import OPERATOR_HEADER
 
 log = logging.getLogger("twolane.fleet")
 
@@ -80,6 +81,7 @@ class Pool:
         options: Options of the fleet.
         session: HTTP client for requests to replicas.
         keys: API keys that the replicas accept; none: they want none.
+        operator_key: Key of the operator, which the replicas have, too.
         refuse_late: Whether requests are refused that no replica can answer in time.
     """
 
@@ -90,6 +92,7 @@ class Pool:
         session: aiohttp.ClientSession,
         keys: Sequence[str] = (),
         *,
+        operator_key: str,
         refuse_late: bool = True,
     ) -> None:
         self.options = options
@@ -99,8 +102,9 @@ class Pool:
         self._hosts = hosts
         self._session = session
         self.keys = keys
-        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.broadcast = Broadcast(session, self._headers, lambda: self.serving)
+        self.operator = {OPERATOR_HEADER: operator_key}
+        """Headers with which a replica does what the operator asks."""
+        self.broadcast = Broadcast(session, self.operator, lambda: self.serving)
         self._serial = 0
         self._target = options.replicas
         self._successors = 0
@@ -206,7 +210,7 @@ class Pool:
             async with (
                 asyncio.timeout(self.options.probe_timeout),
                 self._session.get(
-                    f"{member.url}/fleet/state?known={member.version}", headers=self._headers
+                    f"{member.url}/fleet/state?known={member.version}", headers=self.operator
                 ) as answer,
             ):
                 if answer.status != 200:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from twolane.common.resources import PR_SET_PDEATHSIG
@@ -33,9 +33,10 @@ class ReplicaProcess:
     Args:
         arguments: Command-line arguments of `twolane serve`, without host and port.
         host: address to listen on.
+        variables: Environment variables, besides those of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], host: str) -> None:
+    def __init__(self, arguments: Sequence[str], host: str, variables: Mapping[str, str]) -> None:
         words = ["serve", *arguments, "--host", host, "--port", "0"]
         command = [sys.executable, "-c", LAUNCH, str(os.getpid()), *words]
         self._process = subprocess.Popen(
@@ -44,6 +45,7 @@ class ReplicaProcess:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, **variables},
         )
 
     @property

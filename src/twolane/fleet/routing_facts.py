@@ -140,7 +140,7 @@ class RoutingFacts:
                 self._session.post(
                     f"{member.url}/fleet/landmarks/{kind}?token_ids=true",
                     data=call.body,
-                    headers=forwarded_headers(call.scope),
+                    headers=forwarded_headers(call.scope, self._pool.operator),
                 ) as answer,
             ):
                 if answer.status != 200:  # the replica that it is sent to says what is wrong

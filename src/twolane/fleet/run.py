@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import signal
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from twolane.server.announcement import bounds
 from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
 from twolane.server.http.gate import Gate
 from twolane.server.http.methods import cross_origin
-from twolane.server.options import ServerOptions
+from twolane.server.options import OPERATOR_VARIABLE, ServerOptions
 from twolane.server.run import (
     LoopErrors,
     Stop,
@@ -82,22 +83,27 @@ def application(
         ingress,
         *bounds,
         allowed_hosts=shared.hosts,
+        operator_key=shared.operator_key,
         keeps_bodies=True,
         on_refusal=ingress.metrics.count,
     )
     return cross_origin(gate, shared.cors_origins)
 
 
-def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
-    """Return the hosts that the options ask for."""
+def hosts_of(arguments: Sequence[str], options: FleetOptions, operator_key: str) -> Hosts:
+    """Return the hosts that the options ask for.
+
+    Replicas get the operator's key by the environment, which nobody else can read.
+    """
+    variables = {OPERATOR_VARIABLE: operator_key}
     if options.hosts == "local":
         if options.replica_gpus:
             raise FieldError("replica_gpus", "needs --hosts ray, not local")
-        return LocalHosts(arguments)
+        return LocalHosts(arguments, variables)
     _, most = options.bounds
     room = options.replica_cpus, options.replica_gpus, options.replicas
     # A restart starts a successor first, so there may be one more replica than `most`.
-    return RayHosts(arguments, options.ray_address, *room, most + 1)
+    return RayHosts(arguments, variables, options.ray_address, *room, most + 1)
 
 
 def announcement(model: str, options: FleetOptions, address: str, said: str) -> str:
@@ -118,7 +124,9 @@ def announcement(model: str, options: FleetOptions, address: str, said: str) -> 
 async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
     again = asyncio.Event()
     with bind(options.host, options.port) as listener:
-        hosts = hosts_of(arguments, options)
+        # The router and the replicas share one, whether or not a person has it.
+        operator_key = shared.operator_key or secrets.token_urlsafe()
+        hosts = hosts_of(arguments, options, operator_key)
         loop = asyncio.get_running_loop()  # after Ray, which has handlers of its own
         loop.set_exception_handler(LoopErrors())
         stop = Stop()
@@ -130,7 +138,14 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             auto_decompress=False,
         )
         async with session:
-            pool = Pool(hosts, options, session, shared.api_keys, refuse_late=shared.refuse_late)
+            pool = Pool(
+                hosts,
+                options,
+                session,
+                shared.api_keys,
+                operator_key=operator_key,
+                refuse_late=shared.refuse_late,
+            )
             output = UnsentOutput()
             app = application(pool, session, shared, output)
             # Open files per client connection: its own, and those to two replicas.

@@ -61,6 +61,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the LoRA adapter that answers; None: the model itself."""
     priority: int = 0
     """Requests of a lower number are served first."""
+    key: int | None = None
+    """Index of the API key that it came with; keys take turns. None: it came with none."""
     cache_salt: str | None = None
     """Salt of the prefix cache: prefixes are shared only by requests with the same one."""
     add_special_tokens: bool | None = None

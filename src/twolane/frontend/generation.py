@@ -158,6 +158,7 @@ class Generation:
             request.cache_salt,
             request.adapter,
             prepared.rules,
+            request.key,
         )
         self._engine.submit(submit, partial(self._receive, index))
 

@@ -63,6 +63,7 @@ def create_app(
         Gate,
         api_keys=options.api_keys,
         max_body_bytes=options.max_body_bytes,
+        operator_key=options.operator_key,
         check_call=service.late_guard.check_arrival,
         allowed_hosts=options.hosts,
     )

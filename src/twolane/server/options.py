@@ -12,6 +12,8 @@ from twolane.common.options import Option
 from twolane.frontend.liveness import HANG_SECONDS
 
 PANEL = "Server"
+OPERATOR_VARIABLE = "TWOLANE_OPERATOR_KEY"
+"""Environment variable with the operator's key."""
 ToolForm = Literal[
     "hermes",
     "qwen3_coder",
@@ -81,6 +83,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     trusted_proxies: Annotated[tuple[str, ...], Option(PANEL, "ADDRESS")] = ()
     """Address or network of a proxy whose X-Forwarded-For names the client; may be repeated. By
     default no proxy is believed, and its clients share one turn."""
+    operator_key: Annotated[str | None, Option(PANEL, "KEY")] = None
+    """Key of the operator, for adapters, the prefix cache and what routers ask; without it, these
+    answer only requests from this machine that came through no proxy. The environment variable or
+    the file keeps the key out of the process list."""
+    salt_per_key: Annotated[bool, Option(PANEL)] = False
+    """Whether requests of different API keys share no prefixes, so that the time to the first token
+    tells nobody of others' prompts."""
     cors_origins: Annotated[tuple[str, ...], Option(PANEL, "ORIGIN")] = ()
     """Origin whose web pages may send requests from a browser; may be repeated, and * allows every
     origin. By default no page of another origin may."""
@@ -129,6 +138,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         for host in self.allowed_hosts:
             if re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+", host) is None:
                 raise FieldError("allowed_hosts", f"must be names without a port, not {host!r}")
+        if self.salt_per_key and not self.api_keys:
+            raise FieldError("salt_per_key", "needs --api-key")
+        if self.operator_key is not None and not self.operator_key.strip():
+            raise FieldError("operator_key", "must not be empty")
+        if self.operator_key in self.api_keys:
+            raise FieldError("operator_key", "must not be an API key")
         endpoint, name = self.otlp_endpoint, self.served_model_name
         if endpoint is not None and not is_http_url(endpoint):
             problem = f"must be an http:// or https:// URL, not {endpoint!r}"

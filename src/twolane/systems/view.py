@@ -182,8 +182,8 @@ class View(msgspec.Struct, frozen=True):
     pass_sizes: Sequence[int]
     """Numbers of tokens that the device pads passes to, ascending; empty if it pads none."""
     waiting: Sequence[RequestView]
-    """Requests with new tokens that are in no batch: started ones first, then by priority and
-    age."""
+    """Requests with new tokens that are in no batch, of the API keys whose turn it is: started ones
+    first, then by priority and age."""
     batch: BatchView | None
     """The open prefill batch, which has layers left to launch."""
     launched_batches: Sequence[BatchView]

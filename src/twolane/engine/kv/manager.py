@@ -226,6 +226,11 @@ class KVCacheManager:
             if a.given_up
         )
 
+    @property
+    def returning_slots(self) -> int:
+        """Slots that will be free when launches now in flight have ended."""
+        return sum(a.given_up for a in self._allocations)
+
     def launched(self, allocations: Iterable[Allocation], ticket: Ticket) -> None:
         """Note a launch that names these allocations."""
         for allocation in allocations:

@@ -5,6 +5,7 @@ sequence, where instructions are shared, and `STRIDE_TOKENS` apart further on, s
 million tokens has about two thousand of them.
 """
 
+import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,9 @@ class PrefixBook:
 
     def __init__(self, page_size: int) -> None:
         self.version = 0
+        self.key: bytes | None = None
+        """Key of the published hashes, so that who sees them cannot guess prompts; None: they are
+        those of pages. Set before the first change."""
         self._page_size = page_size
         self._pages: dict[int, int] = {}
         """Length in pages, by hash."""
@@ -87,15 +91,25 @@ class PrefixBook:
 
     def change(self, changes: Mapping[int, int]) -> None:
         """Apply changes: prefix length in pages by hash; 0 removes the landmark."""
-        for hashed, pages in changes.items():
+        for page_hash, pages in changes.items():
+            hashed = self.keyed(page_hash)
             if pages:
                 self._pages[hashed] = pages
             else:
                 self._pages.pop(hashed, None)
         self.version += 1
 
-    def __contains__(self, hashed: object) -> bool:
-        return hashed in self._pages
+    def keyed(self, page_hash: int) -> int:
+        """Return the published hash of a prefix by the hash of its last page."""
+        if self.key is None:
+            return page_hash
+        data = page_hash.to_bytes(HASH_BYTES, "little")
+        keyed = hashlib.blake2b(data, digest_size=HASH_BYTES, key=self.key)
+        return int.from_bytes(keyed.digest(), "little")
+
+    def has(self, page_hash: int) -> bool:
+        """Return whether the tree has the prefix with this hash of its last page."""
+        return self.keyed(page_hash) in self._pages
 
     def digest(self) -> PrefixDigest:
         """Return at most `MAX_LANDMARKS` landmarks; the same object until something changes."""

@@ -141,7 +141,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     if request.cached is None:
         request.cached = request.context
         request.admitted_at = state.now()
-        state.queue.admissions += 1
+        state.queue.note_admission(request)
         state.counters.prefix_queries += 0 if request.scores_prompt else len(request.tokens)
         state.counters.prefix_hits += request.context
     state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)

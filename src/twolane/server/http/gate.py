@@ -40,6 +40,14 @@ GUARDED = (
     *("/dashboard/data", "/docs", "/openapi.json"),
 )
 """Prefixes of paths that need a key, if keys are set. The others are for probes and scrapers."""
+OPERATED = (
+    *("/fleet/state", "/fleet/landmarks/", "/reset_prefix_cache"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+"""Prefixes of paths that change the server for everybody, or tell of everybody's prompts."""
+OPERATOR_HEADER = "x-operator-key"
+FORWARDING = frozenset({"x-forwarded-for", "forwarded", "x-real-ip", "via"})
+"""Headers that a proxy adds to others' requests."""
 LIVE_PATHS = ("/livez", "/health/live")
 """Paths of liveness probes."""
 PROBES = frozenset({*LIVE_PATHS, "/health", "/health/ready", "/ping", "/metrics"})
@@ -59,6 +67,8 @@ class Gate:
         max_body_bytes: longer bodies are refused (413) without being read.
         allowed_hosts: hosts that requests may name besides local ones; None: any with keys, and
             local ones without, since a web page has no key.
+        operator_key: The key for paths of the operator, which this machine needs no key for; None:
+            there is none.
         keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
         check_call: Refuses a call by its headers and the index of its key, before its body is read.
@@ -71,6 +81,7 @@ class Gate:
         max_body_bytes: int,
         *,
         allowed_hosts: Sequence[str] | None = None,
+        operator_key: str | None = None,
         keeps_bodies: bool = False,
         on_refusal: Callable[[str], None] = lambda code: None,
         check_call: Callable[[Headers, Call, int | None], None] = lambda headers, call, key: None,
@@ -79,6 +90,7 @@ class Gate:
         self._keys = [digest(key.encode()) for key in api_keys]
         no_names = ("*",) if self._keys else ()
         self._hosts = HostCheck(no_names if allowed_hosts is None else allowed_hosts)
+        self._operator_keys = [digest(key.encode()) for key in (operator_key,) if key is not None]
         self._max_body_bytes = max_body_bytes
         self._keeps_bodies = keeps_bodies
         self._on_refusal = on_refusal
@@ -100,7 +112,7 @@ class Gate:
             receive, send = rest.receive, rest.send
             self._hosts.check(headers)
             check_path(scope)
-            key = self._check_key(scope["path"], headers)
+            key = self._check_key(scope, headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
             if int(headers.get("content-length", "0")) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
@@ -119,24 +131,31 @@ class Gate:
         finally:
             body.end()
 
-    def _check_key(self, path: str, headers: Headers) -> int | None:
-        """Return the index of the request's key; None: it needs none."""
+    def _check_key(self, scope: Scope, headers: Headers) -> int | None:
+        """Return the index of the request's key; None: it needs none.
+
+        Raises:
+            ApiError: 401, it needs a key; 403, it needs the operator's.
+        """
+        path, key = scope["path"], sent_key(headers)
+        place = place_of(key, self._keys)
+        if path.startswith(OPERATED):
+            sent = headers.get(OPERATOR_HEADER, key)
+            if place_of(sent, self._operator_keys) is not None:
+                return place
+            if not is_of_this_machine(scope, headers):
+                message = f"only the operator may ask for {path}: send {OPERATOR_HEADER}"
+                raise ApiError(403, message, code="operator_only")
         if not self._keys or not path.startswith(GUARDED):
             return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if KEY_HEADER in headers:
-            scheme, key = "bearer", headers[KEY_HEADER]
-        digested = digest(key.strip().encode("latin-1"))
-        # All of them are compared, so that the time tells nothing about which one fits.
-        fitting = [hmac.compare_digest(digested, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(fitting):
+        if place is None:
             raise ApiError(
                 401,
                 'a valid API key is needed: send "Authorization: Bearer KEY"',
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return fitting.index(True)
+        return place
 
 
 def client(scope: Scope) -> str:
@@ -150,6 +169,35 @@ def client(scope: Scope) -> str:
     if isinstance(known, ipaddress.IPv4Address):
         return address
     return str(known.ipv4_mapped or ipaddress.ip_network((known, IPV6_NETWORK), strict=False))
+
+
+def sent_key(headers: Headers) -> str:
+    """Return the key that a request has sent, or an empty text."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if KEY_HEADER in headers:
+        return headers[KEY_HEADER]
+    return key if scheme.lower() == "bearer" else ""
+
+
+def place_of(key: str, digests: Sequence[bytes]) -> int | None:
+    """Return the index of a key among those of which there are digests; None: it is none of them.
+
+    All of them are compared, so that the time tells nothing about which one fits.
+    """
+    digested = digest(key.strip().encode("latin-1"))
+    fitting = [hmac.compare_digest(digested, known) for known in digests]
+    return fitting.index(True) if any(fitting) else None
+
+
+def is_of_this_machine(scope: Scope, headers: Headers) -> bool:
+    """Return whether a request comes from this machine, and not through a proxy on it."""
+    address = (scope.get("client") or ("", 0))[0]
+    try:
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(known, "ipv4_mapped", None) or known
+    return mapped.is_loopback and FORWARDING.isdisjoint(headers)
 
 
 def check_room(scope: Scope) -> None:

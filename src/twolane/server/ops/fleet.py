@@ -4,6 +4,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from twolane.router.state import ReplicaState
+from twolane.server.http.calls import key_of
 from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.http.schemas import ERRORS, NO_KEY, PromptLandmarks, ReplicaStateShown
@@ -31,7 +32,7 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
         """Return the prompt's length and landmarks of a body of /v1/chat/completions, and its
         tokens if that is asked for."""
         [prompt] = await unless_gone(request, service.prompts(body.request()))
-        return landmarks(service, body, prompt.tokens, token_ids)
+        return landmarks(service, body, prompt.tokens, token_ids, key_of(request))
 
     @app.post("/fleet/landmarks/completions", response_class=Response, responses=described)
     async def completions(
@@ -40,7 +41,7 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
         """Return the same of the first prompt of a body of /v1/completions."""
         prompts = await unless_gone(request, service.prompts(body.request()))
         shown = token_ids and len(prompts) == 1
-        return landmarks(service, body, prompts[0].tokens, shown)
+        return landmarks(service, body, prompts[0].tokens, shown, key_of(request))
 
 
 def replica_state(service: Service, dashboard: Dashboard, known: int) -> ReplicaState:
@@ -55,7 +56,9 @@ def replica_state(service: Service, dashboard: Dashboard, known: int) -> Replica
     )
 
 
-def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: bool) -> Response:
+def landmarks(
+    service: Service, body: GenerationBody, tokens: list[int], shown: bool, key: int | None
+) -> Response:
     """Return a prompt's length and landmarks.
 
     Args:
@@ -63,14 +66,15 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: 
         body: the request, whose adapter and salt are part of the hashes.
         tokens: tokens of the prompt.
         shown: true if the answer has the tokens, too, as `prompt_token_ids` takes them.
+        key: The index of the request's API key; None: it has none.
     """
-    chosen = service.landmarks(tokens, body.model, body.cache_salt)
+    chosen = service.landmarks(tokens, body.model, service.salted(body.cache_salt, key))
     return json_response(
         {
             "prompt_tokens": len(tokens),
             "page_size": service.engine.ready.page_size,
             "tokens": chosen.tokens,
-            "hashes": chosen.hashes,
+            "hashes": list(map(service.engine.prefixes.keyed, chosen.hashes)),
             "token_ids": tokens if shown else None,
         }
     )

@@ -1,5 +1,7 @@
 """The served model, which every endpoint asks: from a request to its generation."""
 
+import hashlib
+import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
@@ -81,6 +83,9 @@ class Service:
         self.admission = Admission(
             options.max_queue, options.max_queued_per_key, lambda: engine.stats.prompt_token_seconds
         )
+        secret = options.operator_key.encode() if options.operator_key else os.urandom(32)
+        engine.prefixes.key = hashlib.sha256(b"hashes of prefixes" + secret).digest()
+        self._salt_per_key = options.salt_per_key
         self.late_guard = LateGuard(engine, self.admission, on=options.refuse_late)
         self._observer = observer
         self.tracing: Tracer | None = None
@@ -128,7 +133,9 @@ class Service:
             ApiError: 400, 404, 429 or 503.
             FieldError: a field is out of range.
         """
-        request = replace(asked, adapter=self._adapter(asked), slo=call.slo)
+        salt = self.salted(asked.cache_salt, call.key)
+        adapter = self._adapter(asked)
+        request = replace(asked, adapter=adapter, slo=call.slo, cache_salt=salt, key=call.key)
         self.admission.check_count(max(1, len(request.prompts)) * request.n, counted_by(request))
         if request.priority and not self._allow_priority:  # whoever has the best one has the server
             message = "priority: this server serves in order of arrival (see --allow-priority)"
@@ -178,6 +185,10 @@ class Service:
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
+    def salted(self, cache_salt: str | None, key: int | None) -> str | None:
+        """Return the salt of a request that came with an API key."""
+        return f"key {key} {cache_salt or ''}" if self._salt_per_key else cache_salt
+
     def landmarks(self, tokens: list[int], name: str | None, cache_salt: str | None) -> Landmarks:
         """Return the landmarks of a prompt to the model or adapter of this name."""
         adapter = self.engine.adapters.loaded.get(name or "")
@@ -223,7 +234,7 @@ class Service:
 
         def reused(prompt: list[int]) -> int:
             marks = self.landmarks(prompt, request.adapter, request.cache_salt)
-            return marks.reused(self.engine.prefixes.__contains__)
+            return marks.reused(self.engine.prefixes.has)
 
         expected = self.late_guard.check(prepared, call, reused)
         self.admission.enter(len(answers), counted_by(request), key=call.key, tokens=tokens)

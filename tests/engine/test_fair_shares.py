@@ -1,0 +1,52 @@
+"""API keys take turns: a flood of one key's requests does not hold up another key."""
+
+import pytest
+
+from tests.systems.names import SYSTEM_NAMES
+from tests.systems.simulation import Simulation, simulate, submit
+from twolane.systems.registry import make_system
+
+PROMPT = 900
+MOST = {"auto": 3.5}
+"""Times the wait beside one request of the other key, 3.0 where there is none; `auto` slows a
+prompt down for the gaps of all that decode."""
+COUNT = 20
+"""Requests of the flood; more than fit into the slots and pages."""
+ROOMY = {"pages": 60_000, "slots": 400}
+CASES = {
+    "queue": (0.02, 4, ROOMY),
+    "slots": (1.5, 150, {"pages": 60_000, "slots": 8}),
+    "pages": (1.5, 150, {"pages": 560, "slots": 400}),
+}
+"""When the other key comes, tokens of an answer, and what there is for all."""
+IN_ORDER = ("static-split", "chunked", "prefill-first", "temporal", "two-stream")
+"""Systems that admit prompts in order of arrival."""
+
+SHORT = ("static-split", "chunked", "auto")
+"""Systems of the short form."""
+
+
+def served(system: str, count: int, case: str) -> Simulation:
+    """So many requests of key 0 at once, and one of key 1 later."""
+    late, output, room = CASES[case]
+    flood = [(0.0, submit(f"a{i:03}", PROMPT, output, key=0)) for i in range(count)]
+    return simulate(make_system(system), [*flood, (late, submit("b", PROMPT, 4, key=1))], **room)
+
+
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [
+        pytest.param(name, case, marks=[] if name in SHORT else [pytest.mark.full])
+        for name in SYSTEM_NAMES
+        for case in CASES
+    ],
+)
+def test_a_key_waits_about_as_long_as_beside_one_request(system: str, case: str) -> None:
+    late = CASES[case][0]
+    alone = served(system, 1, case).times["b"][0] - late
+    flooded = served(system, COUNT, case)
+    assert flooded.times["b"][0] - late <= MOST.get(system, 3.0) * alone
+    assert set(flooded.finish.values()) == {"length"}
+    if system in IN_ORDER:
+        firsts = [flooded.times[f"a{i:03}"][0] for i in range(COUNT)]
+        assert firsts == sorted(firsts)
