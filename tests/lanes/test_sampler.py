@@ -1,4 +1,5 @@
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from twolane.common.errors import FieldError
 from twolane.lanes.cpu.sampler import Adjustment, SampleRow, exponentials, sample, score
-from twolane.sampling import SamplingParams
+from twolane.sampling import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 DRAWS = 2000
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.0, -3.0, 1.0, 0.0, -0.5, 1.5, -6.0])
@@ -294,3 +295,27 @@ def test_scores():
         assert [logprob for _, logprob in got.top] == pytest.approx(best.values.tolist(), abs=1e-6)
         assert [float(row[token]) for token, _ in got.top] == best.values.tolist()
     assert score(logits, tokens, [1] * 4)[1].rank == 1
+
+
+def test_what_a_row_lists_hardly_adds_to_its_work():
+    """Others' tokens are sampled in the same step: 32 rows with all lists that are walked for each
+    token, at their bounds, against rows without."""
+    vocab, count = 150_000, 32
+    plain = SampleRow(SamplingParams(temperature=0.0), 0, 0)
+    biases = dict.fromkeys(range(MAX_BIASED_TOKENS), 1.0)
+    params = SamplingParams(temperature=0.0, logit_bias=biases)
+    allowed = bytes(1) + b"\xff" * (vocab // 8 - 1)
+    banned = tuple(range(9, 9 + MAX_STOP_TOKEN_IDS))
+    full = SampleRow(params, 0, 0, banned, Adjustment(params, (), ()), allowed)
+    logits = torch.randn(count, vocab)
+
+    def seconds(row: SampleRow) -> float:
+        taken = []
+        for _ in range(7):
+            began = time.process_time()
+            sample(logits, [row] * count)
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    without = seconds(plain)
+    assert seconds(full) < 1.6 * without
