@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(VENV)/bin/python -m pip install --quiet -c constraints.txt
+INSTALL := $(VENV)/bin/python -m pip install --quiet $(INSTALL_OPTIONS) -c constraints.txt
 MODEL := smollm2-135m-instruct
 
 # Two files at a time: much of a server's test is waiting. Threads that wait for their team in a busy
