@@ -37,7 +37,12 @@ RAN_SHARE = 0.5
 """Share of a job's time for which its process must have run if the job is to be blamed for it."""
 ENDING_SECONDS = 0.2
 """Seconds after a worker's end within which that of its zygote, if it was the cause, is noticed."""
-PLAIN = frozenset({"PATH", "HOME", "TMPDIR", "LANG", "TZ", "TWOLANE_CACHE", "VIRTUAL_ENV"})
+PLAIN = frozenset(
+    {
+        *("PATH", "HOME", "TMPDIR", "LANG", "TZ", "TWOLANE_CACHE", "VIRTUAL_ENV"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+    }
+)
 PLAIN_PREFIXES = ("LC_", "LD_", "DYLD_", "XDG_", "PYTHON", "CONDA_")
 """Environment variables that sandboxed programs get; the others may have secrets."""
 PART = 1 << 18
