@@ -36,6 +36,7 @@ from twolane.server.run import (
     serving_at,
     set_up_log,
     uvicorn_config,
+    warn_of_open_address,
 )
 from twolane.slo import Slo
 
@@ -164,6 +165,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             slo = next((each.state.slo for each in pool.serving), Slo())
             said = bounds(slo, refuses=shared.refuse_late)
+            warn_of_open_address(listener, shared)
             announce(announcement(arguments[0], options, address_of(listener), said))
             await first_of(stop.asked.wait(), serving)
             for task in (keeping, restarting, returning):

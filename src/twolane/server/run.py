@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import signal
@@ -171,6 +172,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             address = address_of(listener)
             refuses = options.refuse_late
+            warn_of_open_address(listener, options)
             announce(announcement(engine.ready, config, name, address, refuses=refuses))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
@@ -437,6 +439,16 @@ def bind(host: str, port: int) -> socket.socket:
         where = with_port(bare, port)
         raise OSError(f"cannot listen on {where}: {error.strerror}") from error
     return listener
+
+
+def warn_of_open_address(listener: socket.socket, options: ServerOptions) -> None:
+    """Warn of a server that other machines reach and that wants no key."""
+    host = listener.getsockname()[0].partition("%")[0]
+    if not options.api_keys and not ipaddress.ip_address(host).is_loopback:
+        log.warning(
+            "ANYBODY WHO REACHES %s MAY USE THIS SERVER: it has no --api-key",
+            address_of(listener),
+        )
 
 
 def address_of(listener: socket.socket) -> str:
