@@ -8,6 +8,7 @@ from twolane.cli.doctor_model import describe, ends, report
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.tokenizer import Declared, load_both
 from twolane.model.load.hub import resolve
+from twolane.model.spec import UnsupportedModel
 
 from ..frontend.checkpoints import byte_level, byte_level_keys, llama2, write, write_gguf
 
@@ -103,7 +104,7 @@ def test_a_gguf_file(tmp_path):
 
 def test_tokens_of_a_text(tmp_path, capsys):
     folder = write(tmp_path / "m", byte_level())
-    report(str(folder), "a é<|stop|>")
+    report(str(folder), "a é<|stop|>", None)
     printed = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert [(int(token), name) for token, name, _ in printed] == [
         (3 + ord("a"), "a"),
@@ -112,7 +113,19 @@ def test_tokens_of_a_text(tmp_path, capsys):
     ]
 
 
+def test_what_is_not_served_is_refused_as_by_serve(tmp_path, capsys):
+    folder = write(tmp_path / "m", byte_level())
+    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "x"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = "architecture 'GptOssForCausalLM': attention sinks and experts in MXFP4 are not built"
+    for ask in (lambda: report(str(folder), None, None), resolve(str(folder)).spec):
+        with pytest.raises(UnsupportedModel, match=f"^unsupported {said}$"):
+            ask()
+    report(str(folder), "a", None)
+    assert capsys.readouterr().out.split() == [str(3 + ord("a")), "a", "'a'"]
+
+
 def test_what_has_no_tokenizer_is_refused(tmp_path):
     write(tmp_path / "m", None).joinpath("tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="has no tokenizer"):
-        report(str(tmp_path / "m"), None)
+        report(str(tmp_path / "m"), None, None)

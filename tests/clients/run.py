@@ -20,6 +20,7 @@ from twolane.model.load.hub import resolve
 from ..server.parrot import Learnt, write_parrot
 from ..server.serving import serving
 
+OWN_MODEL = "smollm2-135m-instruct"
 CAT = '{"name": "Tom", "age": 3}'
 PACKAGES = {
     "common": (
@@ -109,7 +110,7 @@ def claude_turn(claude: str, base: str, folder: Path) -> bool:
 def main() -> int:
     clients = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as folder:
-        words = load_tokenizer(resolve("smollm2-135m-instruct")).backend
+        words = load_tokenizer(resolve(OWN_MODEL)).backend
         model = str(write_parrot(Path(folder) / "model", LEARNT, words=words))
         arguments = ("--served-model-name", "parrot", "--kv-tokens", "65536")
         with serving(model, *arguments) as server:
@@ -126,6 +127,10 @@ def main() -> int:
                 home = Path(folder) / name
                 home.mkdir()
                 failed += not turn(str(clients / "node_modules/.bin" / name), server.base, home)
+    with serving(OWN_MODEL, "--kv-tokens", "20000") as server:
+        agents = str(Path(__file__).with_name("own_model.py"))
+        program = [str(clients / "common/bin/python"), agents, server.base]
+        failed += subprocess.run(program, check=False).returncode
     return failed
 
 

@@ -346,7 +346,7 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
     [
         (
             named(GemmaConfig(), "GemmaForCausalLM"),
-            "architecture 'GemmaForCausalLM': of Gemma, the third is built",
+            "'GemmaForCausalLM': of Gemma, the third is built",
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5631},
@@ -358,15 +358,19 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
         ),
         (
             {"architectures": ["GptOssForCausalLM"]},
-            "'GptOssForCausalLM': attention sinks and MXFP4 experts are not built",
+            "'GptOssForCausalLM': attention sinks and experts in MXFP4 are not built",
         ),
         (
             {"architectures": ["Llama4ForConditionalGeneration"]},
-            "'Llama4ForConditionalGeneration': models of images are not built",
+            "'Llama4ForConditionalGeneration': attention in chunks is not built",
         ),
         (
             {"architectures": ["FalconForCausalLM"]},
-            "architecture 'FalconForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
+            "architecture 'FalconForCausalLM': LayerNorm is not built",
+        ),
+        (
+            {"architectures": ["GPT9ForCausalLM"]},
+            "architecture 'GPT9ForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
             ".*Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),

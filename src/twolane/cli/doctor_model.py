@@ -20,6 +20,7 @@ from twolane.frontend.text.tokenizer import (
 )
 from twolane.model.load.configs import declared_eos
 from twolane.model.load.hub import ModelSource, resolve
+from twolane.model.spec import UnsupportedModel
 
 
 def report(name: str, tokens: str | None, chat_template: str | None) -> None:
@@ -31,13 +32,16 @@ def report(name: str, tokens: str | None, chat_template: str | None) -> None:
         chat_template: File of a chat template in place of the model's own.
 
     Raises:
-        ValueError: there is no such model, or its tokenizer or that file cannot be read.
+        ValueError: there is no such model, it is not served, or its tokenizer or that file cannot
+            be read.
         PullError: it could not be fetched.
     """
     source = resolve(name)
     if source.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
     source = source.with_chat_template(chat_template)
+    if tokens is None:
+        [*formats(source)]  # before the tokenizer, so that the reason is the one of `serve`
     file, tokenizer = load_both(source)
     rows = describe(source, file, tokenizer)
     if tokens is not None:
@@ -87,9 +91,15 @@ def describe(
 
 
 def formats(source: ModelSource) -> Iterator[Sequence[str]]:
-    """Yield the rows about how weights and KV cache are stored."""
+    """Yield the rows about how weights and KV cache are stored.
+
+    Raises:
+        UnsupportedModel: the model is not served.
+    """
     try:
         spec, stored = source.facts.spec, source.facts.quantization
+    except UnsupportedModel:
+        raise
     except ValueError as error:  # the tokenizer may be read nevertheless
         yield "KV cache", "not known", str(error)
         return

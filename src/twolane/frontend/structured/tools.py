@@ -29,6 +29,8 @@ NO_PARAMETERS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
+PLAIN = frozenset(("type", "properties", "required", "title", "description", "$defs", "$schema"))
+"""Keywords of schemas whose objects need no other names than those of `properties`."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -50,8 +52,15 @@ class Tool(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """JSON schema of its arguments."""
-        return NO_PARAMETERS if self.parameters is None else with_objects_only(self.parameters)
+        """JSON schema of its arguments, without any but those that it names."""
+        if self.parameters is None:
+            return NO_PARAMETERS
+        whole = with_objects_only(self.parameters)
+        named = whole.get("properties")
+        names = whole.keys() <= PLAIN and isinstance(named, dict) and named
+        if not names or not set(whole.get("required") or ()) <= named.keys():
+            return whole
+        return {**whole, "additionalProperties": False}
 
 
 def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:

@@ -1,18 +1,52 @@
 """Why much used architectures are not served."""
 
-_IMAGES = "models of images are not built"
-_LATENT = "latent attention is not built"
-_LINEAR = "linear attention is not built"
+import re
 
-REFUSED = {
-    "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
-    "GemmaForCausalLM": "of Gemma, the third is built",
-    "Gemma2ForCausalLM": "soft caps of scores and logits are not built",
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
-    "DeepseekV32ForCausalLM": _LATENT,
-    "Qwen3NextForCausalLM": _LINEAR,
-    "GraniteMoeHybridForCausalLM": _LINEAR,
-    "Llama4ForConditionalGeneration": _IMAGES,
+_REASONS = {
+    "attention sinks and experts in MXFP4 are not built": "gptoss",
+    "attention sinks are not built": "mimov2 mimo2",
+    "heads of 512 and keys that layers share are not built": "gemma4 gemma3n",
+    "soft caps of scores and logits are not built": "gemma2 vaultgemma",
+    "of Gemma, the third is built": "gemmafor gemma$ t5gemma paligemma",
+    "diffusion of text is not built": "diffusiongemma dream llada",
+    "linear attention, which keeps a state in place of keys and values, is not built": (
+        "qwen35 qwen36 qwen38 qwen3next qwen4 kimilinear olmohybrid bailinghybrid minimaxfor "
+        "minimaxm1 minimaxtext glm5next"
+    ),
+    "sparse attention, whose keys an indexer chooses, is not built": (
+        "deepseekv32 deepseekv4 glmmoedsa glmdsa minimaxm3 mistrallarge4 hyv4"
+    ),
+    "multi-head latent attention is not built": (
+        "deepseekv2 deepseekv3 deepseek2 deepseekvlv2 deepseekocr kimi glm4moelite longcat "
+        "mistral4 minicpm3 youtu axk plm(for|$)"
+    ),
+    "layers that keep a state (Mamba and its kin) are not built": (
+        "mamba nemotronh granitemoehybrid granitehybrid bamba falconh1 falconmamba jamba zamba "
+        "zaya plamo2 rwkv arwkv xlstm recurrentgemma"
+    ),
+    "short convolutions between attention layers are not built": "lfm2 lfm3",
+    "attention in chunks is not built": "llama4",
+    "LayerNorm is not built": (
+        "gpt2 gptneo gptj gptbigcode optfor bloom falcon mpt phifor phi2 phimoe stablelm "
+        "starcoder codegen cohere commandr dbrx nemotron(for|$)"
+    ),
+    "encoders are not served; embeddings come from decoders, such as Qwen3-Embedding": (
+        "bert roberta xlmroberta modernbert nomicbert neobert eurobert jinabert distilbert "
+        "deberta electra mpnet newmodel gtemodel"
+    ),
+    "encoders beside a decoder are not built": ("t5 mt5 bart mbart marian m2m100 pegasus whisper"),
+    "classifiers and rerankers are not served": ".*forsequenceclassification$",
 }
-"""The reason for each architecture."""
+"""Expressions that match the beginnings of the names, in small letters and digits, that a reason
+holds for; an earlier reason comes first."""
+
+
+def reason(architecture: str) -> str | None:
+    """Return why an architecture is not served; None: nothing is known of it.
+
+    Args:
+        architecture: The name in `config.json` or in a GGUF file, or the `model_type`.
+    """
+    name = re.sub("[^a-z0-9]", "", architecture.lower()).removeprefix("modeltype")
+    found = (why for why, begins in _REASONS.items() if re.match("|".join(begins.split()), name))
+    return next(found, None)

@@ -1,6 +1,6 @@
 """Every family by its names. A new family is a file of this package and a name in `_FILES`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from twolane.model.families import (
@@ -27,7 +27,7 @@ from twolane.model.families import (
     smollm3,
 )
 from twolane.model.families.family import Family
-from twolane.model.families.refused import REFUSED
+from twolane.model.families.refused import reason
 from twolane.model.spec import UnsupportedModel
 
 _FILES = (
@@ -77,6 +77,13 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**whole, "model_type": family.name, **text, **tied}
 
 
+def unsupported(what: str, name: str, works: Iterable[str]) -> UnsupportedModel:
+    """Return the refusal of an architecture, with the reason or the list of those that work."""
+    if (why := reason(name)) is not None:
+        return UnsupportedModel(f"unsupported {what} {name!r}: {why}")
+    return UnsupportedModel.because(what, name, works)
+
+
 def family_of(architectures: list[str] | None, model_type: str | None) -> Family:
     """Return the family of a config that names these.
 
@@ -94,10 +101,8 @@ def family_of(architectures: list[str] | None, model_type: str | None) -> Family
     else:
         typed = by_type.get(model_type or "")
         name = typed.architectures[0] if typed else f"model_type {model_type}"
-    if name in REFUSED:
-        raise UnsupportedModel(f"unsupported architecture {name!r}: {REFUSED[name]}")
     if name not in ARCHITECTURES:
-        raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
+        raise unsupported("architecture", name, ARCHITECTURES)
     family = ARCHITECTURES[name]
     if model_type is not None and by_type.get(model_type) is not family:
         raise UnsupportedModel.because(f"model_type of {name}", model_type, (family.name,))

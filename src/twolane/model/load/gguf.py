@@ -12,7 +12,7 @@ from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from gguf.quants import dequantize
 
 from twolane.model.families.family import JOINED_QKV, PARTS, Family
-from twolane.model.families.registry import GGUF_ARCHITECTURES
+from twolane.model.families.registry import GGUF_ARCHITECTURES, unsupported
 from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.sharding import Cut
 from twolane.model.spec import (
@@ -54,8 +54,7 @@ class GGUFModel:
             self._tensors |= {t.name: t for t in GGUFFile(part).tensors}
         self._architecture = str(self._field("general.architecture"))
         if self._architecture not in GGUF_ARCHITECTURES:
-            works = GGUF_ARCHITECTURES
-            raise UnsupportedModel.because("GGUF architecture", self._architecture, works)
+            raise unsupported("GGUF architecture", self._architecture, GGUF_ARCHITECTURES)
         self._family = GGUF_ARCHITECTURES[self._architecture]
         assert self._family.gguf is not None
         self._facts = self._family.gguf
