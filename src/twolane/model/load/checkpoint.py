@@ -176,14 +176,17 @@ def stored_form(name: str, facts: ModelFacts) -> tuple[Format | None, Place | No
 
 
 def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of its config.
+    """Refuse a checkpoint whose tensors are not those of its config.
+
+    As in `transformers`, surplus tensors of a model that is not quantised are ignored.
 
     Args:
         facts: What its configs say.
         tensors: The tensors of its files.
 
     Raises:
-        WeightsError: tensors are missing, surplus, or of another shape or type.
+        WeightsError: tensors are missing, or of another shape or type, or surplus in a quantised
+            model, where they may change what the others mean.
     """
     name, quantization = facts.name, facts.quantization
     expected = expected_tensors(facts)
@@ -206,7 +209,8 @@ def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
         )
     missing = [t for t, stored in expected.items() if t not in names and not stored.optional]
     refuse_tensors(name, "missing", missing)
-    refuse_tensors(name, "surplus", surplus)
+    if quantization is not None:
+        refuse_tensors(name, "surplus", surplus)
     misshapen = [
         f"{t} {list(tensors.shape(t))} instead of {list(stored.shapes[0])}"
         for t, stored in there.items()
@@ -219,6 +223,10 @@ def check_tensors(facts: ModelFacts, tensors: TensorSource) -> None:
         if tensors.type(t) not in stored.types
     ]
     refuse_tensors(name, "mistyped", mistyped)
+    if surplus:
+        log.warning(
+            "%s: tensors that its config does not have are ignored: %s", name, listed(surplus)
+        )
 
 
 def _predicts_more(tensor: str, layers: int) -> bool:
@@ -240,8 +248,11 @@ def refuse_tensors(name: str, what: str, which: Sequence[str]) -> None:
     Raises:
         WeightsError: there are; the message has the first of them.
     """
-    if not which:
-        return
-    more = len(which) - _MAX_NAMED
-    listed = ", ".join(which[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-    raise WeightsError(f"{name}: {what} tensors: {listed}")
+    if which:
+        raise WeightsError(f"{name}: {what} tensors: {listed(which)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are besides."""
+    more = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

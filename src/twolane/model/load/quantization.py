@@ -8,7 +8,7 @@ from typing import Literal
 
 BLOCK = 128
 """Rows and columns of the only blocks of FP8 that are read."""
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are no quantised values, as safetensors names them."""
 _POWERS = ("F8_E8M0",)
 """The type of scales that are powers of two, stored as their exponents."""
