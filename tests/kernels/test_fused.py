@@ -266,6 +266,9 @@ def test_the_columns_of_ranks_are_put_side_by_side(width: int, device: str) -> N
     out = torch.full((2, 3 * width), torch.nan, device=device)
     fused.side_by_side(parts, out)
     assert torch.equal(out, torch.cat(list(parts), dim=1))
+    short = torch.full((2, 2 * width + 3), torch.nan, device=device)
+    fused.side_by_side(parts, short)
+    assert torch.equal(short, out[:, : 2 * width + 3])
 
 
 @pytest.mark.parametrize("hidden", [64, 1100])

@@ -84,10 +84,20 @@ def logits(decoder: Decoder, rounded: bool = False) -> Tensor:
     return decoder.head(hidden)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_ranks_do_not_divide(tied: bool, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 257, "tie_word_embeddings": tied}
+    check_ranks("llama31", tmp_path, sizes)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Four ranks of models of two KV heads: each head is on two ranks."""
-    source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
+    check_ranks(family, tmp_path)
+
+
+def check_ranks(family: str, tmp_path: Path, sizes: dict[str, Any] | None = None) -> None:
+    source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2, sizes=sizes)))
     with torch.inference_mode():
         alone = logits(Decoder(*load_weights(source)))
     for size in (2, 4):
@@ -287,7 +297,6 @@ def test_only_a_rank_s_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"heads": 6, "kv_heads": 2}, "6 attention heads"),
         ({"intermediate_size": 90}, "90 MLP columns"),
-        ({"vocab_size": 250}, "250 tokens"),
         ({"heads": 12, "kv_heads": 6}, "6 KV heads"),
         ({"moe": MoeSpec(4, 2, 30)}, "30 columns of an expert"),
     ],

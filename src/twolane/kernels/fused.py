@@ -495,22 +495,29 @@ def _side_by_side(
     parts: tl.tensor,
     out: tl.tensor,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    rows, count = tl.num_programs(0), tl.num_programs(1)
+    row, part, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    values = tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside)
-    tl.store(out + (row * count + part) * WIDTH + column, values, mask=inside)
+    inside = (column < WIDTH) & (part * WIDTH + column < COLUMNS)
+    values = tl.load(parts + (part.to(tl.int64) * rows + row) * WIDTH + column, mask=inside)
+    tl.store(out + row * COLUMNS + part * WIDTH + column, values, mask=inside)
 
 
 def side_by_side(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """`out` [R, parts * width] = the columns of all parts [parts, R, width], in their order."""
+    """`out` [R, C] = the first C columns of all parts [parts, R, width], in their order."""
     count, rows, width = parts.shape
     block = min(_ELEMENTS, power_of_2(width))
-    grid = rows, count, -(-width // block)
-    launch(_side_by_side, grid, parts, out, WIDTH=width, BLOCK=block, num_warps=warps(block))
+    sizes = {"WIDTH": width, "COLUMNS": out.shape[1], "BLOCK": block}
+    launch(
+        _side_by_side,
+        (rows, count, -(-width // block)),
+        parts,
+        out,
+        **sizes,
+        num_warps=warps(block),
+    )
 
 
 @triton.jit

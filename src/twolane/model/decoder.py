@@ -148,7 +148,8 @@ class Decoder:
         On a rank other than 0 those of its part of the vocabulary.
         """
         x = self.last(hidden)
-        return self.group.gather_columns(self.products.linear(x, self.weights.head).float())
+        logits = self.group.gather_columns(self.products.linear(x, self.weights.head).float())
+        return logits[:, : self.spec.vocab_size]
 
     def last(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [R, hidden] after the last layer's norm, which the classifier reads."""

@@ -30,7 +30,7 @@ from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
 from twolane.model.rope import query_scales, rotations
-from twolane.model.sharding import Shard
+from twolane.model.sharding import Shard, vocab_rows
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, NullChannel
 from twolane.parallel.two_shot import Mapped, TwoShot
@@ -282,9 +282,10 @@ class Workspace:
             self.logit_parts(rows)
 
     def logit_parts(self, rows: int) -> Tensor:
-        """float32 [parts, rows, vocab / ranks]: this rank's logits; on rank 0 then the others'."""
+        """float32 [parts, rows, `vocab_rows`]: this rank's logits; on rank 0 then the
+        others'."""
         assert self.channel is not None
-        width = self._vocab // self.channel.size
+        width = vocab_rows(self._vocab, self.channel.size)
         parts = self.channel.size if self.channel.rank == 0 else 1
         count = parts * rows * width
         if len(self._logits) < count:

@@ -21,6 +21,14 @@ class Cut(NamedTuple):
     stop: int
 
 
+def vocab_rows(vocab: int, ranks: int) -> int:
+    """Return the rows of each rank's embedding and classifier; those without a token are zeros.
+
+    Where the number of ranks does not divide the vocabulary, they are a multiple of 64.
+    """
+    return vocab // ranks if vocab % ranks == 0 else -(-vocab // (ranks * 64)) * 64
+
+
 @dataclass(frozen=True)
 class Shard:
     """A rank's part of a model.
@@ -36,7 +44,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         spec, size = self.spec, self.size
-        counts = {"attention heads": spec.heads, "tokens of the vocabulary": spec.vocab_size}
+        counts = {"attention heads": spec.heads}
         if not all(map(spec.has_experts, range(spec.layers))):
             counts["MLP columns"] = spec.intermediate_size
         if spec.moe is not None:
@@ -64,8 +72,13 @@ class Shard:
     @property
     def vocab(self) -> range:
         """Token ids whose embeddings and logits this rank has."""
-        rows = self.spec.vocab_size // self.size
-        return range(self.rank * rows, (self.rank + 1) * rows)
+        rows, most = self.vocab_rows, self.spec.vocab_size
+        return range(min(self.rank * rows, most), min((self.rank + 1) * rows, most))
+
+    @property
+    def vocab_rows(self) -> int:
+        """See the function."""
+        return vocab_rows(self.spec.vocab_size, self.size)
 
     def cut(self, name: str) -> Cut | None:
         """Return the part of the tensor of this Hugging Face name; None: all of it."""

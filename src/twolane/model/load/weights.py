@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
@@ -215,7 +216,13 @@ class _Loader:
             progress("weights", i / self.spec.layers)
             layers.append(self._layer(i))
         tied, on_cpu = self.spec.tie_embeddings, self.device.type == "cpu"
-        head = Matrix.plain(embedding) if tied else self._alone("lm_head", plain=not on_cpu)
+        embedding, even = self._filled(embedding), self.spec.vocab_size % self.shard.size == 0
+        if tied:
+            head = Matrix.plain(embedding)
+        else:
+            head = self._alone("lm_head", plain=not (on_cpu and even))
+        if not even:
+            head = Matrix.plain(self._filled(head.values))
         norm = self._get("model.norm.weight") * self.spec.logit_scale
         weights = Weights(embedding, tuple(layers), norm, head)
         progress("weights", 1.0)
@@ -229,6 +236,10 @@ class _Loader:
         floats = Matrix.plain(matrix.dequantised().to(self.dtype))
         self.converted[matrix.scheme, floats.scheme] += 1
         return floats
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        """Return the rank's rows of the vocabulary, with zeros to `Shard.vocab_rows`."""
+        return functional.pad(rows, (0, 0, 0, self.shard.vocab_rows - len(rows)))
 
     def _get(self, name: str) -> Tensor:
         alone = self.shard.size == 1
