@@ -57,10 +57,10 @@ class Tool(msgspec.Struct, frozen=True):
             return NO_PARAMETERS
         whole = with_objects_only(self.parameters)
         named = whole.get("properties")
-        names = whole.keys() <= PLAIN and isinstance(named, dict) and named
-        if not names or not set(whole.get("required") or ()) <= named.keys():
+        if not isinstance(named, dict) or not named or not whole.keys() <= PLAIN:
             return whole
-        return {**whole, "additionalProperties": False}
+        closed = {**whole, "additionalProperties": False}
+        return closed if set(whole.get("required") or ()) <= named.keys() else whole
 
 
 def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:
