@@ -3,6 +3,7 @@
 const POLL_MS = 500;
 const ANSWER_MS = 5000; // a server that takes longer is as good as gone
 const KEPT = 20000; // launches
+const NEWEST = 5; // seconds without the end of a launch that are not shown as such
 const SPANS = { now: "5 s", minute: "1 min", quarter: "15 min" };
 const KEY = "twolane-key";
 const $ = (id) => document.getElementById(id);
@@ -41,6 +42,9 @@ function colour(name) {
 
 // ---- what is said in words
 
+// Requests may have bounds of their own.
+const hasBound = ({ slo, windows }, name) =>
+  slo[name] != null || Object.values(windows).some((w) => w.attainment[name] != null);
 const missed = (value, bound) => value != null && bound != null && value > bound;
 
 // A TTFT bound that grows with the prompt says nothing about a quantile over all prompts: there the
@@ -97,7 +101,8 @@ function tiles(data) {
     latency("ttft", "minute", "now"), // requests may come less often than every 5 s
     latency("tbt", "now", "minute"),
     tile("SLO attainment, 1 min", share(attainment),
-      judged.map(([name, value]) => `${name.toUpperCase()} ${share(value)}`).join(" · ") || "none ended",
+      judged.map(([name, value]) => `${name.toUpperCase()} ${share(value)}`).join(" · ") ||
+        (["ttft", "tbt", "tpot"].some((n) => hasBound(data, n)) ? "none ended" : "no bounds"),
       attainment != null && attainment < 0.99),
     tile("Output tokens/s", per(now, "output_tokens"), `${per(now, "prompt_tokens")} prompt tokens/s`),
     tile("Waiting", count(data.requests.waiting),
@@ -120,7 +125,7 @@ function figures(data) {
     ["P50", "P90", "P99"].forEach((q, k) => line(`${name.toUpperCase()} ${q}`,
       names.map((n) => seconds(windows[n][name][k])), slo[name] == null ? "" : boundText(data, name),
       (i) => k === 2 && broken(data, name, names[i])));
-  for (const name of ["ttft", "tbt", "tpot"])
+  for (const name of ["ttft", "tbt", "tpot"].filter((n) => hasBound(data, n)))
     line(`${name.toUpperCase()} attainment`, names.map((n) => share(windows[n].attainment[name])), "99 %",
       (i) => windows[names[i]].attainment[name] != null && windows[names[i]].attainment[name] < 0.99);
   for (const [name, title] of [["received", "Requests/s"], ["output_tokens", "Output tokens/s"],
@@ -196,9 +201,20 @@ function lineChart(id, bounded) {
   return new uPlot({
     width: $(id).clientWidth, height: 190, axes: axes(),
     legend: { live: false, markers: { dash: (u, i) => (u.series[i].dash ? "dashed" : "solid") } },
-    scales: { y: { range: (u, low, high) => [0, Math.max(high ?? 0, 1e-3) * 1.08] } },
+    scales: { y: { range: (u, low, high) => [0, (high || 1) * 1.08] } },
+    hooks: { draw: [sayEmpty] },
     series: [{}, ...series],
   }, [[], ...series.map(() => [])], $(id));
+}
+
+function sayEmpty({ ctx, bbox, data, series }) {
+  if (data.some((column, i) => i && series[i].label !== "bound" && column.some((v) => v != null))) return;
+  ctx.save();
+  ctx.fillStyle = colour("soft");
+  ctx.font = `${13 * devicePixelRatio}px system-ui`;
+  ctx.textAlign = "center";
+  ctx.fillText("nothing in this window", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
+  ctx.restore();
 }
 
 function drawCharts(data) {
@@ -287,7 +303,10 @@ function takeLaunches(data) {
   const oldest = data.now - 10;
   const keep = state.launches.findIndex((l) => l.end >= oldest);
   state.launches = keep < 0 ? [] : state.launches.slice(keep).slice(-KEPT);
-  state.origin = data.now;
+  // A launch is drawn once it has ended: while one runs, the newest that has is at the right edge.
+  const newest = Math.max(...state.launches.slice(-100).map((l) => l.end));
+  const runs = data.requests.prefilling + data.requests.decoding > 0;
+  state.origin = runs && data.now - newest < NEWEST ? newest : data.now;
 }
 
 function busy(phases) {
