@@ -335,9 +335,7 @@ class TextCodec:
         if tools_as_text and (tools or not template.form.shows_calls):
             turns = with_tools_as_text(messages, tools, system=template.form.has_role("system"))
             tools = None
-        if tools and not template.form.shows_tools:
-            raise TextError("the model's chat template shows no tools", param="tools")
-        check_calls(template, turns)
+        check_calls(template, turns, tools)
         rendered = partial(
             rendering,
             template,
@@ -347,17 +345,7 @@ class TextCodec:
             variables=variables,
             tools=tools,
         )
-        try:
-            text = rendered(turns)
-        except TextError as refusal:
-            fewer = with_fewer_messages(turns)
-            if len(fewer) == len(turns):
-                raise
-            try:
-                text = rendered(fewer)
-            except TextError:
-                raise refusal from None
-        text = with_whole_characters(text)
+        text = with_whole_characters(rendered_somehow(rendered, turns))
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -525,12 +513,38 @@ def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> Non
         )
 
 
-def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
-    """Refuse tool calls that the template does not show.
+def rendered_somehow(
+    rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]
+) -> str:
+    """Return a conversation as text, with fewer messages if the template refuses it as it is.
 
     Raises:
-        TextError: there is one.
+        TextError: it refuses either.
     """
+    try:
+        return rendered(messages)
+    except TextError as refusal:
+        fewer = with_fewer_messages(messages)
+        if len(fewer) == len(messages):
+            raise
+        try:
+            return rendered(fewer)
+        except TextError:
+            raise refusal from None
+
+
+def check_calls(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> None:
+    """Refuse tools and tool calls that the template does not show.
+
+    Raises:
+        TextError: there are some.
+    """
+    if tools and not template.form.shows_tools:
+        raise TextError("the model's chat template shows no tools", param="tools")
     for place, message in enumerate(messages):
         if message.get("tool_calls") and not template.form.shows_calls:
             param = f"messages[{place}].tool_calls"

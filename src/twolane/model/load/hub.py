@@ -224,8 +224,7 @@ def resolve(
         return _directory(name, path) if path.is_dir() else ModelSource("gguf", name, path, path)
     raise ModelNotFound(
         f"no model {name!r}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
-        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name, "
-        "or owner/name:QUANT for a GGUF file)"
+        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name)"
     )
 
 
