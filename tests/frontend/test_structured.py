@@ -784,3 +784,16 @@ def test_what_stays_within_the_bounds_is_served(takes):
     check_grammar(json_schema_grammar(chain(400)), "x")
     patterns = {f"^x{i}$": {"type": "integer"} for i in range(64)}
     assert takes(json_schema_grammar({"type": "object", "patternProperties": patterns}), '{"x7":1}')
+
+
+def test_calls_have_no_arguments_but_those_that_a_tool_names():
+    named = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    assert Tool("f", named).schema == {**named, "additionalProperties": False}
+    for schema in (
+        {"type": "object"},
+        {**named, "additionalProperties": {"type": "integer"}},
+        {**named, "patternProperties": {"^x": True}},
+        {**named, "required": ["a", "other"]},
+        {**named, "allOf": [{"required": ["b"]}]},
+    ):
+        assert Tool("f", schema).schema == schema
