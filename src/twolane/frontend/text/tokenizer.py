@@ -79,6 +79,12 @@ class ModelTokenizer:
     longest: int | None = None
     """A token takes at most this many characters; None: as many as the text has."""
 
+    @property
+    def tools_form(self) -> TemplateForm | None:
+        """Format in which the template for conversations with tools reads messages, if there is one
+        that works."""
+        return self.form if self.tool_template is None else self.tool_form
+
 
 @contextmanager
 def tokenizer_errors() -> Iterator[None]:

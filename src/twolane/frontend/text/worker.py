@@ -45,7 +45,8 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     loaded = Loaded(
         msgspec.json.encode(file),
         codec.template_source,
-        codec.shows_tools,
+        # A template whose format could not be found in time is not tried once more.
+        tokenizer is not None and tokenizer.tools_form is not None and codec.shows_tools,
         codec.has_chat_template,
         codec.template_variables(tools=False),
         codec.template_variables(tools=True),
