@@ -21,11 +21,22 @@ pytestmark = pytest.mark.usefixtures("converts_here")
 def texts_of_tokens(codec):
     """What grammars take tokens for; None: the tokenizer's decoder rules grammars out."""
     try:
-        texts = codec.vocabulary().texts
+        vocabulary = codec.vocabulary()
     except ValueError as error:
         assert "may change a token's text" in str(error)
         return lambda ids: None
+    texts = vocabulary.texts
+    if vocabulary.exact is not None:
+        exact = vocabulary.matching([0]).tokenizer
+        for text in [*SHORT[:200], *names_of(codec)]:
+            ids = exact.tokenize_str(text)
+            assert b"".join(texts[token] for token in ids) == text.encode(), text
+            assert not {*ids} & {*vocabulary.special}
     return lambda ids: b"".join(texts[token] for token in ids)
+
+
+def names_of(codec):
+    return [f"a {name} b" for name in codec.added_tokens]
 
 
 def check(folder, style, given):

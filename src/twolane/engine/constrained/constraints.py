@@ -10,13 +10,14 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from twolane.common.resources import usable_cores, yield_processor
 from twolane.engine.constrained.bits import with_tokens
 from twolane.engine.constrained.matching import (
     AMBIGUOUS,
+    Matching,
     matcher_of,
     matching_takes_too_long,
     problem_of,
@@ -252,7 +253,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._notify = notify
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: Matching | None = None
         self._compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, MaskPace]] = OrderedDict()
         """The matchers that those of a grammar's group are copied from."""
         self._paces: WeakValueDictionary[str, MaskPace] = WeakValueDictionary()
@@ -274,7 +275,7 @@ class Grammars:
         group = next(self._made) % self._groups
         kept, pace = self._matcher(grammar, group)
         matcher = kept.deep_copy()
-        words = -(-self._vocabulary_now().vocab_size // 32)
+        words = -(-self._vocabulary_now().tokenizer.vocab_size // 32)
         constraint = Constraint(matcher, words, group, pace, self._vocab_size, stops, self._eos)
         [mask] = _compute_apart(constraint)
         if isinstance(mask, GrammarError):
@@ -304,8 +305,8 @@ class Grammars:
             self._kept_bytes -= len(oldest)
         return matcher, pace
 
-    def _vocabulary_now(self) -> LLTokenizer:
-        """Return llguidance's tokenizer, made once.
+    def _vocabulary_now(self) -> Matching:
+        """Return the vocabulary as matchers take it, made once.
 
         Raises:
             GrammarError: it does not go with the model, as one without the model's end tokens.

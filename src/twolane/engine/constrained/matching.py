@@ -1,7 +1,7 @@
 """Bounds on grammars, which the API process checks and the engine relies on."""
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -32,12 +32,20 @@ MAX_ERROR_CHARACTERS = 450
 """Most characters of a matcher's error that an error message quotes."""
 
 
-def matcher_of(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
+class Matching(NamedTuple):
+    """A vocabulary as matchers take it."""
+
+    tokenizer: "LLTokenizer"
+    chooses: bool
+    """Whether the model chooses the tokens of a text to which the grammar has no alternative. If
+    not, they are those of `vocabulary.Vocabulary.exact`, which models write best."""
+
+
+def matcher_of(vocabulary: Matching, grammar: str) -> "LLMatcher":
     """Return a matcher of a grammar in llguidance's format.
 
     It reports errors through `problem_of` only: by default the library writes them to standard
-    error, where clients could fill the log. And the model chooses the tokens also where the grammar
-    leaves one text: the library would have the model's tokenizer choose them.
+    error, where clients could fill the log.
     """
     from llguidance import LLMatcher
 
@@ -45,9 +53,10 @@ def matcher_of(vocabulary: "LLTokenizer", grammar: str) -> "LLMatcher":
         [first, *others] = json.loads(grammar)["grammars"]
     except (ValueError, TypeError, LookupError):
         first, others = {"lark_grammar": grammar}, []
-    chosen = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @whole'}
+    options = json.dumps({"no_forcing": vocabulary.chooses})
+    chosen = {"lark_grammar": f"%llguidance {options}\nstart: @whole"}
     whole = json.dumps({"grammars": [chosen, {**first, "name": "whole"}, *others]})
-    return LLMatcher(vocabulary, whole, log_level=0, limits=parser_limits())
+    return LLMatcher(vocabulary.tokenizer, whole, log_level=0, limits=parser_limits())
 
 
 def problem_of(matcher: "LLMatcher") -> str | None:

@@ -1,12 +1,11 @@
 """The texts of a model's tokens, by which grammars choose them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+from twolane.engine.constrained.matching import Matching
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
@@ -17,11 +16,14 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
     its name."""
     special: list[int]
     """Tokens that are no text of an answer: a grammar allows them by their ids or names alone."""
+    exact: str | None = None
+    """A `tokenizer.json` that makes tokens of the same ids from any text, whose bytes are the text;
+    None: there is none."""
 
     def matching(
         self, eos_token_ids: Sequence[int], slices: Sequence[str] | None = None
-    ) -> "LLTokenizer":
-        """Return llguidance's form of the vocabulary.
+    ) -> Matching:
+        """Return the form of the vocabulary that matchers take.
 
         Args:
             eos_token_ids: tokens that end an answer; at least one.
@@ -33,19 +35,18 @@ class Vocabulary(msgspec.Struct, frozen=True, tag=True):
         from llguidance import LLTokenizer
 
         # The library takes a list for the slices, and objects in the form of its TokenizerWrapper.
-        return LLTokenizer(
-            _Texts(self, eos_token_ids),  # type: ignore[arg-type]
-            eos_token=list(eos_token_ids),
-            slices=None if slices is None else list(slices),
-        )
+        texts: Any = _Texts(self, eos_token_ids) if self.exact is None else self.exact
+        wanted = None if slices is None else list(slices)
+        tokenizer = LLTokenizer(texts, eos_token=list(eos_token_ids), slices=wanted)
+        return Matching(tokenizer, chooses=self.exact is None)
 
 
 class _Texts:
     """What llguidance asks a tokenizer for.
 
-    It would also have texts tokenised that a grammar leaves no choice about. That is left to the
-    model (`matching.matcher_of`): a tokenizer makes special tokens of their names, and changes
-    texts by its normaliser, its added tokens and their spaces.
+    It would also have texts tokenised to which a grammar has no alternative. A model's tokenizer
+    makes special tokens of their names, and changes texts by its normaliser, its added tokens and
+    their spaces.
     """
 
     is_tokenizer_wrapper = True

@@ -24,6 +24,10 @@ from twolane.frontend.structured.schema import plain_schema
 
 RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w.-]*[^:\n\"/]*:", re.M)
 """The beginning of a rule in a Lark grammar."""
+NAMED = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|(?P<name><[^<>\s\[\]]+>)'
+)
+"""A token that a Lark grammar names; strings, expressions and comments, which may seem to."""
 TokenOf = Callable[[str], int | None]
 """Returns the id of an added token by its text; None: there is no such token."""
 Maker = Callable[[], str]
@@ -59,13 +63,22 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return lark_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
-def context_free_grammar(text: str) -> str:
+def context_free_grammar(text: str, token_of: TokenOf = lambda _: None) -> str:
     """Return a grammar given in Lark's format or GBNF.
+
+    Args:
+        text: the grammar.
+        token_of: finds added tokens, which a Lark grammar may name.
 
     Raises:
         ValueError: it is in neither, is too complex to compile, or has parts in other forms.
     """
-    lark = text if is_lark(text) else lark_of_gbnf(plain_gbnf(text))
+
+    def numbered(part: re.Match[str]) -> str:
+        token = None if part["name"] is None else token_of(part["name"])
+        return part[0] if token is None else f"<[{token}]>"
+
+    lark = NAMED.sub(numbered, text) if is_lark(text) else lark_of_gbnf(plain_gbnf(text))
     if "%json" in lark:
         raise ValueError("%json is not supported in a grammar: give the schema alone")
     rules = len(RULE.findall(lark))

@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from twolane.common.errors import FieldError
 from twolane.engine.constrained.matching import (
     AMBIGUOUS,
+    Matching,
     matcher_of,
     matching_takes_too_long,
     problem_of,
@@ -54,7 +55,7 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
         wrong = msgspec.msgpack.encode(InvalidGrammar(problem))
         return b"", lambda _: wrong
-    longest = longest_tokens(vocabulary)
+    longest = longest_tokens(vocabulary.tokenizer)
     token_of = setup.added_tokens.get
     threading.stack_size(STACK)
 
@@ -78,7 +79,7 @@ def longest_tokens(vocabulary: LLTokenizer) -> Sequence[int]:
 
 
 def result(
-    job: GrammarJob, token_of: grammars.TokenOf, vocabulary: LLTokenizer, longest: Sequence[int]
+    job: GrammarJob, token_of: grammars.TokenOf, vocabulary: Matching, longest: Sequence[int]
 ) -> Result:
     """Return the grammar, or why it cannot be served."""
     try:
@@ -109,13 +110,13 @@ def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -
         case Choices(choices):
             return lambda: grammars.choice_grammar(choices)
         case ContextFree(text):
-            return lambda: grammars.context_free_grammar(text)
+            return lambda: grammars.context_free_grammar(text, token_of)
         case Calls(call_format, tools, several, free):
             write: Callable[..., str] = strict_grammar if free else calls_grammar
             return lambda: write(call_format, tools, token_of, several=several)
 
 
-def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence[int]) -> None:
+def try_out(grammar: str, field: str, vocabulary: Matching, longest: Sequence[int]) -> None:
     """Check that a grammar can be matched and its masks computed for some tokens.
 
     Args:

@@ -6,8 +6,8 @@ from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 from jinja2 import TemplateSyntaxError
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders
-from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.common.surrogates import with_whole_characters
 from twolane.engine.messages import Vocabulary
@@ -16,7 +16,14 @@ from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.frontend.text.tools_as_text import with_tools_as_text
-from twolane.frontend.text.vocabulary import BYTE_TOKEN, anchor_of, decoder_steps, vocabulary_of
+from twolane.frontend.text.vocabulary import (
+    BYTE_TOKEN,
+    anchor_of,
+    byte_alphabet,
+    decoder_steps,
+    exact_tokenizer,
+    vocabulary_of,
+)
 
 T = TypeVar("T")
 REPLACEMENT = "\ufffd"
@@ -223,6 +230,7 @@ class TextCodec:
             )
         self._shown: ByteVocabulary | None = None
         self._longest = None if tokenizer is None else tokenizer.longest
+        self._json = None if tokenizer is None else tokenizer.json
         if self._backend is not None and is_byte_level(self._backend.decoder):
             self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
             self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
@@ -280,7 +288,11 @@ class TextCodec:
             ValueError: its decoder writes a token differently after different ones.
         """
         bytes_of = None if self._shown is None else self._shown.bytes_of
-        return vocabulary_of(self._tokenizer, bytes_of, self.ends)
+        made = vocabulary_of(self._tokenizer, bytes_of, self.ends)
+        if bytes_of is None:
+            return made
+        exact = exact_tokenizer(self._json or self._tokenizer.to_str(), made)
+        return replace(made, exact=exact)
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -641,13 +653,3 @@ def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that are never part of the text."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token for token, entry in added.items() if entry.special)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level token names (GPT-2's table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
-    assert set(table) == set(ByteLevel.alphabet())
-    return table

@@ -78,6 +78,8 @@ class ModelTokenizer:
     """Tokens that end an answer, besides those of the model's config."""
     longest: int | None = None
     """A token takes at most this many characters; None: as many as the text has."""
+    json: str | None = None
+    """Complete tokenizer as JSON, where `backend` only decodes."""
 
     @property
     def tools_form(self) -> TemplateForm | None:
@@ -184,6 +186,7 @@ def read_file(
         *templates,
         ends,
         file.longest,
+        file.backend if decodes_only else None,
     )
     return file, tokenizer
 

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
+from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.engine.messages import Vocabulary
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 MARK = re.compile("<.*>", re.DOTALL)
 """Added tokens of this form are marks, as of calls, even if they are not declared special."""
+CHANGING = ("continuing_subword_prefix", "dropout", "end_of_word_suffix")
+"""Options of a model by which its tokens are not those of the text."""
 STEPS = frozenset(("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"))
 """Steps of decoders that write a token the same after any other."""
 
@@ -42,6 +45,46 @@ def vocabulary_of(
     return Vocabulary(texts, sorted(special))
 
 
+def exact_tokenizer(backend: str, vocabulary: Vocabulary) -> str | None:
+    """Return a byte-level tokenizer of any text, without what changes texts; None: it has more.
+
+    Args:
+        backend: the model's `tokenizer.json`.
+        vocabulary: the texts of its tokens.
+    """
+    form = json.loads(backend)
+    model, steps = form["model"], _steps(form["pre_tokenizer"], "pretokenizers")
+    written = {byte for text in vocabulary.texts for byte in text}
+    alone = {name for name, byte in byte_alphabet().items() if byte in written}
+    if model["type"] != "BPE" or not alone <= model["vocab"].keys():
+        return None
+    if any(model.get(key) for key in CHANGING) or not all(map(_keeps, steps)):
+        return None
+    if all(step["type"] != "ByteLevel" for step in steps):
+        return None
+    for step in steps:
+        if step["type"] == "ByteLevel":
+            step["add_prefix_space"] = False
+    # The library takes added tokens for special ones by names in this form, which no text has. It
+    # would take some of those that are text for other bytes, if they are not ASCII.
+    texts = {token["id"]: token["content"] for token in form["added_tokens"]}
+    hidden = {*vocabulary.special, *(id for id, text in texts.items() if not text.isascii())}
+    names = texts | {id: f"<\U0010ffff{id}>" for id in hidden}
+    kept = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    form["added_tokens"] = [
+        {"id": id, "content": name, "special": id in hidden, **kept} for id, name in names.items()
+    ]
+    model["vocab"] = {names.get(id, name): id for name, id in model["vocab"].items()}
+    nothing = dict.fromkeys(("normalizer", "post_processor", "truncation", "padding"))
+    return json.dumps({**form, **nothing})
+
+
+def _keeps(step: Mapping[str, Any]) -> bool:
+    """Return whether a step before tokenising only splits a text, or writes its bytes."""
+    splits = step["type"] in ("Split", "Punctuation") and step.get("behavior") != "Removed"
+    return splits or step["type"] in ("ByteLevel", "Digits")
+
+
 def decoded_texts(tokenizer: Tokenizer, count: int) -> list[bytes]:
     """Return what each of the first tokens adds to a text before it.
 
@@ -65,12 +108,14 @@ def decoded_texts(tokenizer: Tokenizer, count: int) -> list[bytes]:
 
 def decoder_steps(decoder: decoders.Decoder | None) -> Sequence[Mapping[str, Any]]:
     """Return the steps of a decoder, as a `tokenizer.json` has them."""
-    if decoder is None:
-        return [{"type": "none"}]
-    whole = json.loads(decoder.__getstate__())
-    steps = [whole]
-    while any("decoders" in step for step in steps):
-        steps = [part for step in steps for part in step.get("decoders", [step])]
+    return _steps(None if decoder is None else json.loads(decoder.__getstate__()), "decoders")
+
+
+def _steps(whole: Any, key: str) -> Sequence[dict[str, Any]]:
+    """Return the steps of a part of a `tokenizer.json`, whose sequences have a key."""
+    steps = [whole or {"type": "none"}]
+    while any(key in step for step in steps):
+        steps = [part for step in steps for part in step.get(key, [step])]
     return steps
 
 
@@ -104,3 +149,13 @@ def anchor_of(tokenizer: Tokenizer, count: int) -> int | None:
             if texts == [name, 2 * name]:
                 return id
     return None
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte for each character of byte-level token names (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    assert set(table) == set(ByteLevel.alphabet())
+    return table
