@@ -6,7 +6,7 @@ Importing this package loads nothing else, so that the command line handles sign
 TYPE_CHECKING = False  # as in `typing`, whose import takes as long as Python's start
 if TYPE_CHECKING:
     from twolane.llm import LLM
-    from twolane.sampling import SamplingParams
+    from twolane.params import LLMSamplingParams as SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 __version__ = "0.1.0"
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> object:
 
         return LLM
     if name == "SamplingParams":
-        from twolane.sampling import SamplingParams
+        from twolane.params import LLMSamplingParams
 
-        return SamplingParams
+        return LLMSamplingParams
     raise AttributeError(f"module 'twolane' has no attribute {name!r}")

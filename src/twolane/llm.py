@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
@@ -27,6 +27,7 @@ from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.frontend.text.texts import Texts
+from twolane.params import LLMSamplingParams
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ B = TypeVar("B", bound=Body)
 Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
+VLLM_NAMES: Mapping[str, str] = {
+    "max_num_seqs": "max_running",
+    "block_size": "page_size",
+    "enable_prefix_caching": "prefix_cache",
+}
+"""Settings of vLLM's `LLM` that have another name here."""
+WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "enforce_eager": (False,),
+    "trust_remote_code": (False, True),
+}
+"""Settings of vLLM's `LLM` with the values that ask for nothing: CUDA graphs are always used on a
+GPU, and code of a checkpoint, which may run or not, is not needed."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -152,7 +165,8 @@ class LLM:
     Args:
         model: an alias, a local directory, a GGUF file, a built-in shape or a Hugging Face id.
         progress: true if progress bars are shown on standard error; None shows them in a terminal.
-        settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`.
+        settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`;
+            also by vLLM's names `max_num_seqs`, `block_size` and `enable_prefix_caching`.
 
     Raises:
         TypeError: a setting does not exist; the message says what to use instead.
@@ -162,8 +176,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, progress: bool | None = None, **settings: Any) -> None:
-        check_settings(settings)
-        config = EngineConfig(model=model, **settings)
+        config = EngineConfig(model=model, **known_settings(settings))
         open_standard_files()  # which a daemon may lack
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._loop = asyncio.new_event_loop()
@@ -212,9 +225,8 @@ class LLM:
                 has the wrong type.
             EngineError, GenerationFailed: the engine died.
         """
-        fields = text_fields(options)
         asked = [{"prompts": [prompt]} for prompt in read_prompts(prompts)]
-        return self._answer(asked, params, progress, fields, options)
+        return self._answer(asked, params, progress, options)
 
     def chat(
         self,
@@ -229,12 +241,12 @@ class LLM:
         Messages are those of /v1/chat/completions. Arguments and errors are those of `generate`. A
         missing template, and one that refuses the messages or drops a word, are ValueErrors too.
         """
-        fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
+        rendering = chosen(Rendering, options)
         asked = [
             {"conversation": rendering.conversation(read_messages(turns, name))}
             for name, turns in conversations(messages)
         ]
-        return self._answer(asked, params, progress, fields, options)
+        return self._answer(asked, params, progress, options, Rendering)
 
     def stream(
         self,
@@ -255,14 +267,14 @@ class LLM:
             ValueError, EngineError, GenerationFailed: see `generate`; the last two while reading.
         """
         asked: dict[str, Any]
+        forms: tuple[type[Body], ...] = ()
         if is_conversation(prompt):
-            fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
+            forms, rendering = (Rendering,), chosen(Rendering, options)
             asked = {"conversation": rendering.conversation(read_messages(prompt, "messages"))}
         else:
-            fields = text_fields(options)
             asked = {"prompts": [read_prompt(prompt)]}
         params = params or self._params
-        request = self._request(params, fields, options, stream=True, **asked)
+        request = self._request(params, options, *forms, stream=True, **asked)
         if params.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "cannot be streamed")
         return self._pieces(self._run(self._preparer.prepare(request)))
@@ -289,9 +301,14 @@ class LLM:
         self.close()
 
     def _request(
-        self, params: SamplingParams, fields: TextFields, options: GenerateOptions, **more: Any
+        self, params: SamplingParams, options: GenerateOptions, *forms: type[Body], **more: Any
     ) -> GenerateRequest:
+        """Return a request; `forms`: see `text_fields`."""
+        own: dict[str, Any] = {}
+        if isinstance(params, LLMSamplingParams):
+            own, params = params.options, params.of_engine
         check_params(params)
+        fields = text_fields({**own, **options}, *forms)
         lora = chosen(AdapterChoice, options).lora
         return GenerateRequest(sampling=params, adapter=lora, **fields.answering, **more)
 
@@ -300,8 +317,8 @@ class LLM:
         asked: Sequence[Mapping[str, Any]],
         params: Params,
         progress: bool | None,
-        fields: TextFields,
         options: GenerateOptions,
+        *forms: type[Body],
     ) -> list[RequestOutput]:
         """Answer all; each of `asked` has the fields of `GenerateRequest` that are its own."""
         if params is None or isinstance(params, SamplingParams):
@@ -309,7 +326,7 @@ class LLM:
         if len(params) != len(asked):
             raise ValueError(f"{len(params)} sampling parameters for {len(asked)} prompts")
         requests = [
-            self._request(one, fields, options, label=f"prompt {index}", **own)
+            self._request(one, options, *forms, label=f"prompt {index}", **own)
             for index, (one, own) in enumerate(zip(params, asked, strict=True))
         ]
         shown = self._progress and len(asked) > 1 if progress is None else progress
@@ -420,19 +437,26 @@ class LLM:
         self._thread.join()
 
 
-def check_settings(settings: Collection[str]) -> None:
-    """Refuse settings that there are not.
+def known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their names here.
 
     Raises:
-        TypeError: there is one.
+        TypeError: there is no such setting, or it is given by two names.
     """
-    known = EngineConfig.__struct_fields__[1:]
-    for name in settings:
+    known, made = EngineConfig.__struct_fields__[1:], dict[str, Any]()
+    for given, value in settings.items():
+        name = VLLM_NAMES.get(given, given)
+        if value in WITHOUT_EFFECT.get(given, ()):
+            continue
         if name not in known:
             raise TypeError(
                 f"LLM: {name} is not a setting: there are {', '.join(sorted(known))}; "
                 "docs/guides/from-vllm.md says what those of other engines are here"
             )
+        if name in made:
+            raise TypeError(f"LLM: {name} is given twice, once by vLLM's name")
+        made[name] = value
+    return made
 
 
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -476,7 +500,7 @@ def conversations(
         yield f"messages[{place}]", turns  # type: ignore[misc]
 
 
-def text_fields(options: GenerateOptions, *others: type[Body]) -> TextFields:
+def text_fields(options: Mapping[str, Any], *others: type[Body]) -> TextFields:
     """Return the options of answers and their text.
 
     Args:

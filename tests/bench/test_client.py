@@ -395,6 +395,7 @@ def test_a_usage_of_no_tokens_is_not_believed():
 
     record = outcome_of(script)
     assert record.output_tokens == 2
+    assert record.prompt_tokens == record.asked_prompt > 0
     assert record.tpot == pytest.approx(0.2)
 
 

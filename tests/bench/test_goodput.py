@@ -168,6 +168,14 @@ def test_late_first_tokens_end_a_run_though_no_answer_has_ended():
     assert all(record.ttft for record in result.records)
 
 
+def test_a_search_that_ends_as_no_lower_rate_can_hold_says_so(tmp_path):
+    arguments = "--simulate h200 --model llama-3.1-8b --system static-split --num-prompts 4 --brief"
+    arguments += " --goodput ttft:1 --start-rate 0.01"
+    done = CliRunner().invoke(app, ["goodput", "--out", str(tmp_path), *arguments.split()])
+    assert done.exit_code == 0, done.output
+    assert "although each request was alone, so lower rates are not tried" in done.output
+
+
 def test_what_is_told_early_is_what_the_whole_run_says():
     """Beyond capacity, simulated: what the run had when it was ended already fails whole."""
     search = search_of({"ttft": 0.3, "tbt": 0.06}, requests=40)

@@ -59,7 +59,7 @@ def test_values_are_read_as_those_of_flags_are(parse):
         host: "::1"
         """.replace("\n        ", "\n")
     )
-    assert (got["model"], got["served_model_name"], got["port"]) == ("no", "1e3", 80)
+    assert (got["model"], got["served_model_name"], got["port"]) == ("no", ["1e3"], 80)
     assert (got["drain_seconds"], got["prefix_cache"], got["trace"]) == (2.0, False, None)
     assert (got["option"], got["host"]) == (["token_budget=512", "x=y z"], "::1")
 

@@ -235,6 +235,31 @@ def test_each_request_counts_once_by_its_end() -> None:
     assert ended == {"answered": "2.0", **once}
 
 
+def test_an_error_of_a_server_counts_by_its_code_and_has_no_predicted_ttft() -> None:
+    error = b'{"error": {"message": "no", "param": "n", "code": "invalid_value"}}'
+    script = script_of(
+        completions=whole(error, "400 Bad Request"),
+        messages=whole(error.replace(b"invalid_value", b"model_not_found"), "404 Not Found"),
+        embeddings=whole(b"no", "405 Method Not Allowed"),
+        load_lora_adapter=whole(error, "400 Bad Request"),
+    )
+
+    async def run() -> tuple[dict[str, str], float]:
+        async with fleet_of(Scripted(script)) as fleet:
+            paths = ("completions", "messages", "embeddings", "responses")
+            for path in (*(f"/v1/{path}" for path in paths), LOAD):
+                await fleet.ask(path)
+            async with fleet.client.get(fleet.base + "/metrics") as answer:
+                counted = re.findall(re.escape(COUNTED) + r'"(.*)"} (.*)', await answer.text())
+            name = "twolane:fleet_predicted_ttft_seconds_count"
+            return dict(counted), await fleet.metric(name)
+
+    counts, predicted = asyncio.run(run())
+    once = dict.fromkeys(("answered", "model_not_found", "http_405"), "1.0")
+    assert counts == {**once, "invalid_value": "2.0"}
+    assert predicted == 1
+
+
 def test_who_cannot_be_reached_has_not_seen_the_request() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:

@@ -16,6 +16,7 @@ from twolane.frontend.text.codec import (
     TextCodec,
     TextError,
     WindowDetokenizer,
+    byte_alphabet,
     guarded,
     with_whole_characters,
 )
@@ -120,6 +121,37 @@ def test_a_stop_string_ends_an_answer_where_it_begins(sentencepiece, include_sto
     assert (delta.text, delta.finish, delta.stop_reason) == (text, "stop", "sa")
     assert (delta.tokens, delta.offsets) == ([258, 259, 262], [0, 4, 5])
     assert (read.stopped, read.count) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "byte_level", "by_bytes"),
+    [
+        (b"\xe6a", "\ufffda", [0, 1], [0, 1]),
+        (b"\xe6\xe6\x97\xa5a", "\ufffd日a", [0, 1, 1, 1, 2], [0, 1, 1, 1, 4]),
+        (b"\xf0\x9f\x98\x80a", "\U0001f600a", [0, 0, 0, 0, 1], [0, 0, 0, 0, 1]),
+        (b"\xe6\x97", "\ufffd", [0, 0], [0, 0]),
+    ],
+)
+def test_a_token_after_a_broken_character_begins_after_its_mark(
+    codec, tokenizer, sentencepiece, data, shown, byte_level, by_bytes
+):
+    names = {byte: name for name, byte in byte_alphabet().items()}
+    one = [tokenizer.backend.token_to_id(names[byte]) for byte in data]
+    other = [262 if byte == ord("a") else byte + 1 for byte in data]
+    windowed = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    for of, tokens, offsets in ((codec, one, byte_level), (windowed, other, by_bytes)):
+        for finish, end in (("length", []), ("stop", [263])):
+            read = OutputReader(0, of, [], SamplingParams(), TextOptions(), (263,))
+            news = [*([token] for token in tokens), end] if end else [[token] for token in tokens]
+            deltas = [
+                read.read(Output("id", new, finish if place == len(news) else None))
+                for place, new in enumerate(news, 1)
+            ]
+            text = "".join(delta.text for delta in deltas)
+            assert of is windowed or text == shown
+            after = [len(text)] if end else []
+            found = [offset for delta in deltas for offset in delta.offsets]
+            assert found == [*offsets, *after]
 
 
 def test_what_may_begin_a_stop_string_is_shown_with_what_follows_or_at_the_end(sentencepiece):

@@ -20,7 +20,11 @@ CHAT_TEMPLATE = (
 
 def write_text_model(path: Path) -> Path:
     """Write the checkpoint to `path` and return it."""
-    make_checkpoint("llama2", path)
+    return add_text(make_checkpoint("llama2", path))
+
+
+def add_text(path: Path) -> Path:
+    """Give a checkpoint the tokenizer and the template, and return it."""
     names = [char for char, byte in byte_alphabet().items() if byte not in NEVER_IN_UTF8]
     vocabulary = {name: index for index, name in enumerate((*SPECIAL, *names))}
     assert len(vocabulary) <= VOCAB

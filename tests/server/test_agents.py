@@ -48,11 +48,14 @@ SCHEMA = {
 }
 
 
+NAMES = ("--served-model-name", "parrot", "--served-model-name", "macaw")
+
+
 @contextlib.contextmanager
 def client_of(path, learnt, template=TEMPLATE):
     made = str(write_parrot(path / "model", learnt, template))
     with (
-        serving(made, "--served-model-name", "parrot", "--kv-tokens", "20000") as server,
+        serving(made, *NAMES, "--any-model-name", "--kv-tokens", "20000") as server,
         openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
@@ -171,6 +174,14 @@ def test_a_call_with_broken_arguments_does_not_end_the_conversation(parrot, argu
     history.append({"role": "tool", "tool_call_id": "a", "content": "No: but it has 21 degrees"})
     said = chat(parrot, history, tools=[CLOCK]).choices[0].message.content
     assert said == "It is 21 degrees in Rome."
+
+
+def test_a_model_has_several_names_and_any_other_if_the_operator_says_so(client):
+    assert [card.id for card in client.models.list()] == ["parrot", "macaw"]
+    assert client.models.retrieve("macaw").root == "parrot"
+    for name in ("parrot", "macaw", "gpt-4o", "dummy"):
+        asked = {"messages": [{"role": "user", "content": ASK}], "max_tokens": 1}
+        assert client.chat.completions.create(model=name, **asked).model == "parrot"
 
 
 def test_tokens_of_a_conversation_are_those_of_its_prompt(client):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from twolane.server.openai.protocol import INERT, ChatRequest, CompletionRequest
+from twolane.server.openai.protocol import WITHOUT_EFFECT, ChatRequest, CompletionRequest
 
 from .conftest import MODEL
 from .serving import wait_for
@@ -33,7 +34,7 @@ def test_the_table_is_what_the_code_does(endpoint):
     body, rows = BODIES[endpoint], TABLE[endpoint]
     said = {s: {n for n, status in rows.items() if status == s} for s in set(rows.values())}
     assert said["honoured"] == set(body.model_fields)
-    assert said["no effect"] == INERT
+    assert said["no effect"] == WITHOUT_EFFECT
     assert said["refused"] == set(body.unsupported)
 
 
@@ -415,6 +416,31 @@ def sees_cache_salt(ask):
     return found[1] > 0 and found[2] == 0 and found[3] > 0 and found[4] == 0
 
 
+def test_answers_to_one_prompt_compute_its_full_pages_once(real):
+    """With a grammar, too, whose compilation each answer waits for."""
+    prompt = [[100 * place + each for each in range(40)] for place in (1, 2)]
+    choice = {"choice": ["seven", "eight", "a dozen"]}
+    for ids, fields in zip(prompt, ({}, {"structured_outputs": choice}), strict=True):
+        before = hits(real)
+        Asker(real, "completions").raw(prompt=ids, n=3, seed=1, temperature=1.0, **fields)
+        assert hits(real) - before == 2 * 32
+
+
+def hits(served):
+    name = "twolane:prefix_cache_hits_total{"
+    with urllib.request.urlopen(f"{served.base}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_only_a_limit_that_was_sent_is_refused_for_its_room():
+    def limited(**fields):
+        return CompletionRequest.model_validate({"prompt": "x", **fields}).request().limit_field
+
+    assert limited() is None  # the answer ends at the context, if that comes before the default
+    assert limited(max_tokens=16) == limited(truncate_prompt_tokens=-1) == "max_tokens"
+
+
 def sees_prompt_token_ids(ask):
     """The tokens count, not the text beside them."""
     given = ask.raw(return_token_ids=True)
@@ -438,6 +464,11 @@ def sees_structured_outputs(ask):
     return ask.text(structured_outputs={"choice": ["seven", "eight"]}) in ("seven", "eight")
 
 
+def constrains(name, value):
+    """Whether an answer under vLLM's older fields, or SGLang's, is one of two words."""
+    return lambda ask: ask.text(**{name: value}) in ("seven", "eight")
+
+
 def greedily(**field):
     return lambda ask: narrows(ask, **field)
 
@@ -446,7 +477,15 @@ def less_often(**field):
     return lambda ask: repeats(ask, **field) < repeats(ask)
 
 
+EITHER = "seven|eight"
+RULE = 'root ::= "seven" | "eight"'
 EFFECTS = {
+    "regex": constrains("regex", EITHER),
+    "ebnf": constrains("ebnf", RULE),
+    "guided_regex": constrains("guided_regex", EITHER),
+    "guided_choice": constrains("guided_choice", ["seven", "eight"]),
+    "guided_grammar": constrains("guided_grammar", RULE),
+    "guided_json": lambda ask: ask.text(guided_json={"const": 7}).strip() == "7",
     "top_p": greedily(top_p=1e-6),
     "top_k": greedily(top_k=1),
     "min_p": greedily(min_p=1.0),

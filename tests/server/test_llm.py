@@ -143,6 +143,24 @@ def test_a_stop_string_ends_the_answer(llm):
     )
 
 
+def test_parameters_of_vllm_may_have_stop_strings_and_several_answers(llm):
+    """Each prompt its own; keyword arguments come before them."""
+    prompt = "The capital of France is"
+    first, second = (replace(GREEDY, stop=[" Paris"]), replace(GREEDY, n=2, stop="."))
+    one, two = llm.generate([prompt] * 2, [first, second])
+    assert ([o.text for o in one.outputs], one.outputs[0].stop_reason) == ([""], " Paris")
+    assert [o.text for o in two.outputs] == [" Paris"] * 2
+    more = {"include_stop_str_in_output": True, "truncate_prompt_tokens": 3}
+    [cut] = llm.generate(prompt, replace(second, **more), n=1)
+    assert (len(cut.prompt_token_ids), len(cut.outputs)) == (3, 1)
+    chat = [{"role": "user", "content": prompt}]
+    assert len(llm.chat(chat, second)[0].outputs) == 2
+    assert {piece.index for piece in llm.stream(prompt, second)} == {0, 1}
+    for wrong in ({"n": 0}, {"stop": ""}, {"truncate_prompt_tokens": 0}):
+        with pytest.raises(ValueError, match=min(wrong)):
+            llm.generate(prompt, replace(GREEDY, **wrong))
+
+
 def test_only_the_last_tokens_of_a_prompt_are_kept(llm):
     whole = llm.generate("It is known that the capital of France is", GREEDY)[0]
     (cut,) = llm.generate(whole.prompt, GREEDY, truncate_prompt_tokens=5)
@@ -156,6 +174,9 @@ def test_only_the_last_tokens_of_a_prompt_are_kept(llm):
     assert "".join(piece.text for piece in streamed) == cut.text
     (full,) = llm.generate(whole.prompt_token_ids, GREEDY, truncate_prompt_tokens=-1)
     assert full.prompt_token_ids == whole.prompt_token_ids
+    room = len(whole.prompt_token_ids)
+    with pytest.raises(ValueError, match="min_tokens is too large"):
+        llm.generate(whole.prompt, SamplingParams(min_tokens=8193 - room, max_tokens=None))
     for count in (0, -2):
         with pytest.raises(ValueError, match="truncate_prompt_tokens"):
             llm.generate("a", GREEDY, truncate_prompt_tokens=count)

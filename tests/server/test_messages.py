@@ -227,6 +227,17 @@ def test_tools_may_be_many(client):
     assert counted.input_tokens > 200
 
 
+def test_a_stream_ends_with_the_input_it_began_with(client):
+    """Clients keep the counts of the stream's beginning; here most of it is in the prefix cache."""
+    asked = fields_of(FRANCE, system="Be brief. " * 20)
+    whole(client, FRANCE, system="Be brief. " * 20)
+    events = [*client.messages.create(stream=True, **asked)]
+    [begun] = [event.message.usage for event in events if event.type == "message_start"]
+    [ended] = [event.usage for event in events if event.type == "message_delta"]
+    assert begun.cache_read_input_tokens == ended.cache_read_input_tokens >= 16
+    assert begun.input_tokens == ended.input_tokens
+
+
 def test_tokens_are_counted(client):
     asked = {"model": "parrot", "messages": [{"role": "user", "content": FRANCE}]}
     count = client.messages.count_tokens(**asked).input_tokens

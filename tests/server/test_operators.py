@@ -146,7 +146,7 @@ def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
         (target, {"mine": str(tmp_path)}, "mine is the name of the model itself"),
     ):
         config = EngineConfig(model="nowhere", lora=lora)
-        options = ServerOptions(served_model_name="mine" if lora else None)
+        options = ServerOptions(served_model_names=("other", "mine") if lora else ())
         with pytest.raises((ValueError, PullError), match=problem):
             asyncio.run(run_batch(config, options, source, out, 1))
     assert (source.read_text(), target.read_text()) == ("asked", "answered before")

@@ -424,8 +424,16 @@ def test_blocks_of_another_type_are_refused_by_it(block, result):
             "unknown field 'max_tokns'; did you mean 'max_tokens'?",
         ),
         (
-            *(CompletionRequest, {"prompt": "x", "guided_json": {}}, "guided_json"),
-            "guided_json is not supported: send structured_outputs or response_format",
+            *(CompletionRequest, {"prompt": "x", "guided_json": {}, "regex": "x"}, "regex"),
+            "regex cannot be combined with guided_json",
+        ),
+        *(
+            (
+                *(CompletionRequest, {"prompt": prompt, "prompt_token_ids": [1]}),
+                "prompt_token_ids",
+                "prompt_token_ids needs a prompt that is one text",
+            )
+            for prompt in (["x", "x"], [2, 3], [[2], [3]], [[2]])
         ),
         (
             CompletionRequest,
@@ -634,14 +642,17 @@ def test_what_proxies_add_to_the_parts_of_a_history_says_nothing():
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
 def test_a_schema_may_stand_beside_the_type_of_the_format(kind):
-    """As in llama.cpp's server."""
+    """As in llama.cpp's server, and as `value` from huggingface_hub."""
 
     def asked(**form):
         return {"messages": MESSAGES, "response_format": {"type": kind, **form}}
 
     schema = {"type": "object", "required": ["a"]}
-    request = ChatRequest.model_validate(asked(schema=schema))
-    assert request.response_format.constraint().schema == schema
+    for place in ("schema", "value"):
+        request = ChatRequest.model_validate(asked(**{place: schema}))
+        assert request.response_format.constraint().schema == schema
+    two = asked(schema=schema, value=schema)
+    assert refusal(ChatRequest, two).param == "response_format.schema"
     both = asked(schema=schema, json_schema={"name": "a", "schema": schema})
     assert refusal(ChatRequest, both).param == "response_format.schema"
     free = asked(type="text", schema=schema)

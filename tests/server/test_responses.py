@@ -261,6 +261,20 @@ def test_a_conversation_goes_on_with_its_id(client):
         client.responses.retrieve(first.id)
 
 
+@pytest.mark.parametrize("said", ["And Spain?", FRANCE, ASK, "Mend it"])
+def test_a_chain_has_the_prompt_of_its_inputs_and_outputs(client, said):
+    """Also after an empty answer, whose output is no item."""
+    tools = {"tools": [WEATHER, CUSTOM]}
+    for stop in (None, ["Madrid", "Easy"]):
+        first = ask(client, said, extra_body={"stop": stop} if stop else None, **tools)
+        given = [item.model_dump(exclude_none=True) for item in first.output]
+        items = [{"role": "user", "content": said}, *given, {"role": "user", "content": "So?"}]
+        count = client.responses.input_tokens.count
+        chained = count(input="So?", previous_response_id=first.id, **tools)
+        assert chained.input_tokens == count(input=items, **tools).input_tokens
+    assert bool(first.output) == (said != "And Spain?")
+
+
 SAID = [
     {"role": "developer", "content": [{"type": "input_text", "text": "Be"}] * 2},
     {"role": "assistant", "content": "Yes", "id": "msg_mine", "phase": "commentary"},
@@ -422,7 +436,7 @@ def test_items_that_cannot_be_served_are_refused_by_name(client, item, param):
 
 
 def test_a_response_is_not_completed_before_it_is_created(monkeypatch):
-    answer = ResponseAnswer("m", 1, {}, None, {}, lambda response, message: None)
+    answer = ResponseAnswer("m", 1, {}, None, {}, lambda response: None)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock is set back
     shown = answer.shown("completed")
     assert 0 <= shown["completed_at"] - shown["created_at"] < PATIENCE

@@ -13,7 +13,7 @@ from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Stats
 from twolane.results.result import BenchConfig
-from twolane.results.summary import result_dict
+from twolane.results.summary import result_dict, warnings
 from twolane.sim.report import LaunchCounts
 from twolane.sim.run import REQUEST_COLUMNS, Ledger, SimulateConfig, simulate
 from twolane.slo import Slo
@@ -122,6 +122,7 @@ def test_a_run_can_be_stopped():
 
     result = simulate(config(), on_record=enough).result
     assert result.interrupted
+    assert warnings(result)[0].startswith(f"the run ended early, after {len(result.records)} of ")
     assert 5 <= len(result.records) < PROMPTS
 
 

@@ -261,7 +261,7 @@ class Client:
             error=error,
             token_times=tuple(at - start for at in answer.token_times()),
             chunk_tokens=answer.chunk_tokens(),
-            usage_prompt=answer.usage.prompt_tokens,
+            usage_prompt=answer.usage.prompt_tokens or None,
             usage_output=answer.usage.completion_tokens or None,
             usage_cached=answer.usage.cached_tokens,
             text="".join(answer.text),

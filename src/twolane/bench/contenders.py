@@ -319,6 +319,8 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
 
 def _line(trial: Trial, slos: dict[str, float]) -> str:
     verdict = "holds" if trial.holds else "fails (ended early)" if trial.stopped else "fails"
+    if trial.alone and not trial.holds:
+        verdict += " although each request was alone, so lower rates are not tried"
     if trial.lasting is False and not trial.stopped:
         verdict += f" (only {trial.sustained or 0.0:.3f} req/s finished)"
     kept = ", ".join(

@@ -19,7 +19,7 @@ from twolane.engine.config import EngineConfig
 from twolane.server.options import ServerOptions
 
 OFFERED = (
-    *("served_model_name", "sampling_defaults", "unknown_fields"),
+    *("served_model_name", "any_model_name", "sampling_defaults", "unknown_fields"),
     *("tool_call_parser", "reasoning_parser", "reasoning_field", "log_level"),
 )
 """Options of the server that concern requests and answers."""

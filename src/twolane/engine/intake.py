@@ -59,8 +59,9 @@ class Intake:
         self._notify = notify
         self._grammars: Grammars | None = None
         """Compiler of grammars; None until the API process has sent the vocabulary."""
-        self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
-        """Grammars of requests that are held back until they are compiled, by the requests' ids."""
+        self._compiling: dict[str, tuple[Future[tuple[Constraint, bytes]], str | None]] = {}
+        """Grammars of requests that are held back until they are compiled, and the requests'
+        leaders, by the requests' ids."""
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Take requests with grammars from now on."""
@@ -90,26 +91,25 @@ class Intake:
         )
         self._set_mask(request, message)
         if message.params.grammar is not None:
-            self._compile(request, message.params.grammar)
-        elif message.leader is not None and self._worth_holding(request, message.leader):
-            state.queue.hold(request, message.leader)
+            self._compile(request, message.params.grammar, message.leader)
         else:
-            state.queue.enqueue(request)
+            self._line_up(request, message.leader)
         state.requests[request.id] = request
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
 
     def take_compiled(self) -> bool:
         """Release requests whose grammars are compiled; return whether there were any."""
-        compiled = [id for id, found in self._compiling.items() if found.done()]
+        compiled = [id for id, (found, _) in self._compiling.items() if found.done()]
         for id in compiled:
-            found, state = self._compiling.pop(id), self._state
+            (found, leader), state = self._compiling.pop(id), self._state
             for request in list(state.queue.held.get(_compiler_of(id), ())):
                 try:
                     request.constraint, request.mask = found.result()
                 except GrammarError as error:
                     state.fail_grammar(request, error)
                 else:
-                    state.queue.release(_compiler_of(id))
+                    state.queue.dequeue(request)
+                    self._line_up(request, leader)
         return bool(compiled)
 
     def _set_mask(self, request: Request, message: Submit) -> None:
@@ -128,11 +128,19 @@ class Intake:
             request.rule = ThinkingBudget(*budget, request.tokens, always, request.rule)
             request.mask = request.rule.mask(request.tokens, request.prompt_tokens)
 
-    def _compile(self, request: Request, grammar: str) -> None:
+    def _compile(self, request: Request, grammar: str, leader: str | None) -> None:
         """Hold a request back until its grammar is compiled."""
         assert self._grammars is not None
-        self._compiling[request.id] = self._grammars.constraint(grammar, request.stops)
+        self._compiling[request.id] = self._grammars.constraint(grammar, request.stops), leader
         self._state.queue.hold(request, _compiler_of(request.id))
+
+    def _line_up(self, request: Request, leader: str | None) -> None:
+        """Let a request wait for the system, or for its leader's prompt."""
+        request.leader = None
+        if leader is not None and self._worth_holding(request, leader):
+            self._state.queue.hold(request, leader)
+        else:
+            self._state.queue.enqueue(request)
 
     def _worth_holding(self, request: Request, leader_id: str) -> bool:
         """Return whether a request that waits for its leader finds full pages of its prompt."""

@@ -15,9 +15,9 @@ from twolane.fleet.calls import (
     target,
 )
 from twolane.fleet.lost import ReplicaLost, unless_lost
-from twolane.fleet.metrics import FleetMetrics
+from twolane.fleet.metrics import FleetMetrics, outcome_of
 from twolane.fleet.pool import Member, Pool
-from twolane.fleet.routing_facts import RESPONSE_HEAD, RoutingFacts
+from twolane.fleet.routing_facts import GENERATING_PATHS, RESPONSE_HEAD, RoutingFacts
 from twolane.router.choose import Chosen
 from twolane.router.table import SentRequest
 from twolane.server.http.connection import CONNECTION, Connection
@@ -102,6 +102,8 @@ class Forwarder:
                 raise ReplicaLost(f"it answered with status {answer.status}")
             if answer.status in (429, 503) and not last:
                 return False
+            if answer.status < 400 and call.path in GENERATING_PATHS:
+                self._metrics.predicted.observe(chosen.ttft)
             headers = answer_headers(answer.raw_headers)
             headers.append((b"x-replica", member.name.encode()))
             # Header of answers: predicted TTFT in milliseconds, 0 if unknown.
@@ -114,7 +116,7 @@ class Forwarder:
             self._facts.note_response(call, member, whole[:RESPONSE_HEAD])
             await start_answer(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
-            self._metrics.count("answered")
+            self._metrics.count(outcome_of(answer.status, whole))
             return True
         finally:
             answer.close()

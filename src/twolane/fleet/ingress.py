@@ -30,9 +30,9 @@ from twolane.fleet.calls import (
 )
 from twolane.fleet.forward import Forwarder
 from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
-from twolane.fleet.metrics import FleetMetrics
+from twolane.fleet.metrics import FleetMetrics, outcome_of
 from twolane.fleet.pool import Member, Pool
-from twolane.fleet.routing_facts import GENERATING_PATHS, LANDMARKS, RoutingFacts
+from twolane.fleet.routing_facts import LANDMARKS, RoutingFacts
 from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
 from twolane.router.state import RoutedRequest, total_load
@@ -72,7 +72,7 @@ class Ingress:
         self.metrics = FleetMetrics(pool.members.values)
         self._facts = RoutingFacts(pool, session, max_body_bytes)
         self._forwarder = Forwarder(pool, session, self._facts, self.metrics)
-        self._changing: set[asyncio.Task[None]] = set()
+        self._changing: set[asyncio.Task[str]] = set()
         """Running changes of all replicas, which do not end with their clients."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,8 +161,7 @@ class Ingress:
             changing = asyncio.create_task(self._change_all(call))
             self._changing.add(changing)
             changing.add_done_callback(self._changing.discard)
-            await asyncio.shield(changing)
-            self.metrics.count("answered")
+            self.metrics.count(await asyncio.shield(changing))
             return
         call, routed = await self._facts.ask(call)
         tried: set[str] = set()
@@ -170,8 +169,6 @@ class Ingress:
         for attempt in range(1, MAX_TRIES + 1):
             chosen, sent = await self._choose(routed, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
-            if call.path in GENERATING_PATHS:
-                self.metrics.predicted.observe(chosen.ttft)
             member = self._pool.members[chosen.name]
             tried.add(member.name)
             # Paths that `direct` redirects; not `RESPONSES`, since the fleet must know where
@@ -205,8 +202,9 @@ class Ingress:
         serving = {member.name for member in self._pool.serving}
         return serving & call.homes or serving
 
-    async def _change_all(self, call: ClientCall) -> None:
-        """Make a change at all serving replicas now, and at the others before they serve.
+    async def _change_all(self, call: ClientCall) -> str:
+        """Make a change at all serving replicas now, and at the others before they serve; return
+        its outcome.
 
         Raises:
             ApiError: 503, there is none.
@@ -222,6 +220,7 @@ class Ingress:
             raise _unavailable("no replica could answer", 1)
         worst = max(answers, key=lambda reply: reply.status)
         await answer(call.send, worst.status, worst.body, "application/json")
+        return outcome_of(worst.status, worst.body)
 
     async def _choose(
         self, routed: RoutedRequest, tried: set[str], homes: frozenset[str]

@@ -4,6 +4,7 @@ from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
+import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -13,6 +14,24 @@ from twolane.fleet.pool import Member, Phase
 from twolane.server.ops.metrics import START_BUCKETS
 
 PREFIX = "twolane:fleet_"
+
+
+class _ErrorCode(msgspec.Struct):
+    code: str
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorCode
+
+
+def outcome_of(status: int, body: bytes) -> str:
+    """Return the outcome of a request that a server answered: `answered`, or its error's code."""
+    if status < 400:
+        return "answered"
+    try:
+        return msgspec.json.decode(body, type=_ErrorAnswer).error.code
+    except msgspec.DecodeError:
+        return f"http_{status}"
 
 
 class ReplicaCollector(Collector):

@@ -223,7 +223,7 @@ class Preparer:
 
     def _fitted(self, prompts: list[Prompt], request: GenerateRequest) -> list[Prompt]:
         """Cut the prompts as the request asks, and check them."""
-        field = request.prompt_field
+        field = request.prompt_field if request.rendered is None else "prompt_token_ids"
         if not prompts:
             raise PromptError(field, "there is no prompt")
         if (kept := request.truncate_prompt_tokens) is not None:
@@ -248,9 +248,10 @@ class Preparer:
         """Refuse answers that have no room in the context, and tokens that the model lacks."""
         params = request.sampling
         longest = max(len(prompt.tokens) for prompt in prompts)
-        wanted = params.max_tokens or params.min_tokens
-        if request.limit_field is not None and longest + wanted > self._context:
-            field = request.limit_field if params.max_tokens else "min_tokens"
+        limit = params.max_tokens if request.limit_field is not None else None
+        wanted = limit or params.min_tokens
+        if longest + wanted > self._context:
+            field = (request.limit_field if limit else None) or "min_tokens"
             raise ContextExceeded(field, self._context, str(longest), wanted, "the prompt")
         size = self._engine.ready.vocab_size
         if len(params.allowed_token_ids or ()) > size:

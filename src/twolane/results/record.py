@@ -46,7 +46,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: tuple[int, ...] = ()
     """Number of tokens in each of these chunks; empty where the server does not tell."""
     usage_prompt: int | None = None
-    """Number of prompt tokens by the server's count."""
+    """Number of prompt tokens by the server's count; None where it counts none."""
     usage_output: int | None = None
     """Number of output tokens by the server's count."""
     usage_cached: int | None = None

@@ -85,6 +85,11 @@ def warnings(result: Result) -> list[str]:
     """Return warnings about the figures."""
     metrics = result.metrics
     lines = []
+    if result.interrupted:
+        lines.append(
+            f"the run ended early, after {metrics.sent} of {len(result.workload)} requests: its "
+            "figures are of the part until then, and what was open met no SLO"
+        )
     lag = metrics.lag.percentiles[99.0] or 0.0
     if lag > LAG_BOUND and rate_label(result) != "inf":
         lines.append(f"the client is a bottleneck: it sent up to {_ms(lag)} ms late (P99)")

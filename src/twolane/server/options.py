@@ -40,8 +40,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address to listen on; 0.0.0.0 is every IPv4 address of the machine, :: every address."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
-    served_model_name: Annotated[str | None, Option(PANEL, "NAME")] = None
-    """Name that clients call the model by; by default the MODEL of the command line."""
+    served_model_names: Annotated[
+        tuple[str, ...], Option(PANEL, "NAME", name="served_model_name")
+    ] = ()
+    """Name that clients call the model by; may be repeated, and answers have the first; by default
+    the MODEL of the command line."""
+    any_model_name: Annotated[bool, Option(PANEL)] = False
+    """Whether requests with any other model name are answered by the model, too, as long as no
+    adapter is loaded."""
     max_queue: Annotated[int, Option(PANEL, least=1)] = 1024
     """Number of requests that may wait for their first token; further ones get a 429."""
     max_queued_per_key: Annotated[int | None, Option(PANEL, least=1)] = None
@@ -144,13 +150,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("operator_key", "must not be empty")
         if self.operator_key in self.api_keys:
             raise FieldError("operator_key", "must not be an API key")
-        endpoint, name = self.otlp_endpoint, self.served_model_name
+        endpoint = self.otlp_endpoint
         if endpoint is not None and not is_http_url(endpoint):
             problem = f"must be an http:// or https:// URL, not {endpoint!r}"
             raise FieldError("otlp_endpoint", problem)
-        if not (name or "x").isprintable():
-            problem = f"must be one line of printable characters, not {name!r}"
-            raise FieldError("served_model_name", problem)
+        for name in self.served_model_names:
+            if not (name and name.isprintable()):
+                problem = f"must be one line of printable characters, not {name!r}"
+                raise FieldError("served_model_name", problem)
+
+    def names(self, model: str) -> tuple[str, ...]:
+        """Return the names of a model for clients, of which answers have the first."""
+        return self.served_model_names or (model,)
 
     @property
     def hosts(self) -> tuple[str, ...] | None:

@@ -210,9 +210,9 @@ def check_adapter_names(config: EngineConfig, options: ServerOptions) -> None:
     Raises:
         FieldError: there is one.
     """
-    name = options.served_model_name or config.model
-    if name in config.lora:
-        raise FieldError("lora", f"{name} is the name of the model itself")
+    for name in options.names(config.model):
+        if name in config.lora:
+            raise FieldError("lora", f"{name} is the name of the model itself")
 
 
 async def give_up(
@@ -251,7 +251,7 @@ def service_of(
         reasons=options.reasoning_parser == "auto",
         hides=texts.codec.hides,
     )
-    name = options.served_model_name or config.model
+    name = options.names(config.model)[0]
     monitoring = Monitoring.of(engine, name, options.metrics_prefix)
     service = Service(
         engine, texts, name, options, monitoring.metrics, sampling, formats, embedding

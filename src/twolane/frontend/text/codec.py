@@ -1,6 +1,7 @@
 """Text to tokens and back: prompts, chat templates and incremental detokenising."""
 
 import codecs
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
@@ -72,6 +73,10 @@ class Detokenizer(Protocol):
     reads after the prompt, and no piece ends inside a character. Each call takes constant time.
     """
 
+    before: int
+    """Number of characters of the latest piece that are of earlier tokens: those of a character
+    that stays broken."""
+
     def step(self, token: int) -> str:
         """Take the next token; return the text that it completes, which may be empty."""
 
@@ -128,10 +133,14 @@ class ByteDetokenizer:
         for token in prompt[-MAX_HELD_TOKENS:]:
             self._decoder.decode(vocabulary.bytes_of(token))
         self._broken_off = bool(self._decoder.getstate()[0])
+        self.before = 0
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
-        return self._own(self._decoder.decode(self._vocabulary.bytes_of(token)))
+        data, held = self._vocabulary.bytes_of(token), self._decoder.getstate()[0]
+        breaks = held and data and not begins_character(held + data[:1])
+        self.before = int(bool(breaks) and not self._broken_off)
+        return self._own(self._decoder.decode(data))
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
@@ -143,6 +152,15 @@ class ByteDetokenizer:
             return text
         self._broken_off = False
         return text.removeprefix(REPLACEMENT)
+
+
+def begins_character(data: bytes) -> bool:
+    """Return whether bytes are a character in UTF-8 or the beginning of one."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(data)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class WindowDetokenizer:
@@ -168,27 +186,50 @@ class WindowDetokenizer:
         self._sent_tokens = len(self._window)
         # The text of the window's first `_sent_tokens` tokens, already returned or the prompt's. A
         # character that the prompt breaks off is still to be shown.
-        self._sent = self._decode().rstrip(REPLACEMENT)
+        self._held = self._decode()
+        """Text of the window."""
+        self._part = b""
+        """Bytes of a character that is incomplete, where tokens are single bytes."""
+        self._sent = self._held.rstrip(REPLACEMENT)
+        self.before = 0
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
         if token in self._hidden:
             return ""
         self._window.append(token)
-        text = self._decode()
+        earlier, text = self._held, self._decode()
+        self._held = text
         held = len(self._window) - self._sent_tokens
+        if not self._continues(token) or held == 1:
+            self.before = 0 if earlier == self._sent else self._shared(earlier, text)
         if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
             return ""
         piece = text[len(self._sent) :]
         # Keep the tokens of this piece: how the next one is written depends on what is before it.
         self._window = self._window[self._sent_tokens :]
         self._sent_tokens = len(self._window)
-        self._sent = self._decode()
+        self._sent = self._held = self._decode()
         return piece
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
         return self._decode()[len(self._sent) :]
+
+    def _shared(self, earlier: str, text: str) -> int:
+        """Return the number of new characters that two texts of the window begin with."""
+        pairs = zip(earlier, text, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return max(0, sum(1 for _ in same) - len(self._sent))
+
+    def _continues(self, token: int) -> bool:
+        """Return whether a token may be a part of the character that the last one began."""
+        byte = BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or "")
+        data = bytes.fromhex(byte[1]) if byte else b""
+        continues = bool(data and self._part) and begins_character(self._part + data)
+        whole = (self._part if continues else b"") + data
+        self._part = b"" if whole.decode(errors="ignore") else whole
+        return continues
 
     def _decode(self) -> str:
         # What is to be hidden is not in the window.
@@ -198,6 +239,8 @@ class WindowDetokenizer:
 
 class NoText:
     """Detokeniser of models without a tokenizer (dummy weights), which returns no text."""
+
+    before = 0
 
     def step(self, token: int) -> str:
         """Return nothing."""

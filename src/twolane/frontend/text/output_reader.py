@@ -151,7 +151,9 @@ class OutputReader:
                 stop = token
             if last and not self._include_stop:
                 break
-            text, stop_string = self._show(self._detokenizer.step(token))
+            piece = self._detokenizer.step(token)
+            offsets[-1] += self._detokenizer.before
+            text, stop_string = self._show(piece)
             texts.append(text)
             if stop_string is None and token in self._hidden:
                 text, stop_string = self._hide(self._hidden[token])
@@ -163,6 +165,8 @@ class OutputReader:
             text, stop_string = self._show(self._detokenizer.flush(), last=True)
             self.stopped, stop = stop_string is not None, stop_string or stop
             texts += [text, self._stops.flush()]
+            if offsets and output.finish == "stop" and not self._include_stop:
+                offsets[-1] = self._length  # the token that is not shown comes after all text
         kept = len(offsets)
         return Delta(
             self._index,

@@ -65,6 +65,7 @@ class MessageAnswer:
         """See `Answering.events`."""
         if not self._begun:
             self._begun = True
+            self._counts.cached = delta.cached or 0  # a stream ends with the input it began with
             self._events += [{"type": "message_start", "message": self._shown(None)}, PING]
         self.add(delta)
         return self._emitted()

@@ -64,10 +64,11 @@ class LogprobWriter:
         """Return the text of a token; bytes that are no text become U+FFFD."""
         return self._codec.token_bytes(token).decode(errors="replace")
 
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the texts of consecutive tokens; characters that span tokens are complete."""
+    def pieces(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
+        """Return the texts of consecutive tokens, each with the number of its characters that are
+        of earlier tokens; characters that span tokens are complete."""
         detokenizer = self._codec.detokenizer(skip_special_tokens=False)
-        return [detokenizer.step(token) for token in tokens]
+        return [(detokenizer.step(token), detokenizer.before) for token in tokens]
 
     def name(self, token: int) -> str:
         """Return a token's name: its text, or its bytes where they are not valid text."""
@@ -133,12 +134,17 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def offsets_in(text: str, pieces: Sequence[str]) -> list[int]:
-    """Return the position of each piece in the text; pieces that are not shown have no length."""
+def offsets_in(text: str, pieces: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the position of each token in the text; those that are not shown have no length.
+
+    Args:
+        text: the text.
+        pieces: see `LogprobWriter.pieces`.
+    """
     place = 0
     offsets = []
-    for piece in pieces:
-        offsets.append(place)
-        if text.startswith(piece, place):
-            place += len(piece)
+    for piece, before in pieces:
+        shown = text.startswith(piece, place)
+        offsets.append(place + before * shown)
+        place += len(piece) * shown
     return offsets

@@ -29,18 +29,14 @@ from twolane.frontend.fields import (
 )
 from twolane.frontend.generate_request import NO_DEFAULTS, GenerateRequest, sampling_params
 from twolane.frontend.messages import Messages, turns_of
-from twolane.frontend.structured.jobs import OutputConstraint
 from twolane.sampling import SamplingParams
-from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
+from twolane.server.openai.structured import ConstraintFields
 from twolane.server.openai.tools import ToolChoice, Tools, chosen_tools
 
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    **dict.fromkeys(GUIDED, ()),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
     "kv_transfer_params": (),
@@ -70,8 +66,6 @@ TEXT_ALONE = "is not supported: answers are text"
 
 WHY_UNSUPPORTED: Mapping[str, str] = {
     "chat_template": "is not supported: only the model's own template is used",
-    **dict.fromkeys(GUIDED, "is not supported: send structured_outputs or response_format"),
-    "guided_decoding_backend": "is not supported: llguidance is the only one",
     "guided_whitespace_pattern": "is not supported: white space is fixed",
     "request_id": "is not supported: send the header X-Request-Id",
     "functions": "is not supported: send tools",
@@ -82,6 +76,8 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
     "web_search_options": "is not supported: tools run in the client",
 }
 
+WITHOUT_EFFECT = INERT | {"guided_decoding_backend"}
+"""Fields of both endpoints that are accepted with any value."""
 DEFAULT_MAX_TOKENS = 16
 """Default limit on a completion's tokens, as in OpenAI's API."""
 
@@ -95,10 +91,10 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(TextFields, LimitedFields):
+class GenerationBody(TextFields, LimitedFields, ConstraintFields):
     """Fields of both completion endpoints."""
 
-    inert = INERT
+    inert = WITHOUT_EFFECT
     why_unsupported = WHY_UNSUPPORTED
 
     model: str | None = None
@@ -106,8 +102,6 @@ class GenerationBody(TextFields, LimitedFields):
     priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_token_ids: TokenIds | None = None
@@ -117,6 +111,11 @@ class GenerationBody(TextFields, LimitedFields):
     def limit(self) -> tuple[str, int | None]:
         """Name and value of the field that limits the output; None: up to the context length."""
         return "max_tokens", self.max_tokens
+
+    @property
+    def limited_by(self) -> str | None:
+        """Field whose tokens must fit into the context; None: the answer may end there instead."""
+        return self.limit[0]
 
     @property
     def logprob_count(self) -> int | None:
@@ -145,21 +144,11 @@ class GenerationBody(TextFields, LimitedFields):
             raise wrong("stream_options", "needs stream = true")
         if self.best_of not in (None, self.n or 1):
             raise wrong("best_of", "must equal n: all generated answers are returned")
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise wrong("structured_outputs", "cannot be combined with response_format")
         if self.prompt_token_ids is not None and self.truncate_prompt_tokens is not None:
             raise wrong("prompt_token_ids", "cannot be combined with truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self
-
-    @property
-    def constraint(self) -> tuple[str, OutputConstraint] | None:
-        """Constraint on the answers and the field that sets it; None: there is none."""
-        if self.structured_outputs is not None:
-            return "structured_outputs", self.structured_outputs.constraint()
-        constraint = None if self.response_format is None else self.response_format.constraint()
-        return None if constraint is None else ("response_format", constraint)
 
     def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace fields that are not given.
@@ -185,7 +174,7 @@ class GenerationBody(TextFields, LimitedFields):
         """
         return GenerateRequest(
             sampling=self.sampling(defaults),
-            limit_field=self.limit[0],
+            limit_field=self.limited_by,
             rendered=self.prompt_token_ids,
             adapter=self.model,
             priority=self.priority or 0,
@@ -212,6 +201,12 @@ class CompletionRequest(GenerationBody):
         return "max_tokens", DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
+    def limited_by(self) -> str | None:
+        """See `GenerationBody.limited_by`; the default limit is no field of the request."""
+        given = self.max_tokens is not None or self.truncate_prompt_tokens is not None
+        return "max_tokens" if given else None
+
+    @property
     def only_echo(self) -> bool:
         """Whether only the prompt is shown."""
         return bool(self.echo) and self.max_tokens == 0
@@ -227,6 +222,16 @@ class CompletionRequest(GenerationBody):
         shown = self.logprobs if self.echo else None
         counts = [count for count in (shown, self.prompt_logprobs) if count is not None]
         return max(counts, default=None)
+
+    @model_validator(mode="after")
+    def tokens_are_those_of_a_text(self) -> "CompletionRequest":
+        """Refuse tokens of a prompt beside anything but one text."""
+        one_text = isinstance(self.prompt, str) or (
+            len(self.prompt) == 1 and isinstance(self.prompt[0], str)
+        )
+        if self.prompt_token_ids is not None and not one_text:
+            raise wrong("prompt_token_ids", "needs a prompt that is one text")
+        return self
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
         """See `GenerationBody.as_request`."""

@@ -1,6 +1,7 @@
-"""The fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+"""The fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and its
+older `guided_` fields, SGLang's `regex` and `ebnf`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -14,6 +15,9 @@ from twolane.frontend.structured.grammar import ANY_OBJECT
 SchemaOrText = Annotated[
     dict[str, Any] | bool | str, one_message("must be a JSON object, a boolean, or a text of one")
 ]
+
+
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class JsonSchema(Body):
@@ -33,13 +37,17 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
     """The schema where llama.cpp has it, also for a `json_object`."""
+    value: Schema | None = None
+    """The schema where huggingface_hub has it, also for a `json_object`."""
 
     @model_validator(mode="after")
     def schema_where_it_belongs(self) -> "ResponseFormat":
         """Refuse the type "json_schema" without a schema, and a schema with another type."""
-        if self.schema_ is not None:
-            if self.type == "text" or self.json_schema is not None:
-                raise wrong("schema", "cannot be combined with json_schema or text")
+        places = {"schema": self.schema_, "value": self.value, "json_schema": self.json_schema}
+        given = [name for name, schema in places.items() if schema is not None]
+        if given and given[0] != "json_schema":
+            if self.type == "text" or len(given) > 1:
+                raise wrong(given[0], "cannot be combined with another schema or text")
         elif (self.type == "json_schema") != (self.json_schema is not None):
             raise wrong("json_schema", 'is required with the type "json_schema", and only there')
         return self
@@ -48,8 +56,9 @@ class ResponseFormat(Body):
         """Return the constraint on the answer; None: free text."""
         if self.type == "text":
             return None
-        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
-        return jobs.Schema(ANY_OBJECT if schema is None else schema)
+        wrapped = None if self.json_schema is None else self.json_schema.schema_
+        schemas = (schema for schema in (self.schema_, self.value, wrapped) if schema is not None)
+        return jobs.Schema(next(schemas, ANY_OBJECT))
 
 
 class StructuredOutputs(Body):
@@ -66,7 +75,7 @@ class StructuredOutputs(Body):
     json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -86,6 +95,51 @@ class StructuredOutputs(Body):
             return jobs.Choices(self.choice)
         if self.grammar is not None:
             return jobs.ContextFree(self.grammar)
-        if isinstance(self.json_, str):
-            return jobs.SchemaText(self.json_)
-        return jobs.Schema(ANY_OBJECT if self.json_object or self.json_ is None else self.json_)
+        return schema_of(ANY_OBJECT if self.json_ is None else self.json_)
+
+
+def schema_of(schema: Mapping[str, Any] | bool | str) -> jobs.Schema | jobs.SchemaText:
+    """Return the constraint of a schema, or of a text of one."""
+    return jobs.SchemaText(schema) if isinstance(schema, str) else jobs.Schema(schema)
+
+
+class ConstraintFields(Body):
+    """All fields that constrain the answers, of which a request gives one."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def one_constraint(self) -> "ConstraintFields":
+        """Refuse several constraints at once."""
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise wrong(given[0], f"cannot be combined with {given[1]}")
+        return self
+
+    @property
+    def constraint(self) -> tuple[str, jobs.OutputConstraint] | None:
+        """Constraint on the answers and the field that sets it; None: there is none."""
+        for name, make in CONSTRAINTS.items():
+            if (value := getattr(self, name)) is not None and (made := make(value)) is not None:
+                return name, made
+        return None
+
+
+CONSTRAINTS: Mapping[str, Callable[[Any], jobs.OutputConstraint | None]] = {
+    "structured_outputs": StructuredOutputs.constraint,
+    "regex": jobs.Regex,
+    "ebnf": jobs.ContextFree,
+    "guided_json": schema_of,
+    "guided_regex": jobs.Regex,
+    "guided_choice": jobs.Choices,
+    "guided_grammar": jobs.ContextFree,
+    "response_format": ResponseFormat.constraint,
+}
+"""The constraint of each of `ConstraintFields`; None: free text."""

@@ -37,7 +37,7 @@ def add_adapter_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -
         """Load an adapter from a directory of the server's; requests can ask for it by its name
         when this has been answered."""
         service.availability.check()
-        if body.lora_name == service.model_name:
+        if body.lora_name in service.model_names:
             raise refused(AdapterRefused("this is the name of the model itself"), "lora_name")
         try:
             await service.engine.adapters.load(body.lora_name, body.lora_path)

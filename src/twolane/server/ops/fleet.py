@@ -40,7 +40,7 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
     ) -> Response:
         """Return the same of the first prompt of a body of /v1/completions."""
         prompts = await unless_gone(request, service.prompts(body.request()))
-        shown = token_ids and len(prompts) == 1
+        shown = token_ids and len(prompts) == 1 and prompts[0].text is not None
         return landmarks(service, body, prompts[0].tokens, shown, key_of(request))
 
 

@@ -47,7 +47,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created if adapter is None else adapter.created,
             "owned_by": "twolane",
-            "root": name if adapter is None else adapter.path,
+            "root": service.model_name if adapter is None else adapter.path,
             "parent": None if adapter is None else service.model_name,
             "max_model_len": service.engine.ready.max_model_len,
         }
@@ -55,7 +55,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", response_class=Response, responses={200: {"model": ModelList}, **NO_KEY})
     async def models() -> Response:
         """List the served model and its adapters."""
-        names = service.model_name, *service.engine.adapters.loaded
+        names = *service.model_names, *service.engine.adapters.loaded
         return json_response({"object": "list", "data": [model_card(name) for name in names]})
 
     @app.get(
@@ -65,7 +65,8 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     )
     async def model(model: str) -> Response:
         """Describe the served model, or an adapter."""
-        return json_response(model_card(service.check_model(model)))
+        known = service.check_model(model)
+        return json_response(model_card(model if model in service.model_names else known))
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:

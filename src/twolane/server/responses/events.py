@@ -31,7 +31,7 @@ class ResponseAnswer:
         repeated: fields of the request that the response repeats.
         reader: tells thinking and calls apart; None: all of the answer is text.
         tools: tools as answers name them, by the name that the model knows.
-        keep: is given the response and the answer's message when it is whole.
+        keep: is given the response when it is whole.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ResponseAnswer:
         repeated: Mapping[str, Any],
         reader: AnswerReader | None,
         tools: Mapping[str, CalledTool],
-        keep: Callable[[Json, Json], None],
+        keep: Callable[[Json], None],
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._created = time.time()
@@ -124,7 +124,7 @@ class ResponseAnswer:
         cut = self._counts.finish == "length"
         self._close("incomplete" if cut else "completed")
         self._ended = self.shown("incomplete" if cut else "completed")
-        self._keep(self._ended, message_of(self._reader))
+        self._keep(self._ended)
 
     def _usage(self) -> Json:
         counts = self._counts
@@ -225,16 +225,6 @@ TEXT_OF = {
 }
 """Types of the text parts of items, or names of their text fields, by kind."""
 LOGPROBS: Mapping[str, Json] = {"reasoning": {}, "message": {"logprobs": []}}
-
-
-def message_of(reader: AnswerReader) -> Json:
-    """Return an answer as a message of /v1/chat/completions for the history."""
-    fields = {
-        "content": reader.content,
-        "reasoning_content": reader.thinking,
-        "tool_calls": [call.shown for call in reader.calls],
-    }
-    return {"role": "assistant", **{name: value for name, value in fields.items() if value}}
 
 
 def free_text(arguments: str) -> str:

@@ -16,7 +16,7 @@ from twolane.server.http.route import json_response
 from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.responses.events import ResponseAnswer
-from twolane.server.responses.items import ReferenceItem
+from twolane.server.responses.items import MessagePart, ReferenceItem, Turn, joined, read_item
 from twolane.server.responses.request import Included, InputTokensRequest, ResponsesRequest, renamed
 from twolane.server.responses.store import (
     NOTHING_BEFORE,
@@ -214,9 +214,8 @@ def earlier(own: OwnResponses, id: str | None) -> StoredConversation:
 
 async def keeper(
     own: OwnResponses, body: ResponsesRequest, before: StoredConversation
-) -> Callable[[Json, Json], None]:
-    """Return what is called with the complete response and its message, to store them if the
-    request says so.
+) -> Callable[[Json], None]:
+    """Return what is called with the complete response, to store it if the request says so.
 
     Args:
         own: responses of the request's key.
@@ -224,7 +223,7 @@ async def keeper(
         before: the conversation that it continues.
     """
     if body.store is False:
-        return lambda response, answer: None
+        return lambda response: None
     turns = [*before.turns, *body.turns]
     items = []
     for place, item in enumerate(body.items, 1):
@@ -234,7 +233,13 @@ async def keeper(
         if place % 1000 == 0:
             await asyncio.sleep(0)  # others have their turn
     inputs = (*before.items, *items)
-    return lambda response, answer: own.add(response, [*turns, answer], inputs)
+    return lambda response: own.add(response, [*turns, *answered(response)], inputs)
+
+
+def answered(response: Json) -> list[Turn]:
+    """Return the messages that a response's output is as the input of another request."""
+    items = map(read_item, response["output"])
+    return joined([item.turn() for item in items if isinstance(item, MessagePart)])
 
 
 def not_stored(

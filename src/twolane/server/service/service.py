@@ -74,6 +74,9 @@ class Service:
         self.texts = texts
         self.codec = texts.codec
         self.model_name = model_name
+        self.model_names = options.names(model_name)
+        """All names of the model itself."""
+        self._any_name = options.any_model_name
         self.sampling_defaults = sampling
         self.embedding = embedding
         self.created = int(time.time())
@@ -107,9 +110,11 @@ class Service:
         Raises:
             ApiError: 404, there is no such model and no such adapter.
         """
-        if name is None or name == self.model_name:
+        loaded = self.engine.adapters.loaded
+        any_name = self._any_name and not loaded and param == "model"
+        if name is None or name in self.model_names or any_name:
             return self.model_name
-        if name not in self.engine.adapters.loaded:
+        if name not in loaded:
             raise ApiError(
                 404,
                 f"there is no model {shortened(name)!r} here; {self.model_name!r} is served",
