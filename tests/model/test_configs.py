@@ -428,6 +428,14 @@ def test_a_text_part_may_be_written_beside_what_reads_images():
         spec_from_config({**raw, "text_config": [1]})
 
 
+def test_rotated_dimensions_have_two_names():
+    """MiniMax M2 is published with the first."""
+    raw = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128}
+    spec = spec_from_config({**raw, "rotary_dim": 64})
+    assert spec.rope.rotated == 64
+    assert spec == spec_from_config({**raw, "partial_rotary_factor": 0.5})
+
+
 ROPES = (
     {},
     {"rope_theta": 5e5},
