@@ -18,13 +18,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.constrained.constraints import Grammars, Masks
-from twolane.engine.messages import Output, Progress, Submit
+from twolane.engine.messages import Output, Progress, Submit, Vocabulary
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
-from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.tokenizer import ModelTokenizer, load_tokenizer
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
@@ -106,7 +108,7 @@ def told(step: Progress) -> None:
     print(f"{time.strftime('%T')} {step.stage} {step.fraction:.2f}", flush=True)
 
 
-async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
+async def measure(given: argparse.Namespace, vocabulary: Vocabulary) -> dict[str, object]:
     """Decode batches of one size, some of whose rows are constrained; the first of each round has
     none."""
     config = EngineConfig(
@@ -122,7 +124,7 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
     client = await EngineClient.start(config, told)
     runs: dict[int, dict[str, list[dict[str, float]]]] = {}
     try:
-        client.send_vocabulary(tokenizer)
+        client.send_vocabulary(vocabulary)
         grammar, size = json_schema_grammar(SCHEMAS[given.schema]), given.vocab_size
         await gaps(client, [request(0, 16, 8, size, grammar), request(1, 16, 8, size, None)])
         for tied in [0, *given.constrained] * given.rounds:
@@ -152,14 +154,14 @@ def shown(runs: Mapping[int, Mapping[str, list[dict[str, float]]]]) -> dict[str,
     return {f"{tied} constrained": each for tied, each in found.items()}
 
 
-def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
+def mask_costs(given: argparse.Namespace, vocabulary: Vocabulary) -> dict[str, object]:
     """Return milliseconds until the masks of a step are there, by rows and threads: median and P99
     of 100 steps."""
     grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
     for threads, rows in itertools.product(given.threads, (1, 16, 64)):
         computing = Masks(lambda: None, threads)
-        vocabulary = tokenizer, given.vocab_size, (given.eos,)
-        grammars = Grammars(*vocabulary, lambda: None, groups=2 * threads)
+        known = vocabulary, given.vocab_size, (given.eos,)
+        grammars = Grammars(*known, lambda: None, groups=2 * threads)
         tied = [grammars.constraint(grammar, {given.eos}).result()[0] for _ in range(rows)]
         seconds = []
         for step in range(100):
@@ -224,12 +226,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.tokenizer is None:
-        tokenizer = load_tokenizer(resolve("smollm2-135m-instruct")).backend.to_str()
+        tokenizer = load_tokenizer(resolve("smollm2-135m-instruct"))
     else:
-        tokenizer = given.tokenizer.read_text()
+        tokenizer = ModelTokenizer(Tokenizer.from_file(str(given.tokenizer)), None, {})
+    vocabulary = TextCodec(tokenizer).vocabulary()
     workload = {k: str(v) for k, v in vars(given).items() if k != "out"}
     found: dict[str, object] = {}
-    for part in (lambda: asyncio.run(measure(given, tokenizer)), *parts_of(given, tokenizer)):
+    for part in (lambda: asyncio.run(measure(given, vocabulary)), *parts_of(given, vocabulary)):
         found |= part()
         if given.out is not None:  # what was measured before a run is broken off is kept
             save(given.out, provenance(workload), found)
@@ -238,10 +241,10 @@ def main() -> None:
 
 
 def parts_of(
-    given: argparse.Namespace, tokenizer: str
+    given: argparse.Namespace, vocabulary: Vocabulary
 ) -> Sequence[Callable[[], dict[str, object]]]:
     """Return the measurements of a step's parts."""
-    masks = partial(mask_costs, given, tokenizer)
+    masks = partial(mask_costs, given, vocabulary)
     return (masks, partial(upload_costs, given)) if torch.cuda.is_available() else (masks,)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv.manager import KVCacheManager
-from twolane.engine.messages import Submit
+from twolane.engine.messages import Submit, Vocabulary
 from twolane.kernels.pool import RoundedPool
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
@@ -63,7 +63,7 @@ def serve(
     running: int,
     prefix_cache: bool,
     adapters: Mapping[str, Path] = MappingProxyType({}),
-    vocabulary: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Served:
     """See `serve_on`."""
     books = KVCacheManager(pages, PAGE, running, prefix_cache=prefix_cache)

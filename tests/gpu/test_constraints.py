@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.test_constraints import tokenizer
+from tests.engine.test_constraints import vocabulary
 from tests.gpu.serving import LEVELS, PAGE, serve
 from tests.model.checkpoints import LAYERS
 from tests.parity.constrained import compare, constrained, judges_of
@@ -39,7 +39,7 @@ def test_tokens(schedule: str, machine: CudaMachine, judge: Judge, tally: Tally)
         pages=(SMALL, 2048)[turn % 2],
         running=(16, 32)[turn % 2],
         prefix_cache=turn % 4 > 0,
-        vocabulary=tokenizer().to_str(),
+        vocabulary=vocabulary(),
     )
     compare(submits, served, judges_of(judge), tally)
     assert bool(served.preemptions) == (turn % 2 == 0)
@@ -61,7 +61,7 @@ def test_tokens_on_two_ranks(checkpoint: Path, judge: Judge) -> None:
     submits = constrained()
     try:
         served = ranks.serve(
-            schedules(LAYERS)["static-split-k3"](), submits, vocabulary=tokenizer().to_str()
+            schedules(LAYERS)["static-split-k3"](), submits, vocabulary=vocabulary()
         )
     finally:
         ranks.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.engine.test_constraints import tokenizer
+from tests.engine.test_constraints import vocabulary
 from tests.gpu.serving import PAGE, mark_unwritten, needs_to_map_memory
 from tests.gpu.serving import serve as serve_on_one
 from tests.gpu.test_ranks import SEEDED, needs
@@ -146,7 +146,7 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_gpu(
 def test_grammars_hold_for_every_token(two: Ranks, judge: Judge, tally: Tally) -> None:
     """Also for the first, whose mask is computed while the prompt is."""
     submits = constrained(REQUESTS[1::5])
-    served = two.serve(make_system("two-stream"), submits, vocabulary=tokenizer().to_str())
+    served = two.serve(make_system("two-stream"), submits, vocabulary=vocabulary())
     compare_constrained(submits, served, judges_of(judge), tally)
 
 

@@ -15,7 +15,7 @@ from tests.parity.serving import Served, serve_on
 from tests.server.serving import PATIENCE
 from twolane.devices import DeviceSettings
 from twolane.engine.kv.manager import KVCacheManager
-from twolane.engine.messages import Submit
+from twolane.engine.messages import Submit, Vocabulary
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.load import load
 from twolane.lanes.settings import LaneSizes
@@ -57,7 +57,7 @@ class Ranks:
         system: Any,
         submits: list[Submit],
         adapters: Mapping[str, Path] = MappingProxyType({}),
-        vocabulary: str | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> Served:
         books, spec = KVCacheManager(*self._pool, prefix_cache=True), self.machine.spec
         return serve_on(self.launch_lanes, spec, books, system, submits, adapters, vocabulary)

@@ -78,9 +78,9 @@ class LocalPort:
     """Submits two thirds of the requests at once, the rest when the first one has ended; before
     all of them a tokenizer, if there is one."""
 
-    def __init__(self, submits: Sequence[Submit], vocabulary: str | None) -> None:
+    def __init__(self, submits: Sequence[Submit], vocabulary: Vocabulary | None) -> None:
         first = -(-2 * len(submits) // 3)
-        self._now: list[ToEngine] = [] if vocabulary is None else [Vocabulary(vocabulary)]
+        self._now: list[ToEngine] = [] if vocabulary is None else [vocabulary]
         self._now += submits[:first]
         self._later = list(submits[first:])
         self._unfinished = {submit.id for submit in submits}
@@ -163,7 +163,7 @@ def serve(
     runner: type[Runner] = OneThread,
     rounded: bool = False,
     adapters: Mapping[str, Path] = MappingProxyType({}),
-    vocabulary: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
     kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
@@ -194,7 +194,7 @@ def serve_on(
     system: System,
     submits: Sequence[Submit],
     adapters: Mapping[str, Path] = MappingProxyType({}),
-    vocabulary: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Served:
     """Serve these requests to their ends, with these adapters by name, and a `tokenizer.json` if
     some have grammars; nothing may be left over."""

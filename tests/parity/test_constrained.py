@@ -10,7 +10,7 @@ from tests.parity.serving import serve
 from tests.parity.test_tiny import PAGE, POOLS
 from twolane.model.load.hub import resolve
 
-from ..engine.test_constraints import tokenizer
+from ..engine.test_constraints import vocabulary
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_tokens(
         page_size=PAGE,
         running=16,
         prefix_cache=True,
-        vocabulary=tokenizer().to_str(),
+        vocabulary=vocabulary(),
     )
     compare(submits, served, judges_of(Judge(reference(path))), tally)
     assert bool(served.preemptions) == (pool == "small")

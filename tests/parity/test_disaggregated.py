@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_constraints import tokenizer
+from tests.engine.test_constraints import vocabulary
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import VOCAB, load_decoder
 from tests.parity.constrained import compare as compare_constrained
@@ -102,7 +102,7 @@ def test_an_adapter_that_the_other_process_cannot_read_is_refused(
 def test_grammars_hold_for_every_token(two: Ranks, judge: Judge, tally: Tally) -> None:
     """Also for the first, whose mask is computed while the prompt is."""
     submits = constrained(REQUESTS[1::3])
-    served = two.serve(make_system("two-stream"), submits, vocabulary=tokenizer().to_str())
+    served = two.serve(make_system("two-stream"), submits, vocabulary=vocabulary())
     compare_constrained(submits, served, judges_of(judge), tally)
 
 
