@@ -160,8 +160,8 @@ def mask_costs(given: argparse.Namespace, vocabulary: Vocabulary) -> dict[str, o
     grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
     for threads, rows in itertools.product(given.threads, (1, 16, 64)):
         computing = Masks(lambda: None, threads)
-        known = vocabulary, given.vocab_size, (given.eos,)
-        grammars = Grammars(*known, lambda: None, groups=2 * threads)
+        ids = given.vocab_size, (given.eos,)
+        grammars = Grammars(vocabulary, *ids, lambda: None, groups=2 * threads)
         tied = [grammars.constraint(grammar, {given.eos}).result()[0] for _ in range(rows)]
         seconds = []
         for step in range(100):
@@ -225,9 +225,8 @@ def main() -> None:
     parser.add_argument("--trace", help="file for a trace of the engine's launches")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.tokenizer is None:
-        tokenizer = load_tokenizer(resolve("smollm2-135m-instruct"))
-    else:
+    tokenizer = load_tokenizer(resolve("smollm2-135m-instruct"))
+    if given.tokenizer is not None:
         tokenizer = ModelTokenizer(Tokenizer.from_file(str(given.tokenizer)), None, {})
     vocabulary = TextCodec(tokenizer).vocabulary()
     workload = {k: str(v) for k, v in vars(given).items() if k != "out"}
