@@ -54,8 +54,8 @@ def test_unknown_fields_have_no_effect_and_are_told_once(server):
     assert log.count("'keep_alive'") == log.count("'nope'") == 1
     large = [{**SPAIN[0], "large": "x" * 70_000}, *SPAIN]
     assert ask(server, messages=large)[0] == 200
-    status, _, answer = ask(server, suffix="x", guided_regex="a")  # known, and not served
-    assert (status, answer["error"]["param"]) == (400, "guided_regex")
+    status, _, answer = ask(server, suffix="x", request_id="a")  # known, and not served
+    assert (status, answer["error"]["param"]) == (400, "request_id")
 
 
 def test_the_prefix_cache_can_be_emptied(server):
