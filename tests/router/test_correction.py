@@ -10,27 +10,34 @@ from twolane.router.correction import TtftCorrection
 @pytest.mark.parametrize("slower", [0.5, 1.5, 4.0])
 def test_nearly_all_first_tokens_come_within_the_corrected_prediction(slower: float) -> None:
     rng, correction, within = random.Random(1), TtftCorrection(), []
-    for _ in range(2000):
+    for turn in range(2000):
         predicted = rng.uniform(0.2, 0.5)
         seconds = predicted * slower * rng.lognormvariate(0.0, 0.2)
         within.append(seconds <= correction.factor * predicted)
-        correction.note(predicted, seconds, 0.5)
+        correction.note(predicted, 10.0 * turn, 10.0 * turn + seconds, 0.5)
     assert 0.9 < sum(within[500:]) / 1500 < 0.99
     assert slower < correction.factor < 2.5 * slower
 
 
 def test_fixed_costs_of_short_prompts_say_nothing_of_a_queue() -> None:
     correction = TtftCorrection()
-    for _ in range(100):
-        correction.note(0.001, 0.05, 0.5)
+    for turn in range(100):
+        correction.note(0.001, turn, turn + 0.05, 0.5)
     assert correction.factor == 1.0
 
 
 def test_it_comes_back_from_a_stall() -> None:
     correction = TtftCorrection()
-    for _ in range(20):
-        correction.note(0.1, 10.0, 0.5)
+    for turn in range(20):
+        correction.note(0.1, 10.0 * turn, 10.0 * turn + 10.0, 0.5)
     assert correction.factor > 10
-    for _ in range(500):
-        correction.note(0.1, 0.1, 0.5)
+    for turn in range(500):
+        correction.note(0.1, 300.0 + turn, 300.1 + turn, 0.5)
     assert correction.factor < 2
+
+
+def test_a_burst_that_is_late_counts_once() -> None:
+    correction = TtftCorrection()
+    for place in range(20):
+        correction.note(0.1, 1.0, 2.0 + 0.01 * place, 0.5)
+    assert correction.factor < 1.3

@@ -15,21 +15,30 @@ the others tell of fixed costs, not of how fast a queue is served."""
 
 
 class TtftCorrection:
-    """The factor from predicted to actual times to the first token, as a high quantile."""
+    """The factor from predicted to actual times to the first token, as a high quantile.
+
+    Requests that wait together are late together: one burst counts once, or a server that is only
+    slowed would refuse nearly all, and learn from few that it need not.
+    """
 
     def __init__(self) -> None:
         self.factor = 1.0
+        self._raised = 0.0
+        """Time at which the factor was raised, in seconds on the clock of `note`."""
 
-    def note(self, predicted: float, seconds: float, bound: float) -> None:
+    def note(self, predicted: float, at: float, now: float, bound: float) -> None:
         """Count a first token.
 
         Args:
             predicted: Predicted seconds, without the factor.
-            seconds: The seconds that it took.
+            at: Time of the prediction, in seconds.
+            now: Time of the first token, in seconds.
             bound: Seconds within which it was wanted.
         """
-        corrected = self.factor * predicted
+        corrected, seconds = self.factor * predicted, now - at
         if seconds > max(corrected, RELEVANT * bound):
-            self.factor *= (1 + STEP) ** QUANTILE
+            if at >= self._raised:  # otherwise the factor of its prediction is no longer used
+                self.factor *= (1 + STEP) ** QUANTILE
+                self._raised = now
         elif seconds <= corrected and corrected > RELEVANT * bound:
             self.factor /= (1 + STEP) ** (1 - QUANTILE)

@@ -239,7 +239,7 @@ class Table:
         """Learn from the first token of a request that was sent to a replica."""
         if name in self._replicas and sent.predicted and sent.due < math.inf:
             correction = self._replicas[name].correction
-            correction.note(sent.predicted, now - sent.at, sent.due - sent.at)
+            correction.note(sent.predicted, sent.at, now, sent.due - sent.at)
 
     def ended(self, name: str, sent: SentRequest | None = None) -> None:
         """Record that a request at a replica has ended, in whatever way.

@@ -91,7 +91,7 @@ class LateGuard:
 
     def note(self, expected: Expected, now: float) -> None:
         """Learn from a first token that came at `now`."""
-        self._correction.note(expected.seconds, now - expected.at, expected.bound)
+        self._correction.note(expected.seconds, expected.at, now, expected.bound)
 
     @property
     def _watches(self) -> bool:
