@@ -15,7 +15,7 @@ from twolane.results.provenance import Provenance
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page"}
+PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page", "switches"}
 MODULES = {"measured", "one_server", "searches", *PAPERS}
 """Files that only others import."""
 HELPS = """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -175,13 +176,19 @@ def sent(served, head: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
+def is_sent_home(answer: bytes) -> bool:
+    """Return whether the client is told to spell the path otherwise, at the same server."""
+    location = re.search(rb"\r\nlocation: (\S*)\r\n", answer)
+    return b" 308 " in answer.splitlines()[0] and re.match(rb"/(?![/\\])", location[1]) is not None
+
+
 def test_no_target_makes_the_fleet_ask_another_server(pair):
     with socket.create_server(("127.0.0.1", 0)) as other:
         other.setblocking(False)
         place = f"127.0.0.1:{other.getsockname()[1]}/"
         for target in (f"@{place}", f"//{place}", f"/@{place}"):
             answer = sent(pair, f"GET {target} HTTP/1.1\r\n".encode())
-            assert b" 404 " in answer.splitlines()[0]
+            assert b" 404 " in answer.splitlines()[0] or is_sent_home(answer)
         answer = sent(pair, f"GET http://{place} HTTP/1.1\r\n".encode())
         assert b"\r\nlocation: /dashboard\r\n" in answer  # whose path is /, whomever it names
         with pytest.raises(BlockingIOError):
@@ -190,7 +197,8 @@ def test_no_target_makes_the_fleet_ask_another_server(pair):
 
 def test_a_replica_gets_the_path_as_the_client_wrote_it(pair):
     for target in ("/v1/models%3Fx=1", "/v1/models%23x", "/x/../v1/models", "/v1/x%2f..%2fmodels"):
-        assert b" 404 " in sent(pair, f"GET {target} HTTP/1.1\r\n".encode()).splitlines()[0]
+        answer = sent(pair, f"GET {target} HTTP/1.1\r\n".encode())
+        assert b" 404 " in answer.splitlines()[0] or is_sent_home(answer)
     assert b" 200 " in sent(pair, b"GET /v1/models?x=%23 HTTP/1.1\r\n").splitlines()[0]
 
 

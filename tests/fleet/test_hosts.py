@@ -44,6 +44,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
         available_resources=lambda: {"CPU": 2.0},
         remote=lambda **_: lambda _: SimpleNamespace(remote=lambda: actor),
         exceptions=SimpleNamespace(RayError=RuntimeError),
+        util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
     )
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
     return actor

@@ -310,7 +310,8 @@ def test_a_vocabulary_is_stepped_over(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [
-        ("gemma2", [], "GGUF architecture 'gemma2'; these work: llama, qwen2, qwen3"),
+        ("gemma2", [], "GGUF architecture 'gemma2': soft caps of scores and logits"),
+        ("qwen2", [("add_causal_attention", False)], "attention.causal 'false'"),
         ("llama", [("add_expert_count", 8)], "number of experts 8"),
         ("llama", [("add_causal_attention", False)], "attention.causal 'false'"),
         (

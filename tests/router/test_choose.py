@@ -78,11 +78,11 @@ def test_a_prefix_is_worth_a_queue_while_it_saves_more() -> None:
 
 def test_first_tokens_later_than_predicted_are_counted_on() -> None:
     made = table(a=state(5000))
-    sent = made.sent("a", ask(), 0.0, predicted=0.7)
     assert isinstance(choose(ask(), made.views(ask(), 0.0)), Chosen)
-    for _ in range(5):
-        made.began("a", sent, 2.0)
-    made.ended("a", sent)
+    for turn in range(5):
+        sent = made.sent("a", ask(), 10.0 * turn, predicted=0.7)
+        made.began("a", sent, 10.0 * turn + 2.0)
+        made.ended("a", sent)
     assert isinstance(choose(ask(), made.views(ask(), 0.0)), NoReplica)
 
 

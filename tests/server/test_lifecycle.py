@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
+from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.messages import Stats
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
@@ -210,6 +211,8 @@ def service_of(texts):
         stats=Stats(),
         watchers=[],
         wait_for_gap=no_wait,
+        prefixes=PrefixBook(16),
+        adapters=SimpleNamespace(loaded={}),
     )
     metrics = Monitoring.of(engine, "slow").metrics
     options = ServerOptions(max_queue=9)

@@ -217,11 +217,9 @@ class TestErrors:
     def test_the_client_raises_its_own_errors(self, client):
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt-9", prompt="x")
-        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        with pytest.raises(openai.BadRequestError, match="audio"):
             client.chat.completions.create(
-                model=MODEL,
-                messages=QUESTION,
-                tools=[{"type": "function", "function": {"name": "f"}}],
+                model=MODEL, messages=QUESTION, audio={"voice": "alloy", "format": "wav"}
             )
 
     @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def test_the_openapi_description_names_the_fields(real):
 
 def test_tokens_are_those_that_the_doctor_prints(real, capsys):
     for text in ("Grüße, 12 Welten <|im_end|>\n", "  日本 👍", ""):
-        report(MODEL, text)
+        report(MODEL, text, None)
         printed = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
         _, _, told = real.request("/tokenize", {"prompt": text, "return_token_strs": True})
         shown = [(int(token), name) for token, name, _ in printed]

@@ -338,16 +338,17 @@ class Sandbox:
         Raises:
             EOFError, OSError: it does not, within the limit on a job.
         """
-        assert self._control is not None
-        assert self._zygote is not None
+        control, zygote = self._control, self._zygote  # the sandbox may be closed meanwhile
+        assert control is not None
+        assert zygote is not None
         own, its = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
         try:
-            with its, self.awaiting(self._zygote.pid):
-                self._control.setblocking(True)
-                socket.send_fds(self._control, [bytes([niceness])], [its.fileno()])
+            with its, self.awaiting(zygote.pid):
+                control.setblocking(True)
+                socket.send_fds(control, [bytes([niceness])], [its.fileno()])
                 its.close()
-                made = Worker(*streams, self._zygote)
+                made = Worker(*streams, zygote)
                 async with asyncio.timeout(self.limits.seconds):
                     await made.greet()
         except BaseException:
