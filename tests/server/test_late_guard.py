@@ -110,8 +110,8 @@ def test_the_queue_alone_refuses_by_the_headers() -> None:
 def test_late_first_tokens_shorten_the_queue() -> None:
     made = guard({None: 250})
     assert not refuses(made, 50, call())
-    for _ in range(10):
-        made.note(Expected(0.3, 0.5, 100.0), 100.9)
+    for turn in range(10):
+        made.note(Expected(0.3, 0.5, 100.0 + turn), 100.9 + turn)
     assert refuses(made, 50, call())
 
 
