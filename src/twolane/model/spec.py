@@ -135,6 +135,11 @@ class MoeSpec:
         scores = self.normalised, self.sigmoid, self.biased, self.scale
         return RoutingRule(self.experts, self.per_token, *scores, self.shared, self.gated)
 
+    @property
+    def entries(self) -> int:
+        """Experts of each token, shared ones included."""
+        return self.per_token + self.shared
+
     def active(self, tokens: float) -> float:
         """Return the expected number of experts that some of these tokens go to, shared ones
         included.

@@ -83,7 +83,7 @@ class SimulatedMachine:
         width = 3 * spec.intermediate_size / device.tp
         if spec.moe is not None:
             inner = 3 * spec.moe.intermediate_size / device.tp
-            width = spec.moe.rule.entries * (2 * spec.hidden_size + inner)
+            width = spec.moe.entries * (2 * spec.hidden_size + inner)
         # Most tokens whose MLP activations a lane holds at once.
         mlp = min(tokens, 8192) * width
         lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)

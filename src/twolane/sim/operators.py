@@ -181,7 +181,7 @@ class OperatorCosts:
         """Return the cost of a layer's router and experts: active ones are read, rows count in
         whole tiles."""
         h, inner = self._spec.hidden_size, moe.intermediate_size / self._tp
-        rows, active = tokens * moe.rule.entries, moe.active(tokens)
+        rows, active = tokens * moe.entries, moe.active(tokens)
         each = rows / active
         computed = active * (math.ceil(each / TILE) * TILE if each > TILE else each)
         weights = 3 * h * inner

@@ -65,7 +65,7 @@ class Shape:
         if spec.moe is not None:
             inner = spec.expert_share * spec.moe.intermediate_size * share
             self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
-            inner *= spec.moe.rule.entries
+            inner *= spec.moe.entries
         self._small = 4.0 * d, 4.0 * d, 3.0 * (m * share + inner)
         heads, dim = spec.heads * share, spec.head_dim
         self._pair_flops = (4.0 * dim + 2.0) * heads
@@ -96,7 +96,7 @@ class Shape:
     def _routed(self, tokens: int) -> tuple[int, float]:
         """Rows of all experts, and the experts that are active."""
         moe = self.spec.moe
-        return (0, 0.0) if moe is None else (tokens * moe.rule.entries, moe.active(tokens))
+        return (0, 0.0) if moe is None else (tokens * moe.entries, moe.active(tokens))
 
     def active(self, tokens: int) -> float:
         """Experts of a layer that this many tokens wake; 0 for a model without."""

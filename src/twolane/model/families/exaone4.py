@@ -28,7 +28,7 @@ class Exaone4Config(HFConfig, kw_only=True):
         if not isinstance(pattern, int) or pattern < 1:
             problem = f"must be a number above 0 without layer_types, not {pattern!r}"
             raise ValueError(f"config.json: sliding_window_pattern {problem}")
-        return [i for i in range(self.num_hidden_layers) if (i + 1) % pattern]
+        return self.all_but_each(pattern)
 
     def unrotated_layers(self) -> Iterable[int]:
         """See `HFConfig.unrotated_layers`."""

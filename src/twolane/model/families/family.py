@@ -1,6 +1,6 @@
 """What is known of a family of models: its configs, and the record that each file here fills in."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, get_args
 
@@ -167,6 +167,10 @@ class HFConfig(msgspec.Struct, kw_only=True):
             raise ValueError(f"config.json: layer_types {problem}")
         return [i for i, each in enumerate(types) if each == "sliding_attention"]
 
+    def all_but_each(self, count: int) -> Sequence[int]:
+        """Return all layers but each `count`th one."""
+        return [i for i in range(self.num_hidden_layers) if (i + 1) % count]
+
     def stated_rope(self) -> dict[str, Any]:
         """Return what the config says of the rotary embedding, in the form of `rope_parameters`.
 
@@ -235,22 +239,6 @@ class ExpertNames:
     """Name of the MLP that all tokens go to."""
     shared_gate: str = "mlp.shared_expert_gate"
     """Name of the module whose sigmoid the output of that is multiplied with."""
-
-
-def parts_of_shared(wide: int, width: int) -> int:
-    """Return as how many experts an MLP counts that all tokens share.
-
-    Args:
-        wide: The width of that MLP.
-        width: The width of an expert.
-
-    Raises:
-        UnsupportedModel: it is no multiple.
-    """
-    if wide % max(width, 1):
-        fits = f"multiples of moe_intermediate_size {width}"
-        raise UnsupportedModel.because("width of the shared expert", wide, (fits,))
-    return wide // width
 
 
 Key = Callable[[str, float], float]

@@ -49,8 +49,7 @@ class Gemma3Config(HFConfig, kw_only=True):
 
     def sliding_layers(self) -> Iterable[int]:
         """See `HFConfig.sliding_layers`."""
-        layers, pattern = range(self.num_hidden_layers), self.sliding_window_pattern
-        return self.typed_layers(otherwise=[i for i in layers if (i + 1) % pattern])
+        return self.typed_layers(otherwise=self.all_but_each(self.sliding_window_pattern))
 
     def sliding_rope(self) -> dict[str, Any] | None:
         """See `HFConfig.sliding_rope`."""

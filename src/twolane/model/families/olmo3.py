@@ -16,7 +16,7 @@ class Olmo3Config(Olmo2Config, kw_only=True):
 
     def sliding_layers(self) -> Iterable[int]:
         """See `HFConfig.sliding_layers`."""
-        return self.typed_layers([i for i in range(self.num_hidden_layers) if (i + 1) % 4])
+        return self.typed_layers(otherwise=self.all_but_each(4))
 
     def sliding_rope(self) -> dict[str, Any] | None:
         """See `HFConfig.sliding_rope`."""

@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family, parts_of_shared
+from twolane.model.families.family import ExpertNames, Family
 from twolane.model.families.qwen3_moe import Qwen3MoeConfig
+from twolane.model.spec import UnsupportedModel
 
 
 class Qwen2MoeConfig(Qwen3MoeConfig, kw_only=True):
@@ -21,9 +22,12 @@ class Qwen2MoeConfig(Qwen3MoeConfig, kw_only=True):
 
     def own_fields(self) -> dict[str, Any]:
         """See `HFConfig.own_fields`."""
-        wide, moe = self.shared_expert_intermediate_size, super().own_fields()["moe"]
-        shared = parts_of_shared(wide, self.moe_intermediate_size)
-        return {"moe": replace(moe, shared=shared, gated=True), "qkv_bias": self.qkv_bias}
+        wide, width = self.shared_expert_intermediate_size, self.moe_intermediate_size
+        if wide % max(width, 1):
+            fits = f"multiples of moe_intermediate_size {width}"
+            raise UnsupportedModel.because("width of the shared expert", wide, (fits,))
+        moe = replace(super().own_fields()["moe"], shared=wide // width, gated=True)
+        return {"moe": moe, "qkv_bias": self.qkv_bias}
 
 
 FAMILY = Family(
