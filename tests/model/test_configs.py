@@ -26,7 +26,7 @@ from twolane.model.load.configs import (
     spec_from_config,
 )
 from twolane.model.rope import frequencies, rotation
-from twolane.model.shapes import SHAPES
+from twolane.model.shapes import SHAPES, with_all_kinds
 from twolane.model.spec import UNROTATED, RopeSpec, UnsupportedModel
 
 PUBLISHED = {
@@ -60,6 +60,12 @@ def named(config, architecture):
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_published_size(name):
     assert SHAPES[name].parameters == PUBLISHED[name]
+
+
+def test_kinds_of_a_shape_are_repeated_until_each_layer_has_one():
+    table = {"layers": 5, "kinds": [{"window": 128}, {}]}
+    assert with_all_kinds(table)["kinds"] == [{"window": 128}, {}] * 2 + [{"window": 128}]
+    assert with_all_kinds({"layers": 5})["kinds"] == []
 
 
 def test_kv_bytes_per_token():

@@ -1,6 +1,7 @@
 """JSON and TOML files whose content is checked against a type."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,11 +55,18 @@ def converted(raw: object, kind: type[T], file: str = "config.json", *, lax: boo
         raise ValueError(f"{file}: {error}") from error
 
 
-def read_tables(path: Path, kind: type[T]) -> dict[str, T]:
+def read_tables(
+    path: Path, kind: type[T], complete: Callable[[Json], Json] = lambda table: table
+) -> dict[str, T]:
     """Read a TOML file of the package whose tables are values of one type, by name.
 
     A table has what it does not say from the table that its key `like` names. A type with a field
     `name` gets that of the table.
+
+    Args:
+        path: The file.
+        kind: The type of the values.
+        complete: Returns a table with what its short forms stand for.
     """
     tables = msgspec.toml.decode(path.read_bytes(), type=dict[str, Json])
 
@@ -66,7 +74,7 @@ def read_tables(path: Path, kind: type[T]) -> dict[str, T]:
         return {**(whole(tables[table["like"]]) if "like" in table else {}), **table}
 
     return {
-        name: msgspec.convert({"name": name, **whole(table)}, kind)
+        name: msgspec.convert({"name": name, **complete(whole(table))}, kind)
         for name, table in tables.items()
     }
 
