@@ -1,14 +1,16 @@
 """Checks the files of deploy/ by their own tools: `make check-deploy`.
 
-Helm lints and renders the chart (the program `helm`, or its library in helm-python-sdk), the result
-is compared with deploy/kubernetes/, Kubernetes' schemas judge every manifest (kubeconform, or
+The chart has the version of the package, which is set in `src/twolane/__init__.py` alone. Helm
+lints and renders the chart (the program `helm`, or its library in helm-python-sdk), the result is
+compared with deploy/kubernetes/, Kubernetes' schemas judge every manifest (kubeconform, or
 kubernetes-validate), hadolint the container files, check-jsonschema and zizmor the workflows,
-systemd-analyze the unit. A tool that is not there is named and skipped. `--write` makes
-deploy/kubernetes/ anew.
+systemd-analyze the unit. A tool that is not there is named and skipped. `--write` writes the
+version into the chart and makes deploy/kubernetes/ anew.
 """
 
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +95,19 @@ def rendered(values: Path) -> str | None:
     found = [one for one in yaml.safe_load_all(documents) if one]
     found.sort(key=lambda one: (one["kind"], one["metadata"]["name"]))
     return "---\n".join(yaml.dump(one, Dumper=Dumper, sort_keys=False) for one in found)
+
+
+def check_version(write: bool) -> None:
+    """Compare the versions in the chart with the package's."""
+    module, chart = DEPLOY.parent / "src/twolane/__init__.py", CHART / "Chart.yaml"
+    found = re.search(r'^__version__ = "(.+)"$', module.read_text(), re.MULTILINE)
+    assert found, f"{module} has no version"
+    text = chart.read_text()
+    wanted = re.sub(r"^(version|appVersion): .+$", rf"\1: {found[1]}", text, flags=re.MULTILINE)
+    if write:
+        chart.write_text(wanted)
+    same = chart.read_text() == wanted
+    report(f"Chart.yaml has version {found[1]}", None if same else "run with --write")
 
 
 def check_chart(write: bool) -> None:
@@ -181,7 +196,9 @@ def check_unit() -> None:
 
 def main() -> int:
     """Check everything; return the exit code."""
-    check_chart(write="--write" in sys.argv[1:])
+    write = "--write" in sys.argv[1:]
+    check_version(write)
+    check_chart(write)
     check_schemas()
     check_containers()
     check_workflows()

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from twolane.params import LLMSamplingParams as SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+import twolane
 from tests.server.serving import serving, write_tiny_model
 from twolane.cli.main import Commands
 from twolane.server.http.gate import LIVE_PATHS, PROBES
@@ -70,6 +71,12 @@ def test_there_are_manifests_for_both_devices() -> None:
     assert [path.stem for path in MANIFESTS] == ["cpu", "gpu"]
     assert [options(path)["device"] for path in MANIFESTS] == ["cpu", "cuda"]
     assert [path.suffix for path in CONTAINERS] == [".cpu", ".cuda"]
+
+
+def test_chart_and_manifests_have_the_version_of_the_package(manifest: Path) -> None:
+    chart = yaml.safe_load((DEPLOY / "helm/twolane/Chart.yaml").read_text())
+    assert {chart["version"], chart["appVersion"]} == {twolane.__version__}
+    assert container(manifest)["image"].startswith(f"twolane:{twolane.__version__}-")
 
 
 def test_every_option_of_a_manifest_exists(manifest: Path) -> None:

@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+import twolane
 from twolane.engine.config import EngineConfig
-from twolane.engine.predict import find_profile, make_estimator
-from twolane.estimate.profile import SHIPPED, Profile, cached_profile
+from twolane.engine.predict import find_profile, machine_key, make_estimator
+from twolane.estimate.profile import LAUNCHES_SINCE, SHIPPED, Profile, cached_profile
+from twolane.model.shapes import SHAPES
+from twolane.sim.gpus import GPUS
+from twolane.sim.machine import SimulatedMachine
 
 CONFIG = EngineConfig(model="qwen3-8b")
 
@@ -33,6 +37,21 @@ def test_weights_and_cache_of_eight_bits_have_a_profile_of_their_own(own: Path):
     assert find_profile(CONFIG, narrow) == SHIPPED / "qwen3-8b-fp8-h200.json"
     mixed = structs.replace(narrow, kv_itemsize=wide.kv_itemsize)
     assert find_profile(CONFIG, mixed) is None
+
+
+def test_a_release_that_changes_no_launch_keeps_profiles(monkeypatch, caplog):
+    for path in SHIPPED.glob("*.json"):
+        assert Profile.read(path).key.version == LAUNCHES_SINCE, f"{path.name} is of older kernels"
+    machine = SimulatedMachine(GPUS["h200"], SHAPES["qwen3-8b"], CONFIG)
+    before = machine_key(machine, 132)
+    monkeypatch.setattr(twolane, "__version__", "99.0.0")
+    assert machine_key(machine, 132) == before
+    monkeypatch.setattr("twolane.engine.predict.LAUNCHES_SINCE", "99.0.0")
+    assert machine_key(machine, 132).file_name != before.file_name
+    shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json").key
+    newer = structs.replace(shipped, version="99.0.0")
+    make_estimator(find_profile(CONFIG, newer), "guard", newer)
+    assert "measured with launches as of version 0.1.0; this is 99.0.0" in caplog.text
 
 
 def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
-import twolane
 from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
 from twolane.estimate.names import EstimatorName
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import (
+    LAUNCHES_SINCE,
     Key,
     Profile,
     ProfileError,
@@ -68,10 +68,10 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
                 raise ProfileError(f"{path} is of {part} {there!r}; this is {here!r}")
-        for part in ("driver", "version"):
+        for part, what in (("driver", "driver"), ("version", "launches as of version")):
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
-                log.warning("the profile was measured with %s %s; this is %s", part, there, here)
+                log.warning("the profile was measured with %s %s; this is %s", what, there, here)
         estimator = fitted(path, name)
     except (ProfileError, OSError) as error:
         raise FieldError("profile", str(error)) from error
@@ -132,7 +132,7 @@ def machine_key(machine: Machine, units: int) -> Key:
     return Key(
         device=_cpu_name() if machine.kind == "cpu" else machine.name,
         driver=_driver_version() if machine.kind == "cuda" else machine.revision,
-        version=twolane.__version__,
+        version=LAUNCHES_SINCE,
         model=model_digest(machine.spec),
         itemsize=itemsize,
         units=units,

@@ -1,6 +1,6 @@
 """Profiles: what launches took on one device with one model, as measured, stored as JSON.
 
-One file for each GPU, driver, version of the engine, model shape and degree of tensor parallelism.
+One file for each GPU, driver, state of the kernels, model shape and degree of tensor parallelism.
 Samples are kept as they were measured; what estimators make of them is made when they are loaded.
 """
 
@@ -25,6 +25,9 @@ from twolane.model.spec import FULL, LayerKind, ModelSpec, MoeSpec, RopeSpec
 
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
+LAUNCHES_SINCE = "0.1.0"
+"""The version of Twolane in which kernels or the shapes of launches last changed the time that a
+launch takes. Set it to the next version when you change them so; other releases keep profiles."""
 
 _SIZES = (
     *("family", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
@@ -49,13 +52,13 @@ class ProfileError(ValueError):
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The device, model and versions of a profile. Those of another key predict nothing here."""
+    """The device, driver, kernels and model of a profile. One of another key predicts nothing."""
 
     device: str
     """Name of the GPU by its driver, or of the CPU."""
     driver: str
     version: str
-    """Version of Twolane."""
+    """`LAUNCHES_SINCE` of the engine that was measured."""
     model: str
     """`model_digest` of the shape."""
     itemsize: int
