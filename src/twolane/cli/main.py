@@ -24,7 +24,7 @@ PLAIN = (
 )
 """Phrases of the parser's error messages, each with a plain replacement."""
 
-OTHERS = "docs/guides/from-vllm.md says what the options of other servers are here"
+OTHERS = "docs/guides/from-{vllm,sglang,llama-cpp}.md say what options of other servers are here"
 """Explanation for an unknown option."""
 LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
 """Explanation for a `TWOLANE_…` variable whose value is the address of a service."""
