@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.experts import products as experts
+from twolane.kernels.experts.grouped_gemm import FOUR_BIT_ROWS
 from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined, norm_and_combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.experts.rule import RoutingRule
@@ -14,7 +15,7 @@ from twolane.kernels.fused import Norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model import fp8
-from twolane.model.matrix import Matrix, Scheme, quantised
+from twolane.model.matrix import Matrix, Scheme, in_registers, quantised
 from twolane.model.routing import route
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 32, 4, 512, 384
@@ -63,7 +64,10 @@ class Layer:
 
         def matrix(rows: int, columns: int) -> Matrix:
             values = random(rows, columns, scale=columns**-0.5)
-            return Matrix.plain(values) if scheme is None else quantised(values.float(), scheme)
+            if scheme is None:
+                return Matrix.plain(values)
+            stored = quantised(values.float(), scheme)
+            return in_registers(stored) if scheme.startswith("int4") else stored
 
         self.gate_up = matrix(EXPERTS * 2 * INNER, HIDDEN)
         self.down = matrix(EXPERTS * HIDDEN, INNER)
@@ -132,7 +136,7 @@ class Layer:
 
     def _rounded(self, rows: Tensor) -> Tensor:
         """Rows as the product that they go into rounds them, in float32."""
-        if self.gate_up.scales is None or not len(rows):
+        if self.gate_up.scheme != "fp8_channel" or not len(rows):
             return rows.float()
         values, scales = fp8.quantise_rows(rows.float())
         return values.float() * scales
@@ -152,6 +156,21 @@ def test_against_float32(
     """Rows that do not count stay as they are; a repetition is equal bit for bit."""
     monkeypatch.setattr(experts, "way", lambda *_: way)
     check(Layer(rows, skew, scheme=scheme), stream)
+
+
+@pytest.mark.parametrize("scheme", ["int4_g32", "int4_g128"])
+@pytest.mark.parametrize("tile", FOUR_BIT_ROWS)
+@pytest.mark.parametrize("rows", [1, 64, 500])
+def test_four_bits_against_float32(
+    monkeypatch: pytest.MonkeyPatch,
+    stream: torch.cuda.Stream,
+    rows: int,
+    tile: int,
+    scheme: Scheme,
+) -> None:
+    """As above, widened in registers."""
+    monkeypatch.setattr(experts, "way", lambda *_: ExpertWay("triton", tile))
+    check(Layer(rows, 0.2, scheme=scheme), stream)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 13, 16])

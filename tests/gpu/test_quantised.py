@@ -71,6 +71,17 @@ def test_logits_of_rounded_experts(family: str, tmp_path: Path) -> None:
     assert apart < 1.5 * cost + 0.01  # tokens whose experts are about equally likely may change
 
 
+@pytest.mark.parametrize("form", ["awq", "gptq", "pack-quantized"])
+def test_logits_of_experts_in_four_bits(form: str, tmp_path: Path) -> None:
+    quantised_path, floats = tmp_path / "quantised", tmp_path / "floats"
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128}
+    write(quantised_path, floats, form, "qwen3-moe", **sizes)
+    there, cost, apart = compared(resolve(str(quantised_path)), resolve(str(floats)))
+    print(f"{form}: CPU {cost:.4f}, GPU {apart:.4f} from float32")
+    assert there.layers[0].mlp.down.scheme.startswith("int4_gpu")
+    assert apart < 1.5 * cost + 0.01  # tokens whose experts are about equally likely may change
+
+
 @pytest.mark.parametrize("rows", (16, 40, 64, 128))
 def test_gates(rows: int) -> None:
     """Gate and up in one product, in every way, then rounded for the next product."""

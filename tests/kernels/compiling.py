@@ -172,7 +172,7 @@ def launch_routing(dtype: torch.dtype) -> None:
 
 def launch_grouped(dtype: torch.dtype) -> None:
     """Products of rows sorted by expert, of Qwen3-30B-A3B."""
-    from twolane.kernels.experts.grouped_gemm import ROWS, grouped_gemm
+    from twolane.kernels.experts.grouped_gemm import FOUR_BIT_ROWS, ROWS, grouped_gemm
     from twolane.kernels.experts.routing import Routing
     from twolane.kernels.products.dispatch import input_of
     from twolane.model.matrix import Matrix
@@ -185,7 +185,11 @@ def launch_grouped(dtype: torch.dtype) -> None:
     weight = Matrix.plain(torch.empty(128 * 1536, 2048, dtype=torch.bfloat16))
     if dtype == torch.float8_e4m3fn:
         weight = Matrix(weight.values.to(dtype), "fp8_channel", torch.empty(128 * 1536))
-    for rows in ROWS:
+    if dtype == torch.uint8:
+        values = torch.empty(128 * 1536, 1024, dtype=dtype)
+        scales = torch.empty(16, 128 * 1536, dtype=torch.int32)
+        weight = Matrix(values, "int4_gpu128", scales)
+    for rows in FOUR_BIT_ROWS if dtype == torch.uint8 else ROWS:
         grouped_gemm(
             input_of(x, torch.empty(512, 1), weight.scheme), weight, routing, out, rows, 132
         )
@@ -266,6 +270,7 @@ if __name__ == "__main__":
         launch_lora(torch.bfloat16, 16, (64,))
         launch_sampler(torch.bfloat16, 151_936, 1024)
         launch_grouped(torch.float8_e4m3fn)
+        launch_grouped(torch.uint8)
         launch_fused(torch.float32)
         launch_rounded(torch.bfloat16)
         launch_lora(torch.bfloat16, 16, (1024, 8192))

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.experts import grouped_gemm
-from twolane.kernels.experts.products import ExpertBuffers, combined
+from twolane.kernels.experts.products import ExpertBuffers, combined, way
 from twolane.kernels.experts.routing import (
     ActiveRows,
     Combination,
@@ -16,7 +16,7 @@ from twolane.kernels.experts.routing import (
 from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import rms_norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
-from twolane.model.matrix import Matrix, Scheme, quantised
+from twolane.model.matrix import Matrix, Scheme, in_registers, quantised
 from twolane.model.mlp import Experts
 from twolane.model.products import Products
 from twolane.model.routing import route as on_cpu
@@ -129,16 +129,20 @@ def stored(values: torch.Tensor, scheme: Scheme | None) -> Matrix:
     return Matrix.plain(values) if scheme is None else quantised(values, scheme)
 
 
-def buffers(rows: int, hidden: int, inner: int, scheme: str) -> ExpertBuffers:
+def buffers(
+    rows: int, hidden: int, inner: int, scheme: str, dtype: torch.dtype = torch.float32
+) -> ExpertBuffers:
     routing, entries = (
         Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)),
         rows * PER_TOKEN,
     )
 
-    def room(count: int, width: int) -> torch.Tensor:
-        return torch.full((count, width), torch.nan, device=DEVICE)
+    def room(count: int, width: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.full((count, width), torch.nan, device=DEVICE, dtype=dtype)
 
-    x, act = (input_of(room(entries, w), room(entries, 1), scheme) for w in (hidden, inner))
+    x, act = (
+        input_of(room(entries, w), room(entries, 1, torch.float32), scheme) for w in (hidden, inner)
+    )
     gate_up, outs = (room(entries, width) for width in (2 * inner, hidden))
     return ExpertBuffers(routing, room(rows, EXPERTS), x, gate_up, act, outs)
 
@@ -166,3 +170,36 @@ def test_rows_of_an_expert_with_several_groups() -> None:
         for rank in range(PER_TOKEN)
     )
     torch.testing.assert_close(residual, summed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "scheme", "tile"),
+    [(3, "int4_g128", 16), (36, "int4_g32", 64), (264, "int4_g64", 128)],
+)
+def test_experts_of_four_bits_are_those_of_the_cpu(rows: int, scheme: Scheme, tile: int) -> None:
+    """With zero points, in the form that a GPU's kernels read, and with whole tiles and others."""
+    hidden, inner = 256, 128
+    router = Matrix.plain(random(EXPERTS, hidden).bfloat16())
+    wide = random(EXPERTS * 2 * inner, hidden, seed=1) / 16, random(EXPERTS * hidden, inner) / 11
+    gate_up, down = (with_zeros(quantised(each.cpu(), scheme)) for each in wide)
+    mlp = Experts(router.to(torch.device("cpu")), gate_up, down, RULE, None, activation="silu")
+    x, active = random(rows, hidden, seed=3).bfloat16(), some_active(rows)
+    residual = torch.zeros_like(x)
+    expected = mlp.add(residual.cpu(), x.cpu(), Products()).to(DEVICE)
+    ours = [in_registers(each).to(torch.device(DEVICE)) for each in (gate_up, down)]
+    assert way(rows * PER_TOKEN, EXPERTS, ours[0]).rows == tile
+    room = buffers(rows, hidden, inner, ours[0].scheme, torch.bfloat16)
+    room.logits.copy_(x.float() @ router.values.float().t())
+    left = combined(x, active, *ours, room, GpuProducts(UNITS), RULE, None)
+    left.add_into(residual)
+    there = active.marks > 0
+    apart = (residual - expected)[there].float().norm() / expected[there].float().norm()
+    assert float(apart) < 0.01
+    assert not bool(residual[~there].any())
+
+
+def with_zeros(matrix: Matrix) -> Matrix:
+    assert matrix.scales is not None
+    draw = torch.Generator().manual_seed(7)
+    zeros = torch.randint(6, 11, matrix.scales.shape, generator=draw, dtype=torch.uint8)
+    return Matrix(matrix.values, matrix.scheme, matrix.scales, zeros)

@@ -3,7 +3,7 @@
 Few rows go through the project's own kernel on Hopper (`skinny_gemm.cu`, grouped), which deals the
 tiles of the active experts out to the lane's SMs and reads each expert's weights once. Many go
 through PyTorch's grouped product, which reads where the experts end on the device. Other GPUs and
-types have a kernel in Triton.
+types have a kernel in Triton, and so have matrices of four bits.
 """
 
 import math
@@ -28,6 +28,7 @@ from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import GpuProducts, Stored, factors, sm_carveout
+from twolane.kernels.products.skinny_gemm import INT4_GROUPS
 from twolane.kernels.runtime import nvrtc
 
 OWN_MEANS = {16: 8.0, 32: 16.0}
@@ -36,6 +37,9 @@ fastest of all on an H200."""
 TRITON_MEANS = {torch.bfloat16: 256.0, torch.float8_e4m3fn: 256.0}
 """Rows of an expert, on average, up to which the Triton kernel is the fastest, by the type of the
 matrices; beyond that PyTorch's is."""
+FOUR_BIT_MEANS = {16: 8.0, 64: 64.0}
+"""Rows of an expert, on average, up to which tiles with this many rows serve matrices of four bits;
+beyond that the largest do."""
 Kernel = Literal["own", "torch", "triton"]
 
 
@@ -71,6 +75,9 @@ def way(entries: int, experts: int, gate_up: Stored) -> ExpertWay:
     """Return the way for this many rows that are spread over the experts."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
+    if gate_up.scheme in INT4_GROUPS:
+        fitting = (rows for rows, most in FOUR_BIT_MEANS.items() if mean <= most)
+        return ExpertWay("triton", next(fitting, grouped_gemm.FOUR_BIT_ROWS[-1]))
     if hopper and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
         for rows, most in OWN_MEANS.items():
             if mean <= most:
@@ -110,7 +117,8 @@ def combined(
 
 def routes_few(rows: int, rule: RoutingRule, router: Stored, gate_up: Stored) -> bool:
     """Return whether `norm_and_combined` serves this many rows."""
-    own = skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
+    four_bits = gate_up.scheme in INT4_GROUPS
+    own = not four_bits and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
     return own and few_rows.serves(rows, rule.entries, router.values)
 
 

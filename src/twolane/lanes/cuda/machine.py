@@ -14,7 +14,7 @@ from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import UNPACKED_TOKENS
-from twolane.kernels.products.dispatch import FP8_SCHEMES, PLAIN_SCHEMES, SERVED_SCHEMES
+from twolane.kernels.products.dispatch import SERVED_SCHEMES
 from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
@@ -296,13 +296,11 @@ def _check_schemes(weights: Weights) -> None:
     layers = weights.layers
     products = {(op, m.scheme) for layer in layers for op, m in layer_matrices(layer)}
     for operation, scheme in sorted({("logits", weights.head.scheme), *products}):
-        of_experts = operation == "experts"
-        served = (*PLAIN_SCHEMES, *FP8_SCHEMES) if of_experts else SERVED_SCHEMES
-        if scheme not in served:
-            what = "experts" if of_experts else "matrices"
+        if scheme not in SERVED_SCHEMES:
+            what = "experts" if operation == "experts" else "matrices"
             raise ValueError(
                 f"quantization: {what} stored as {scheme} are not served on a GPU yet; "
-                f"these are: {', '.join(served)}"
+                f"these are: {', '.join(SERVED_SCHEMES)}"
             )
 
 

@@ -347,8 +347,16 @@ class _Loader:
                 matrices[i] = each.reordered(pair_rows(rows, self.spec.head_dim, rope))
         return self._joined(prefix, names, matrices)
 
-    def _joined(self, prefix: str, names: Sequence[str], matrices: Sequence[Matrix]) -> Matrix:
-        """Return modules of a layer as one matrix, in the form that the device multiplies with.
+    def _joined(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        matrices: Sequence[Matrix],
+        *,
+        four_bits: bool = True,
+    ) -> Matrix:
+        """Return modules of a layer as one matrix, in the form that the device multiplies with;
+        without `four_bits`, that is none of four bits on a GPU.
 
         Raises:
             WeightsError: they are not stored alike.
@@ -362,7 +370,7 @@ class _Loader:
             raise WeightsError(f"{prefix}: {', '.join(names)}: {error}{other}") from error
         if self.device.type == "cpu":
             return joined
-        served = for_gpu(joined, self.dtype, four_bits=".experts." not in names[0])
+        served = for_gpu(joined, self.dtype, four_bits=four_bits)
         if served is not joined:
             self.converted[joined.scheme, served.scheme] += 1
         return served
@@ -396,15 +404,18 @@ class _Loader:
         )
 
     def _experts(self, prefix: str) -> Experts:
-        moe, names = self.spec.moe, self.facts.family.experts
+        spec, names = self.spec, self.facts.family.experts
+        moe = spec.moe
         assert moe is not None
         each = [names.expert.format(number) for number in range(moe.experts)]
         stacks = (
             [f"{name}.{part}" for name in each for part in (names.gate, names.up)],
             [f"{name}.{names.down}" for name in each],
         )
+        columns = spec.hidden_size, moe.intermediate_size
+        both = all(each % 128 == 0 for each in columns)  # both products or neither have four bits
         gate_up, down = (
-            self._joined(prefix, stack, [*self._modules(prefix, stack), *shared])
+            self._joined(prefix, stack, [*self._modules(prefix, stack), *shared], four_bits=both)
             for stack, shared in zip(stacks, self._shared(prefix, moe), strict=True)
         )
         router = self._alone(f"{prefix}.{names.router}", plain=True)
@@ -418,7 +429,7 @@ class _Loader:
             down=down,
             rule=moe.rule,
             bias=None if bias is None else torch.as_tensor(bias).to(self.device).float().flatten(),
-            activation=self.spec.activation,
+            activation=spec.activation,
         )
 
     def _modules(self, prefix: str, names: Iterable[str]) -> list[Matrix]:
