@@ -40,8 +40,11 @@ def guard(waiting: dict[int | None, int], pace: PromptPace = PACE, *, on: bool =
     return LateGuard(Queue(sum(waiting.values()), pace), admission, on=on)
 
 
-def call(key: int | None = None, slo: Slo = SLO, waited: float = 0.0) -> SimpleNamespace:
-    return SimpleNamespace(arrival=100.0 - waited, key=key, slo=slo)
+def call(
+    key: int | None = None, slo: Slo = SLO, waited: float = 0.0, length: int | None = None
+) -> SimpleNamespace:
+    headers = {} if length is None else {"content-length": str(length)}
+    return SimpleNamespace(arrival=100.0 - waited, key=key, slo=slo, headers=headers)
 
 
 @pytest.fixture
@@ -104,6 +107,52 @@ def test_the_queue_alone_refuses_by_the_headers() -> None:
     made.check_arrival({"content-length": "900"}, call(slo=Slo(ttft=0.5, ttft_per_token=1)), None)
     made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call(), None)
     made.check_arrival({}, call(), None)
+
+
+def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16) -> int:
+    """Return how many of some requests a guard refuses by the length of their bodies."""
+    refused = 0
+    for _ in range(times):
+        try:
+            made.check_arrival({"content-length": str(length)}, call(key), key)
+        except ApiError:
+            refused += 1
+    return refused
+
+
+@pytest.mark.usefixtures("still")
+def test_what_late_bodies_came_to_refuses_the_next_ones_unread() -> None:
+    made = guard({None: 450})
+    assert unread(made, 500) == 0
+    for tokens in (90, 110) * 4:  # 0.9 and 1.1 tokens for five bytes
+        assert refuses(made, tokens, call(length=500))
+    assert unread(made, 500) == 15  # one of sixteen is read
+    assert unread(made, 260) == 0  # 47 to 57 tokens, of which 50 are in time
+    assert unread(made, 500, key=1) == 0  # of whose bodies nothing is known
+
+
+@pytest.mark.usefixtures("still")
+def test_bodies_whose_prompts_are_cached_are_read_again() -> None:
+    made = guard({None: 450})
+    for _ in range(8):
+        assert refuses(made, 100, call(length=500))
+    assert unread(made, 500) == 15
+    assert not refuses(made, 100, call(length=500), reused=80)
+    assert unread(made, 500) == 0
+    for _ in range(32):  # no later one is cached
+        assert refuses(made, 100, call(length=500))
+    assert unread(made, 500) == 15
+
+
+@pytest.mark.usefixtures("still")
+def test_a_bound_that_grows_with_the_prompt_is_kept_to_by_its_least_and_its_most() -> None:
+    made = guard({None: 450})
+    for _ in range(8):
+        assert refuses(made, 100, call(length=500))
+    headers = {"content-length": "500"}
+    with pytest.raises(ApiError):
+        made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=1e-3)), None)
+    made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=2e-3)), None)
 
 
 @pytest.mark.usefixtures("still")

@@ -51,9 +51,7 @@ class HostCheck:
     def _allows(self, name: str) -> bool:
         if name in self._names or name.endswith(self._below):
             return True
-        if is_address(name):
-            return True
-        return LOCAL_NAME.fullmatch(name) is not None
+        return LOCAL_NAME.fullmatch(name) is not None or is_address(name)
 
 
 def host_name(host: str) -> str:

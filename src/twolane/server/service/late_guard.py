@@ -3,10 +3,15 @@
 Whatever the system, a server that takes all requests serves each of them late once more arrive than
 it can compute. The guard predicts the first token from the work that waits and from the pace that
 the engine measures, and corrects the prediction by what first tokens took.
+
+To read a request takes several times as long as to refuse it by its headers, time that the engine
+lacks on the same cores. So the guard learns from what the bodies of late requests came to, and
+predicts most of the next ones by their length alone.
 """
 
 import contextlib
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +25,12 @@ from twolane.server.http.slo_headers import TTFT_HEADERS, tighter
 from twolane.server.service.admission import Admission
 from twolane.slo import Slo
 
+MIN_BODIES, MAX_BODIES = 8, 32
+"""Bodies of a key from which the work of its next ones is predicted, and the most that count."""
+READ_ANYWAY = 16
+"""One of this many requests that only the length of their bodies refuses is read all the same, so
+that the prediction follows what the bodies hold."""
+
 
 class Expected(NamedTuple):
     """A predicted first token."""
@@ -30,6 +41,31 @@ class Expected(NamedTuple):
     """Seconds within which it is wanted."""
     at: float
     """Time of the prediction, in seconds on the monotonic clock."""
+
+
+class BodyWork:
+    """Prefill work per byte of the bodies of one key's late requests."""
+
+    def __init__(self) -> None:
+        self._noted: deque[PromptWork] = deque(maxlen=MAX_BODIES)
+        # Until bodies are known: a prompt has no more tokens than its body has bytes.
+        self._range = PromptWork(), PromptWork(tokens=1.0)
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough bodies to predict the work of others."""
+        return len(self._noted) >= MIN_BODIES
+
+    def note(self, length: int, own: PromptWork) -> None:
+        """Add a body of a length in bytes and the work of its prompts."""
+        self._noted.append(PromptWork().plus(own, 1 / length))
+        if self.known:
+            ranked = sorted(self._noted, key=lambda work: work.tokens)
+            self._range = ranked[0], ranked[-1]
+
+    def range(self, length: int) -> Sequence[PromptWork]:
+        """Return the least and the most work that a body of a length in bytes is expected to be."""
+        return [PromptWork().plus(per_byte, length) for per_byte in self._range]
 
 
 class LateGuard:
@@ -47,9 +83,14 @@ class LateGuard:
     def __init__(self, engine: EngineClient, admission: Admission, *, on: bool) -> None:
         self._engine, self._admission, self._on = engine, admission, on
         self._correction = TtftCorrection()
+        self._bodies = defaultdict[int | None, BodyWork](BodyWork)
+        """By API key."""
+        self._unread = 0
+        """Requests that were refused by the predicted work of their bodies."""
 
     def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
-        """Refuse a request by its headers alone if the queue decides, before its body is read.
+        """Refuse a request by its headers, before its body is read, if it would be late whichever
+        work its body is expected to be.
 
         Raises:
             ApiError: 429.
@@ -60,10 +101,16 @@ class LateGuard:
         with contextlib.suppress(ValueError):  # the endpoint says what is wrong
             named = [headers.get(name) for name in TTFT_HEADERS]
             own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
-            # No prompt has more tokens than its body has bytes.
-            bound = own.over(call.slo).first_token(int(length))
-            if bound is not None and (wait := self._wait(key, 0)) * self._correction.factor > bound:
-                raise self._late(wait, bound)
+            slo, bodies, now = own.over(call.slo), self._bodies[key], time.monotonic()
+            least, most = (
+                self._expected(work, int(work.tokens), int(work.tokens), key, slo, now)
+                for work in bodies.range(int(length))
+            )
+            if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
+                return
+            self._unread += bodies.known
+            if not bodies.known or self._unread % READ_ANYWAY:
+                raise self._late(least)
 
     def check(
         self, prepared: Prepared, call: Call, reused: Callable[[list[int]], int]
@@ -79,14 +126,12 @@ class LateGuard:
         Raises:
             ApiError: 429, it would be late.
         """
-        now, lengths = time.monotonic(), [len(tokens) for tokens in prepared.tokens]
-        expected = self._expected(lengths, [0] * len(lengths), call, now)
+        expected = self._expected_of(prepared, call)
         if expected is not None and self._watches and self._is_late(expected):
-            cached = [reused(tokens) for tokens in prepared.tokens]
-            expected = self._expected(lengths, cached, call, now)
+            expected = self._expected_of(prepared, call, reused)
             assert expected is not None
             if self._is_late(expected):
-                raise self._late(expected.seconds, expected.bound)
+                raise self._late(expected)
         return expected
 
     def note(self, expected: Expected, now: float) -> None:
@@ -102,28 +147,58 @@ class LateGuard:
         share = self._admission.share_before(key, tokens)
         return share * self._engine.stats.prompt_pace.seconds(self._engine.queued())
 
-    def _expected(
-        self, lengths: Sequence[int], reused: Sequence[int], call: Call, now: float
+    def _expected_of(
+        self,
+        prepared: Prepared,
+        call: Call,
+        reused: Callable[[list[int]], int] | None = None,
     ) -> Expected | None:
-        pace, own = self._engine.stats.prompt_pace, PromptWork()
-        for length, cached in zip(lengths, reused, strict=True):
-            own = own.plus(PromptWork.of(max(1, length - cached), cached))
-        new = max(length - cached for length, cached in zip(lengths, reused, strict=True))
-        bound = call.slo.first_token(max(1, new))
+        """Return when a request is expected; what the cache has of it counts only with `reused`."""
+        own, longest = PromptWork(), 1
+        for tokens in prepared.tokens:
+            cached = reused(tokens) if reused is not None else 0
+            own = own.plus(PromptWork.of(max(1, len(tokens) - cached), cached))
+            longest = max(longest, len(tokens) - cached)
+        whole = sum(map(len, prepared.tokens))
+        if reused is not None and (length := int(call.headers.get("content-length", "0"))):
+            self._bodies[call.key].note(length, own)
+        return self._expected(own, whole, longest, call.key, call.slo, call.arrival)
+
+    def _expected(
+        self,
+        own: PromptWork,
+        tokens: int,
+        longest: int,
+        key: int | None,
+        slo: Slo,
+        arrival: float,
+    ) -> Expected | None:
+        """Return when a request is expected that arrived at a time.
+
+        Args:
+            own: Prefill work of its prompts.
+            tokens: Tokens of its prompts, cached ones included.
+            longest: New tokens of its longest prompt, which its bound depends on.
+            key: The index of its API key.
+            slo: Its latency bounds.
+            arrival: Time of its arrival, in seconds on the monotonic clock.
+        """
+        pace, bound = self._engine.stats.prompt_pace, slo.first_token(max(1, longest))
         if bound is None or not pace:
             return None
-        seconds = self._wait(call.key, sum(lengths)) + pace.seconds(own)
-        return Expected(seconds, max(0.0, bound - (now - call.arrival)), now)
+        now = time.monotonic()
+        seconds = self._wait(key, tokens) + pace.seconds(own)
+        return Expected(seconds, max(0.0, bound - (now - arrival)), now)
 
     def _is_late(self, expected: Expected) -> bool:
         return self._correction.factor * expected.seconds > expected.bound
 
-    def _late(self, seconds: float, bound: float) -> ApiError:
-        seconds *= self._correction.factor
+    def _late(self, expected: Expected) -> ApiError:
+        seconds = self._correction.factor * expected.seconds
         return ApiError(
             429,
             f"overloaded: the first token would come after {seconds:.2f} s by prediction; "
-            f"it is wanted within {bound:.2f} s",
+            f"it is wanted within {expected.bound:.2f} s",
             code="overloaded",
             headers={"Retry-After": str(self._admission.retry_after())},
         )
