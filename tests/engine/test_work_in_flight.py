@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.random_plans import RandomPlans
-from tests.engine.world import World
+from tests.engine.world import FAMILY, World
 from tests.systems.names import EXAMPLE, SYSTEM_NAMES
 from twolane.engine import request
 from twolane.engine.kv.manager import Allocation, KVCacheManager
@@ -48,8 +48,9 @@ def policy(system: str, seed: int) -> System:
     return RandomPlans(seed) if system == RANDOM else make_system(system, OPTIONS.get(system))
 
 
-def run_world(system: str, seed: int, *, prefix_cache: bool = True) -> World:
-    world = World(policy(system, seed), random.Random(seed), prefix_cache=prefix_cache)
+def run_world(system: str, seed: int, *, prefix_cache: bool = True, family: str = FAMILY) -> World:
+    rng = random.Random(seed)
+    world = World(policy(system, seed), rng, prefix_cache=prefix_cache, family=family)
     world.run()
     return world
 
@@ -87,6 +88,15 @@ def test_random_schedules_without_prefix_cache(system: str, schedules: range) ->
     for seed in schedules[: len(schedules) // 3]:
         world = run_world(system, seed, prefix_cache=False)
         assert not world.seen["prefix hits"]
+
+
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+def test_random_schedules_of_states(system: str, schedules: range) -> None:
+    """Layers of linear attention: each token moves the state of its request on exactly once."""
+    for seed in schedules[: len(schedules) // 3]:
+        seen = run_world(system, seed, prefix_cache=False, family="qwen3.5").seen
+        assert seen["memory preemptions"], f"seed {seed} preempts nothing"
+        assert seen["aborted in flight"], f"seed {seed} aborts nothing in flight"
 
 
 def _free_at_once(books: KVCacheManager, allocation: Allocation) -> None:

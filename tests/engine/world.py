@@ -74,11 +74,17 @@ ADAPTERS = {"small": 1, "medium": 8, "large": 64}
 """Names and ranks of adapters. Each has two versions."""
 
 
+FAMILY = "qwen2"
+"""The family of a world's model, unless it says another."""
+
+
 @cache
-def tiny_folder() -> TemporaryDirectory[str]:
-    """A checkpoint, `model`, and its adapters, each as `NAME-VERSION`."""
+def tiny_folder(family: str = FAMILY) -> TemporaryDirectory[str]:
+    """A checkpoint, `model`, and adapters of the usual family, each as `NAME-VERSION`."""
     folder = TemporaryDirectory()
-    path = make_checkpoint("qwen2", Path(folder.name) / "model", seed=1)
+    path = make_checkpoint(family, Path(folder.name) / "model", seed=1)
+    if family != FAMILY:
+        return folder
     for seed, (name, version) in enumerate(product(ADAPTERS, range(2))):
         to = Path(folder.name) / f"{name}-{version}"
         make_adapter(path, to, rank=ADAPTERS[name], seed=seed, strength=0.5)
@@ -86,17 +92,18 @@ def tiny_folder() -> TemporaryDirectory[str]:
 
 
 @cache
-def tiny_decoder() -> Decoder:
+def tiny_decoder(family: str = FAMILY) -> Decoder:
     """Four layers in float64: the tokens of a request cannot depend on what runs beside it."""
-    return doubled(load_decoder(resolve(f"{tiny_folder().name}/model")))
+    return doubled(load_decoder(resolve(f"{tiny_folder(family).name}/model")))
 
 
-def make_runner(pages: int, slots: int) -> Runner:
-    decoder = tiny_decoder()
-    kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
-    for layer in (*kv.k, *kv.v):
+def make_runner(pages: int, slots: int, family: str = FAMILY) -> Runner:
+    decoder = tiny_decoder(family)
+    kv = KVCache(decoder.spec, pages, PAGE, torch.float64, requests=slots)
+    for layer in (*kv.k, *kv.v, *kv.states.conv, *kv.states.rule):
         layer.fill_(1e3)  # what nobody wrote must not be read: it would show
-    return Runner(decoder, kv, slots, AdapterPool(decoder.weights, len(ADAPTERS)))
+    adapters = len(ADAPTERS) if family == FAMILY else 0
+    return Runner(decoder, kv, slots, AdapterPool(decoder.weights, adapters))
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,13 @@ class Answer:
             self.logprobs.extend([sampled.logprobs] if sampled.logprobs else [])
 
 
-def alone(submit: Submit, adapter: str | None = None) -> Answer:
+def alone(submit: Submit, adapter: str | None = None, family: str = FAMILY) -> Answer:
     """The answer to a request that has the whole model to itself, with the adapter of that path."""
     # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
     params = msgspec.structs.replace(submit.params, seed=None)
     encoded = msgspec.json.encode(params)
     prompt, seed = tuple(submit.prompt), submit.params.seed or 0
-    return _alone(prompt, encoded, seed, adapter, submit.rules)
+    return _alone(prompt, encoded, seed, adapter, submit.rules, family)
 
 
 @cache
@@ -132,11 +139,12 @@ def _alone(
     seed: int,
     adapter: str | None,
     rules: TokenRules,
+    family: str,
 ) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
-    decoder, answer = tiny_decoder(), Answer()
+    decoder, answer = tiny_decoder(family), Answer()
     pages = tuple(range(-(-MODEL_LEN // PAGE)))
-    runner = make_runner(len(pages), 1)
+    runner = make_runner(len(pages), 1, family)
     if adapter is not None:
         runner.load_adapter(0, adapter)
     sampling = Sampling(params, seed, len(prompt), EOS, pack(prompt))
@@ -212,6 +220,8 @@ class World:
     prefix_cache: bool = True
     adapted: bool = False
     """Whether requests ask for adapters, which are unloaded and loaded again meanwhile."""
+    family: str = FAMILY
+    """One of the families of `tests.model.checkpoints`."""
     seen: Counter[str] = field(default_factory=Counter)
     """How often the schedule did what it is meant to exercise."""
     versions: dict[str, int] = field(default_factory=dict, init=False)
@@ -223,10 +233,10 @@ class World:
     finished: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.pages, self.slots)
+        self.runner = make_runner(self.pages, self.slots, self.family)
         lanes = self.make_lanes(self.runner)
         books = KVCacheManager(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
-        spec = tiny_decoder().spec
+        spec = tiny_decoder(self.family).spec
         self.lanes = lanes
         self.registry = AdapterRegistry(lanes, len(ADAPTERS))
         pacer = Pacer(buffer=1e-9)
@@ -274,13 +284,17 @@ class World:
             banned = ((a, b), (b, b), (d, d, a), (d, a, c, c), (c, c))
             allowed = with_tokens(no_token(tiny_decoder().spec.vocab_size), few)
             return change(drawn, rules=TokenRules(banned=banned, allowed=allowed))
-        said = alone(change(drawn, rules=TokenRules())).tokens
+        said = self._alone(change(drawn, rules=TokenRules())).tokens
         parts = (said[:1], said[1:3], said[2:5], said[8:10])
         banned = tuple(tuple(part) for part in parts if part)
         kept = {*drawn.prompt, *said, *EOS, *drawn.params.stop_token_ids}
         thinking = drawn.prompt[-1], next(token for token in range(i, 250) if token not in kept)
         params = change(drawn.params, thinking_token_budget=i % 3)
         return change(drawn, params=params, rules=TokenRules(banned=banned, thinking=thinking))
+
+    def _alone(self, submit: Submit, adapter: str | None = None) -> Answer:
+        """See `alone`."""
+        return alone(submit, adapter, self.family)
 
     def _path(self, name: str) -> str:
         """Where the version of an adapter is that is to be loaded."""
@@ -338,7 +352,7 @@ class World:
         rng = self.rng
         if self.submits and rng.random() < 0.4:
             earlier = rng.choice(self.submits)
-            text = earlier.prompt + alone(earlier).tokens
+            text = earlier.prompt + self._alone(earlier).tokens
             if rng.random() < 0.5:
                 return text[: rng.randint(20, 36)]
             return [*text[:36], *(rng.randrange(3, 250) for _ in range(rng.randint(1, 5)))]
@@ -525,7 +539,7 @@ class World:
 
     def _check_output(self, submit: Submit) -> None:
         got = self.answers.get(submit.id, Answer())
-        want = alone(submit, self.adapter_of.get(submit.id))
+        want = self._alone(submit, self.adapter_of.get(submit.id))
         n = len(want.tokens)
         if self.finished[submit.id] == "abort" or submit.id in self.cut:
             n = len(got.tokens)

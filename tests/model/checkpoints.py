@@ -49,6 +49,8 @@ _FIXTURES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(_FIXTURES)
 """The fixtures of every family: itself, and options that change what is computed."""
+HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Those with layers of linear attention."""
 
 
 def config_of(
@@ -99,6 +101,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
             _initialise(name, parameter, model.config.tie_word_embeddings)
             if "gemma" in config.model_type:
                 _for_gemma(name, parameter, float(parameter.shape[-1]) ** 0.5)
+            if config.model_type.startswith(("qwen3_5", "qwen3_next")):
+                _for_hybrid(name, parameter)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.3)
@@ -113,6 +117,14 @@ def _for_gemma(name: str, parameter: torch.Tensor, scale: float) -> None:
         parameter *= scale
     if name.endswith("norm.weight"):
         parameter -= 1.0
+
+
+def _for_hybrid(name: str, parameter: torch.Tensor) -> None:
+    """Undo that the model adds 1 to norms; and states outlast some tens of tokens."""
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        parameter -= 1.0
+    if name.endswith("A_log"):
+        parameter.uniform_(-5.0, 0.0)
 
 
 def _auto_of(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:

@@ -8,14 +8,15 @@ from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 
 PAGE = 8
+SLOTS = 16
 
 
 class Pool:
     """A KV pool that hands out pages in random order, full of NaN until they are written."""
 
     def __init__(self, decoder: Decoder, pages: int = 256, page_size: int = PAGE, seed: int = 0):
-        self.kv = KVCache(decoder.spec, pages, page_size, decoder.dtype)
-        for layer in self.kv.layers:
+        self.kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, requests=SLOTS)
+        for layer in (*self.kv.layers, *self.kv.states.conv, *self.kv.states.rule):
             layer.fill_(torch.nan)
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
         self._free = order.tolist()
@@ -43,7 +44,7 @@ def in_chunks(decoder: Decoder, tokens: torch.Tensor, chunks: Sequence[int]) -> 
     pages = pool.take(len(tokens))
     start, logits = 0, []
     for n in chunks:
-        segment = Segment(start, n, pages)
+        segment = Segment(start, n, pages, slot=0)
         logits += forward(decoder, pool, [segment], [tokens[start : start + n]])
         start += n
     return torch.cat(logits)

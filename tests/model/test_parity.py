@@ -63,13 +63,16 @@ def test_batch_of_mixed_segments(tiny, family):
     starts = [0, 5, 0, 40, 199, 24, 1, 63, 90, 3]
     news = [30, 1, 1, 25, 1, 40, 1, 1, 1, 1]
     sequences = [prompt(s + n, seed=i) for i, (s, n) in enumerate(zip(starts, news, strict=True))]
-    sequences[5][:24] = sequences[3][:24]
     pages = [pool.take(len(s)) for s in sequences]
-    pages[5][:3] = pages[3][:3]
-    for tokens, start, own in zip(sequences, starts, pages, strict=True):
-        if start and own is not pages[5]:
-            forward(decoder, pool, [Segment(0, start, own)], [tokens[:start]])
-    segments = [Segment(*parts) for parts in zip(starts, news, pages, strict=True)]
+    shared = decoder.spec.delta is None  # a state belongs to one sequence
+    if shared:
+        sequences[5][:24] = sequences[3][:24]
+        pages[5][:3] = pages[3][:3]
+    slots = range(len(starts))
+    for i, (tokens, start, own) in enumerate(zip(sequences, starts, pages, strict=True)):
+        if start and not (shared and i == 5):
+            forward(decoder, pool, [Segment(0, start, own, i)], [tokens[:start]])
+    segments = [Segment(*parts) for parts in zip(starts, news, pages, slots, strict=True)]
     new = [tokens[start:] for tokens, start in zip(sequences, starts, strict=True)]
     for tokens, start, logits in zip(
         sequences, starts, forward(decoder, pool, segments, new), strict=True
@@ -88,13 +91,15 @@ def test_cut_after_each_layer(tiny, family):
         pool = Pool(decoder, seed=cut)
         pages = [pool.take(len(t)) for t in sequences]
         other_pages = pool.take(50)
-        forward(decoder, pool, [Segment(0, 49, other_pages)], [other[:49]])
-        segments = [Segment(0, len(t), p) for t, p in zip(sequences, pages, strict=True)]
+        forward(decoder, pool, [Segment(0, 49, other_pages, 3)], [other[:49]])
+        segments = [
+            Segment(0, len(t), p, i) for i, (t, p) in enumerate(zip(sequences, pages, strict=True))
+        ]
         batch = Batch.build(segments, PAGE)
         hidden = decoder.embed(torch.cat(sequences))
         for i in range(cut):
             hidden = decoder.layer(i, hidden, batch, pool.kv)
-        (step,) = forward(decoder, pool, [Segment(49, 1, other_pages)], [other[49:]])
+        (step,) = forward(decoder, pool, [Segment(49, 1, other_pages, 3)], [other[49:]])
         close(step, want_other[49:])
         hidden = torch.cat([hidden[:33], hidden[53:]])
         batch = Batch.build([segments[0], segments[2]], PAGE)
@@ -103,7 +108,7 @@ def test_cut_after_each_layer(tiny, family):
         close(decoder.head(hidden), torch.cat([want[0], want[2]]))
 
 
-@pytest.mark.parametrize("family", ["llama31", "qwen2-sliding", "qwen3"])
+@pytest.mark.parametrize("family", ["llama31", "qwen2-sliding", "qwen3", "qwen3.5"])
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -122,7 +127,7 @@ def test_any_cut_of_any_batch(tiny, family, data):
         chosen = data.draw(st.lists(st.sampled_from(left), unique=True, min_size=1))
         news = [data.draw(st.sampled_from([1, 7, lengths[i]])) for i in chosen]
         news = [min(n, lengths[i] - done[i]) for i, n in zip(chosen, news, strict=True)]
-        segments = [Segment(done[i], n, pages[i]) for i, n in zip(chosen, news, strict=True)]
+        segments = [Segment(done[i], n, pages[i], i) for i, n in zip(chosen, news, strict=True)]
         new = [sequences[s][done[s] : done[s] + n] for s, n in zip(chosen, news, strict=True)]
         for i, n, out in zip(chosen, news, forward(decoder, pool, segments, new), strict=True):
             logits[i].append(out)

@@ -76,8 +76,8 @@ def together(size: int, run: Callable[[CpuGroup], Tensor]) -> list[Tensor]:
 def logits(decoder: Decoder, rounded: bool = False) -> Tensor:
     """Logits after each of the tokens; on a rank other than 0 its part of them."""
     pages = list(range(-(-len(TOKENS) // 4)))
-    kv = KVCache(decoder.spec, len(pages), 4, decoder.dtype, rounded=rounded)
-    batch = Batch.build([Segment(0, len(TOKENS), pages)], 4)
+    kv = KVCache(decoder.spec, len(pages), 4, decoder.dtype, requests=1, rounded=rounded)
+    batch = Batch.build([Segment(0, len(TOKENS), pages, 0)], 4)
     hidden = decoder.embed(torch.tensor(TOKENS))
     for i in range(decoder.spec.layers):
         hidden = decoder.layer(i, hidden, batch, kv)

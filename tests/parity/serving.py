@@ -166,10 +166,12 @@ def serve(
     vocabulary: Vocabulary | None = None,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
-    kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
-    for layer in (*kv.k, *kv.v):
+    shape = decoder.spec, pages, page_size, decoder.dtype
+    kv = KVCache(*shape, requests=running, rounded=rounded)
+    for layer in (*kv.k, *kv.v, *kv.states.conv, *kv.states.rule):
         layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
-    books = KVCacheManager(pages, page_size, running, prefix_cache=prefix_cache)
+    shares = prefix_cache and decoder.spec.delta is None
+    books = KVCacheManager(pages, page_size, running, prefix_cache=shares)
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:
         pool = AdapterPool(decoder.weights, len(adapters))

@@ -88,8 +88,8 @@ def test_what_vllm_does_not_have_keeps_its_name():
         'vllm:request_success_total{engine="0",finished_reason="abort",model_name="model"} 1.0',
         'vllm:request_success_total{engine="0",finished_reason="error",model_name="model"} 2.0',
         'vllm:time_per_output_token_seconds_count{engine="0",model_name="model"} 2.0',
-        'vllm:cache_config_info{block_size="16",cache_dtype="fp8",engine="0",model_name="model",'
-        'num_gpu_blocks="100"} 1.0',
+        'vllm:cache_config_info{block_size="16",cache_dtype="fp8",enable_prefix_caching="True",'
+        'engine="0",model_name="model",num_gpu_blocks="100"} 1.0',
     ],
 )
 def test_a_series_has_the_labels_that_vllm_gives_it(line):

@@ -164,6 +164,7 @@ def _ready(
         profile=None if profile is None else str(profile),
         kv_cache_dtype=config.kv_cache_dtype,
         adapters=engine.adapters.digests(),
+        prefix_cache=kv.prefix_cache,
     )
 
 
@@ -171,10 +172,13 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
     """Return the publisher of the prefix tree's changes; None if the settings name no endpoint.
 
     Raises:
-        FieldError: an address cannot be used.
+        FieldError: an address cannot be used, or the model's prefixes are not kept.
     """
     if config.kv_events.endpoint is None:
         return None
+    if not kv.prefix_cache:
+        problem = "needs the prefix cache, which models with linear attention do not have yet"
+        raise FieldError("kv_events_endpoint", problem)
     journal = KVJournal(kv.page_size)
     kv.tree.watchers.append(journal)
     return KVEventPublisher(config.kv_events, journal)
@@ -191,11 +195,13 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
             check_room(config.kv_tokens, machine.page_token_bytes * config.ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)
-        room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)
-        pages = min(room, most)
+        room = machine.kv_bytes(max_model_len) - config.max_running * machine.state_bytes
+        pages = min(room // (page_size * machine.page_token_bytes), most)
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
-    return KVCacheManager(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
+    # The state of a prompt's beginning is gone when the prompt goes on: no prefix is found again.
+    shares = config.prefix_cache and machine.spec.delta is None
+    return KVCacheManager(pages, page_size, config.max_running, prefix_cache=shares)
 
 
 def check_room(tokens: int, token_bytes: int) -> None:

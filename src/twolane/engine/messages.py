@@ -137,6 +137,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Format of keys and values in the KV pool: fp8, or auto, which is that of activations."""
     adapters: dict[str, str] = {}
     """Digests of the LoRA adapters that are loaded, in hexadecimal, by name."""
+    prefix_cache: bool = True
+    """Whether prompts reuse what earlier ones with the same beginning have computed."""
 
 
 class Times(msgspec.Struct, frozen=True):

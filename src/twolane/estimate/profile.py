@@ -333,6 +333,10 @@ def model_digest(shape: ModelSpec) -> str:
         }
     if any(kind not in (FULL, LayerKind(window=window)) for kind in kinds):
         fields["kinds"] = kinds
+    if shape.delta is not None:
+        fields["delta"] = shape.delta
+    if shape.output_gate:
+        fields["output_gate"] = True
     if shape.activation != "silu":
         fields["activation"] = shape.activation
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]

@@ -251,6 +251,8 @@ class Machine(Protocol):
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
     """Bytes of one token's keys and values in all layers, on one GPU."""
+    state_bytes: int
+    """Bytes of one request's states in layers of linear attention, on one GPU."""
     itemsize: int
     """Bytes of an element of activations and of the classifier."""
     kv_itemsize: float

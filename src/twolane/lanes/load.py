@@ -9,6 +9,7 @@ from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.ranks.cpu_machine import RankedCpuMachine
 from twolane.lanes.settings import load_shard
+from twolane.model.load.hub import resolve
 
 
 def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
@@ -22,6 +23,8 @@ def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
     several = device == "cuda" and settings.tensor_parallel_size > 1
     if settings.all_reduce in ("two-shot", "joined") and not several:
         raise FieldError("all_reduce", "is only for several GPUs")
+    if settings.disaggregated and resolve(settings.model, settings.load_format).spec().delta:
+        raise FieldError("disaggregated", "does not carry the states of linear attention yet")
     if device == "cpu":
         kind = RankedCpuMachine if settings.tensor_parallel_size > 1 else CpuMachine
         return (DisaggregatedCpuMachine if settings.disaggregated else kind)(settings, progress)

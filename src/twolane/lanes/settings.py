@@ -41,6 +41,15 @@ class LaneSizes(msgspec.Struct, frozen=True):
         return min(self.tokens, self.max_model_len)
 
 
+def without_adapters(spec: ModelSpec) -> str | None:
+    """Return why LoRA adapters of a model are not served; None: they are."""
+    if spec.moe is not None:
+        return "adapters need a dense model, and this one has experts"
+    if spec.delta is not None:
+        return "adapters of models with linear attention are not served yet"
+    return None
+
+
 @contextlib.contextmanager
 def memory_errors(settings: DeviceSettings) -> Iterator[None]:
     """Say what to set where a GPU has too little memory to start.
@@ -69,8 +78,13 @@ def load_shard(
     Raises:
         ValueError: a setting is wrong, or the model.
     """
+    source = resolve(settings.model, settings.load_format)
+    if source.spec().delta is not None and device.startswith("cuda"):
+        raise FieldError(
+            "model", f"{settings.model} has linear attention, which is not built for GPUs yet"
+        )
     return load_weights(
-        resolve(settings.model, settings.load_format),
+        source,
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantization=settings.quantization,

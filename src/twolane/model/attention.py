@@ -6,6 +6,7 @@ stored in the decoder's own order of dimensions (see `decoder.py`); attention do
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import cast
 
@@ -15,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model import fp8
+from twolane.model.linear_attention import StatePool, StateRows
 from twolane.model.rope import Rotation
 from twolane.model.spec import ModelSpec, RopeSpec
 
@@ -57,13 +59,15 @@ class KVCache:
 
     `k[i]` and `v[i]` are [pages * page_size, kv_heads, head_dim]: the two halves of `layers[i]`,
     which is [pages * page_size, 2 * kv_heads, head_dim] so that one call writes or gathers both.
-    The pool starts uninitialised; nothing reads a slot before it was written.
+    The pool starts uninitialised; nothing reads a slot before it was written. Layers of linear
+    attention have no pages: `states` has theirs.
 
     Args:
         spec: Spec of the model.
         pages: Number of pages in each layer.
         page_size: tokens in a page.
         dtype: Type in which attention computes.
+        requests: The most requests at a time, each of which has a state in `states`.
         rounded: keep numbers in e4m3.
         allocate: makes the pool's tensors.
     """
@@ -75,19 +79,22 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         *,
+        requests: int = 0,
         rounded: bool = False,
         allocate: Allocate = lambda shape, dtype: torch.empty(shape, dtype=dtype),
     ) -> None:
         self.page_size = page_size
-        shape = (pages * page_size, 2 * spec.kv_heads, spec.head_dim)
+        self.states = StatePool(spec, requests, dtype)
 
-        def layer() -> Pool:
+        def layer(i: int) -> Pool:
+            count = 0 if spec.is_linear(i) else pages
+            shape = (count * page_size, 2 * spec.kv_heads, spec.head_dim)
             values = allocate(shape, fp8.E4M3 if rounded else dtype)
             if not rounded:
                 return values
             return CpuRoundedPool(values, allocate(shape[:2], torch.int8), dtype)
 
-        self.layers = [layer() for _ in range(spec.layers)]
+        self.layers = [layer(i) for i in range(spec.layers)]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
         self.k = [values[:, : spec.kv_heads] for values in stored]
         self.v = [values[:, spec.kv_heads :] for values in stored]
@@ -119,6 +126,8 @@ class Segment:
     """New tokens."""
     pages: Sequence[int]
     """Physical pages that cover positions [0, start + n), in order."""
+    slot: int = -1
+    """The slot of the sequence's states in layers of linear attention; -1: it has none."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +232,11 @@ class Batch:
     def __len__(self) -> int:
         """New tokens."""
         return self.offsets[-1]
+
+    @cached_property
+    def state_rows(self) -> StateRows:
+        """The rows by the states that they move on in layers of linear attention."""
+        return StateRows.of([(s.slot, s.start, s.n) for s in self.segments])
 
     def rotation(self, rotation: Rotation, rope: RopeSpec) -> torch.Tensor:
         """Scale * e^(i * angle) of each token and pair, complex64 [T, 1, head_dim / 2].

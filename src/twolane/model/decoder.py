@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model.attention import Batch, KVCache
+from twolane.model.linear_attention import DeltaWeights, attend
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Mlp
 from twolane.model.products import Products
@@ -29,15 +30,16 @@ class LayerWeights:
     input_norm: torch.Tensor | None
     """The norm of what attention reads, [hidden], or None."""
     qkv: Matrix
-    """[q_size + 2 * kv_size, hidden]; the rows of q and k in the order of `pair_rows`."""
+    """[qkv_rows, hidden]: the rows of q and k, in the order of `pair_rows`, of v, and of output
+    gates; in linear attention [projected, hidden]: those of q, k, v and gates."""
     qkv_bias: torch.Tensor | None
-    """[q_size + 2 * kv_size], in the order of the rows of `qkv`, or None."""
+    """[qkv_rows], in the order of the rows of `qkv`, or None."""
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None."""
     attention_out_norm: torch.Tensor | None
     """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
-    """[hidden, q_size]"""
+    """[hidden, q_size], in linear attention [hidden, value_size]."""
     o_bias: torch.Tensor | None
     """[hidden] or None."""
     mlp_norm: torch.Tensor | None
@@ -45,6 +47,8 @@ class LayerWeights:
     mlp: Mlp
     mlp_out_norm: torch.Tensor | None
     """The norm of what the MLP adds to the residual stream, [hidden], or None."""
+    delta: DeltaWeights | None = None
+    """What linear attention has beside `qkv` and `o`; None: the layer has softmax attention."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +98,8 @@ class Decoder:
         self.products = Products()
         """Computes the products of passes whose rows have no adapters."""
         self._rotations = rotations(spec, self.device)
+        self._gates = self.spec.heads if spec.output_gate else 0
+        """Heads of output gates in a layer's projections."""
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden] of token ids, int64 [T]."""
@@ -114,7 +120,10 @@ class Decoder:
         kv: KVCache,
         products: Products | None = None,
     ) -> torch.Tensor:
-        """Run layer `i`: write the batch's keys and values, attend over the pages, then the MLP.
+        """Run layer `i`: attention, then the MLP.
+
+        Attention writes the batch's keys and values and attends over the pages; linear attention
+        moves the states of the batch's slots on.
 
         Args:
             i: layer index.
@@ -127,12 +136,8 @@ class Decoder:
             [T, hidden]
         """
         spec, w, products = self.spec, self.weights.layers[i], products or self.products
-        x = products.linear(self._read(hidden, w.input_norm), w.qkv, w.qkv_bias)
-        heads = x.view(len(x), -1, spec.head_dim)
-        self._rotate(heads[:, : spec.heads + spec.kv_heads], i, batch)
-        q, new = heads[:, : spec.heads], heads[:, spec.heads :]
-        new = kv.write(i, batch.write_slots, new)
-        attended = batch.attend(q, new, kv.layers[i], spec.window(i))
+        attend = self._attended if w.delta is None else self._attended_linearly
+        attended = attend(i, self._read(hidden, w.input_norm), batch, kv, products)
         if self.group.size == 1 and not spec.norms_outputs:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
             return w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
@@ -141,6 +146,30 @@ class Decoder:
         x, nothing = self._read(hidden, w.mlp_norm), torch.zeros_like(hidden)
         out = self.group.all_reduce(w.mlp.add(nothing, x, products))
         return hidden + self._normalised(out, w.mlp_out_norm, spec.norm_eps)
+
+    def _attended(
+        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
+    ) -> torch.Tensor:
+        """Return the softmax attention of the normalised rows `x` [T, hidden], [T, q_size]."""
+        spec, w = self.spec, self.weights.layers[i]
+        heads = products.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
+        self._rotate(heads[:, : spec.heads + spec.kv_heads], i, batch)
+        parts = [spec.heads, 2 * spec.kv_heads, self._gates]
+        q, new, gates = torch.split(heads, parts, dim=1)
+        new = kv.write(i, batch.write_slots, new)
+        attended = batch.attend(q, new, kv.layers[i], spec.window(i))
+        return attended * gates.flatten(1).sigmoid() if self._gates else attended
+
+    def _attended_linearly(
+        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
+    ) -> torch.Tensor:
+        """Return the linear attention of the normalised rows `x` [T, hidden], [T, value_size]."""
+        spec, w = self.spec, self.weights.layers[i]
+        assert spec.delta is not None
+        assert w.delta is not None
+        projected, rates = products.linear(x, w.qkv), products.linear(x, w.delta.rates)
+        rows = batch.state_rows
+        return attend(projected, rates, w.delta, spec.delta, rows, kv.states, i, spec.norm_eps)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.

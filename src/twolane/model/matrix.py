@@ -145,8 +145,10 @@ class Matrix:
         """Return the matrix with its rows in another order, int64 [rows]."""
         if self.scheme == "fp8_block128":
             blocks = order // fp8.BLOCK
-            if bool((blocks == torch.arange(len(order), device=order.device) // fp8.BLOCK).all()):
-                return replace(self, values=self.values[order])  # no row leaves its block
+            firsts = blocks[:: fp8.BLOCK]  # of rows that stay together, the block they come from
+            if bool((blocks == firsts.repeat_interleave(fp8.BLOCK)[: len(blocks)]).all()):
+                assert self.scales is not None
+                return replace(self, values=self.values[order], scales=self.scales[firsts])
             return _by_rows(self).reordered(order)
         chosen = [None if t is None else t[order] for t in (self.scales, self.zeros)]
         return Matrix(self.values[order], self.scheme, *chosen)

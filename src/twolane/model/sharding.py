@@ -47,6 +47,8 @@ class Shard:
         counts = {"attention heads": spec.heads}
         if not all(map(spec.has_experts, range(spec.layers))):
             counts["MLP columns"] = spec.intermediate_size
+        if spec.delta is not None:
+            counts["key heads of linear attention"] = spec.delta.key_heads
         if spec.moe is not None:
             counts["columns of an expert"] = spec.moe.intermediate_size
         for what, count in counts.items():
@@ -61,9 +63,14 @@ class Shard:
         spec, moe = self.spec, self.spec.moe
         if moe is not None:
             moe = replace(moe, intermediate_size=moe.intermediate_size // self.size)
+        delta = spec.delta
+        if delta is not None:
+            keys, values = delta.key_heads // self.size, delta.value_heads // self.size
+            delta = replace(delta, key_heads=keys, value_heads=values)
         return replace(
             spec,
             moe=moe,
+            delta=delta,
             heads=spec.heads // self.size,
             kv_heads=max(1, spec.kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
@@ -97,8 +104,10 @@ class Shard:
         elif local.moe is not None and ".shared_expert" in name:
             inner = local.moe.intermediate_size * local.moe.shared
         parts = {
-            **dict.fromkeys(("q_proj", "q_norm"), (0, local.q_size)),
+            "q_proj": (0, local.q_rows),
+            "q_norm": (0, local.q_size),
             "o_proj": (1, local.q_size),
+            "out_proj": (1, 0 if local.delta is None else local.delta.value_size),
             **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (0, inner)),
             **dict.fromkeys(("down_proj", "w2"), (1, inner)),
         }

@@ -103,6 +103,69 @@ class LayerKind:
 
 FULL = LayerKind()
 """The layers that attend to all tokens as the model says."""
+LINEAR = LayerKind(attention="linear")
+"""The layers that keep a state of constant size in the place of keys and values."""
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The shape of layers of linear attention: a gated delta rule (arXiv:2412.06464) after a short
+    causal convolution.
+
+    A value head reads the queries and keys of one key head; the value heads of a key head are
+    neighbours.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    """Tokens that the convolution sees, the current one among them."""
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} of linear attention must be 1 or more, not {size}")
+        if self.value_heads % self.key_heads:
+            pair = f"{self.value_heads} value heads cannot share {self.key_heads} key heads"
+            raise ValueError(f"linear attention: {pair}")
+        if self.taps < 2:
+            raise ValueError(f"the convolution of linear attention needs 2 taps, not {self.taps}")
+
+    @property
+    def key_size(self) -> int:
+        """Elements of one token's queries, or keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of one token's values, or of its output gates."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Elements of one token that the convolution mixes: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def projected(self) -> int:
+        """Elements of one token that a layer projects to: those that are mixed, and the gates."""
+        return self.mixed_size + self.value_size
+
+    def parameters(self, hidden_size: int) -> int:
+        """Return the weights of one layer's linear attention."""
+        products = self.projected + self.value_size + 2 * self.value_heads
+        vectors = self.taps * self.mixed_size + 2 * self.value_heads + self.value_dim
+        return products * hidden_size + vectors
+
+    def state_bytes(self, itemsize: float) -> int:
+        """Return the bytes of one request's state in one layer.
+
+        The state of the rule is float32; the convolution keeps activations of `itemsize` bytes.
+        """
+        rule = 4 * self.value_heads * self.key_dim * self.value_dim
+        return rule + round(itemsize * self.mixed_size * (self.taps - 1))
 
 
 @dataclass(frozen=True)
@@ -219,6 +282,11 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     moe: MoeSpec | None = None
     """The experts, or None where every layer has a dense MLP."""
+    output_gate: bool = False
+    """Whether attention's output is multiplied with the sigmoid of as many gates, whose rows the
+    projection of the queries has, too."""
+    delta: DeltaRule | None = None
+    """The shape of the layers of linear attention, or None where there are none."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "vocab_size", "kv_heads", "head_dim"):
@@ -238,7 +306,10 @@ class ModelSpec:
             raise ValueError(
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
             )
-
+        if (self.delta is None) != (self.linear_layers == 0):
+            raise ValueError(
+                "layers of linear attention need a delta rule, and the other way round"
+            )
         self._check_factors()
 
     def _check_factors(self) -> None:
@@ -277,6 +348,15 @@ class ModelSpec:
         """Return the kind of a layer."""
         return self.kinds[layer] if self.kinds else FULL
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether a layer keeps a state in the place of keys and values."""
+        return self.kind(layer).attention == "linear"
+
+    @property
+    def linear_layers(self) -> int:
+        """Number of layers that keep a state."""
+        return sum(kind.attention == "linear" for kind in self.kinds)
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None where all tokens are seen."""
         return self.kind(layer).window
@@ -310,14 +390,24 @@ class ModelSpec:
         return self.heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Rows of the projection of the queries, which may have output gates beside them."""
+        return self.q_size * (2 if self.output_gate else 1)
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the projections of queries, keys, values and output gates together."""
+        return self.q_rows + 2 * self.kv_size
+
+    @property
     def kv_size(self) -> int:
         """Elements of one token's keys (or values) in one layer."""
         return self.kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Weights in one layer with a dense MLP."""
-        qkv = self.q_size + 2 * self.kv_size
+        """Weights in one layer with softmax attention and a dense MLP."""
+        qkv = self.qkv_rows
         attention = (qkv + self.q_size) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         heads = {None: 0, "head": 2 * self.head_dim, "whole": self.q_size + self.kv_size}
@@ -334,6 +424,11 @@ class ModelSpec:
         """Weights in the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         dense = embeddings + self.layers * self.layer_parameters + self.hidden_size
+        if self.delta is not None:
+            replaced = (self.qkv_rows + self.q_size) * self.hidden_size
+            replaced += 2 * self.head_dim if self.qk_norm == "head" else 0
+            more = self.delta.parameters(self.hidden_size) - replaced
+            dense += self.linear_layers * more
         if self.moe is None:
             return dense
         rule, width = self.moe.rule, 3 * self.moe.intermediate_size
@@ -343,7 +438,11 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
         """Return the bytes of a token's keys and values, at `itemsize` bytes an element."""
-        return round(2 * self.layers * self.kv_size * itemsize)
+        return round(2 * (self.layers - self.linear_layers) * self.kv_size * itemsize)
+
+    def state_bytes(self, itemsize: float) -> int:
+        """Return the bytes of a request's states in all layers that keep one; see `DeltaRule`."""
+        return 0 if self.delta is None else self.linear_layers * self.delta.state_bytes(itemsize)
 
     def kv_itemsize(self, cache: str, itemsize: int) -> float:
         """Return bytes of an element of the KV cache.
@@ -366,8 +465,6 @@ def check_served(spec: ModelSpec) -> None:
     if spec.activation not in works:
         raise UnsupportedModel.because("activation", spec.activation, works)
     for kind in dict.fromkeys(spec.kinds):
-        if kind.attention != "softmax":
-            raise UnsupportedModel.because("attention", kind.attention, ("softmax",))
         if kind.heads is not None:
             raise UnsupportedModel(f"unsupported model {spec.family!r}: heads differ by layer")
 

@@ -61,6 +61,8 @@ class SimulatedMachine:
         tp: int = 1,
         seed: int = 0,
     ) -> None:
+        if spec.delta is not None:
+            raise FieldError("model", "layers of linear attention are not simulated yet")
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
         self.device = _device_model(config)(gpu, spec, tp, seed, storage)
@@ -69,6 +71,7 @@ class SimulatedMachine:
         self.itemsize = ITEM
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
         self.page_token_bytes = spec.kv_bytes_per_token(storage.kv) // kv_parts(spec, tp)
+        self.state_bytes = 0
         self.tp = tp
         self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization

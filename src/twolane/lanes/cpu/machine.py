@@ -10,7 +10,7 @@ from twolane.devices import DeviceSettings, MachineKind, OnProgress
 from twolane.lanes.base import MachineLanes
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.settings import LaneSizes, load_shard
+from twolane.lanes.settings import LaneSizes, load_shard, without_adapters
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
@@ -21,7 +21,7 @@ class CpuMachine:
     """This machine's cores with a model on them.
 
     Raises:
-        FieldError: the model has experts, and adapters are asked for.
+        FieldError: adapters are asked for, and the model is served without them.
         ValueError: a setting is wrong, or the model.
     """
 
@@ -40,12 +40,13 @@ class CpuMachine:
         self._decoder = Decoder(self.spec, weights, self._group(settings))
         self.weight_itemsize = weights.matrix_itemsize
         self.itemsize = self._decoder.dtype.itemsize
-        if settings.adapter_slots and self.spec.moe is not None:
-            raise FieldError("lora", "adapters need a dense model, and this one has experts")
+        if settings.adapter_slots and (why := without_adapters(self.spec)) is not None:
+            raise FieldError("lora", why)
         self._adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
         self._rounded = settings.kv_cache_dtype == "fp8"
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
+        self.state_bytes = self._decoder.spec.state_bytes(self.itemsize)
 
     def _group(self, settings: DeviceSettings) -> CpuGroup | None:
         """Return the ranks that share the model; None if this process has all of it."""
@@ -65,6 +66,7 @@ class CpuMachine:
     def _lanes(self, sizes: LaneSizes, notify: Callable[[], None]) -> CpuLanes:
         """Allocate the KV pool and start the lanes of this process."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
-        kv = KVCache(spec, sizes.pages, sizes.page_size, dtype, rounded=self._rounded)
+        shape = spec, sizes.pages, sizes.page_size, dtype
+        kv = KVCache(*shape, requests=sizes.slots, rounded=self._rounded)
         runner = Runner(self._decoder, kv, sizes.slots, self._adapters)
         return CpuLanes(runner, self._cores, notify)

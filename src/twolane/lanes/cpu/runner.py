@@ -250,7 +250,7 @@ class Runner:
     def _rows(self, places: Sequence[tuple[int, int, int]]) -> _PassRows:
         """Build a pass's rows from the slot, first position and token count of each segment."""
         pages, adapters = self._slots.pages, self._slots.adapters
-        segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
+        segments = [Segment(start, count, pages[slot], slot) for slot, start, count in places]
         batch = Batch.build(segments, self._kv.page_size)
         slots = [adapters[slot] for slot, _, _ in places]
         products = self._decoder.products

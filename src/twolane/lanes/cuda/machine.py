@@ -23,7 +23,7 @@ from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.layer_graphs import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
-from twolane.lanes.settings import LaneSizes
+from twolane.lanes.settings import LaneSizes, without_adapters
 from twolane.lanes.work import (
     DecodeRow,
     HybridWork,
@@ -101,6 +101,7 @@ class CudaMachine:
         self.kv_itemsize = spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self._kv_dtype = E4M3 if settings.kv_cache_dtype == "fp8" else self.decoder.dtype
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
+        self.state_bytes = self.decoder.spec.state_bytes(self.itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(settings.levels)
         self.adapters = self._adapter_pool(weights)
@@ -110,8 +111,8 @@ class CudaMachine:
         slots, rank = self._settings.adapter_slots, self._settings.max_lora_rank
         if not slots:
             return None
-        if self.spec.moe is not None:
-            raise FieldError("lora", "adapters need a dense model, and this one has experts")
+        if (why := without_adapters(self.spec)) is not None:
+            raise FieldError("lora", why)
         shard = self.decoder.shard
         needed, free = pool_bytes(shard, slots, rank, self.itemsize), self.free_bytes()
         if needed > free:

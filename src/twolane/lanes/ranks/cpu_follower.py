@@ -73,7 +73,8 @@ def main() -> None:
     if (sizes := read_sizes()) is None:
         return
     rounded = settings.kv_cache_dtype == "fp8"
-    kv = KVCache(decoder.spec, sizes.pages, sizes.page_size, decoder.dtype, rounded=rounded)
+    shape = decoder.spec, sizes.pages, sizes.page_size, decoder.dtype
+    kv = KVCache(*shape, requests=sizes.slots, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     follow(Runner(decoder, kv, sizes.slots, adapters), start)
 

@@ -21,7 +21,6 @@ from twolane.model.spec import (
     UnsupportedModel,
 )
 
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES: Mapping[str, RopeType] = {
     name: name for name in get_args(RopeType) if name not in ("factors", "none")
 }
@@ -44,6 +43,9 @@ class HFConfig(msgspec.Struct, kw_only=True):
 
     rope_types: ClassVar[Mapping[str, RopeType]] = ROPE_TYPES
     """The types of `rope_parameters` that the family knows, and what they are."""
+
+    known_layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+    """The values of `layer_types` that the family may have."""
 
     ropes_by_type: ClassVar[bool] = False
     """Whether `rope_parameters` may have those of each of `layer_types`."""
@@ -91,8 +93,8 @@ class HFConfig(msgspec.Struct, kw_only=True):
         if self.max_position_embeddings < 1:
             problem = f"must be 1 or more, not {self.max_position_embeddings}"
             raise ValueError(f"config.json: max_position_embeddings {problem}")
-        if other := {*(self.layer_types or ())} - {*_LAYER_TYPES}:
-            raise UnsupportedModel.because("layer_types", min(other), _LAYER_TYPES)
+        if other := {*(self.layer_types or ())} - {*self.known_layer_types}:
+            raise UnsupportedModel.because("layer_types", min(other), self.known_layer_types)
         if self.is_causal is False:  # each token would be attended to by those before it, too
             raise UnsupportedModel.because("is_causal", self.is_causal, ("True",))
 
@@ -153,8 +155,10 @@ class HFConfig(msgspec.Struct, kw_only=True):
             for i in range(self.num_hidden_layers)
         )
 
-    def typed_layers(self, otherwise: Iterable[int]) -> Iterable[int]:
-        """Return the layers whose type is `sliding_attention`, or `otherwise` without types.
+    def typed_layers(
+        self, otherwise: Iterable[int], kind: str = "sliding_attention"
+    ) -> Iterable[int]:
+        """Return the layers of one of `layer_types`, or `otherwise` without types.
 
         Raises:
             ValueError: `layer_types` has not one value for each layer.
@@ -165,7 +169,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
         if len(types) != self.num_hidden_layers:
             problem = f"has {len(types)} values for {self.num_hidden_layers} layers"
             raise ValueError(f"config.json: layer_types {problem}")
-        return [i for i, each in enumerate(types) if each == "sliding_attention"]
+        return [i for i, each in enumerate(types) if each == kind]
 
     def all_but_each(self, count: int) -> Sequence[int]:
         """Return all layers but each `count`th one."""
@@ -297,6 +301,10 @@ class Family:
     """The modules of `PARTS` that checkpoints and adapters have in the place of their parts."""
     predicts_more: bool = False
     """Whether checkpoints may have layers that predict further tokens (MTP); they are not read."""
+    grouped_delta: bool = False
+    """Whether linear attention has queries, keys, values and gates of a key head one after the
+    other in one module (`in_proj_qkvz`), and rates and decays in another (`in_proj_ba`), where
+    others have all queries, then keys, then values in one, and each of the rest in its own."""
     partly_rotated: bool = False
     """Whether configs may leave some dimensions of each head unrotated."""
     interleaved: bool = False

@@ -10,8 +10,7 @@ _REASONS = {
     "of Gemma, the third is built": "gemmafor gemma$ t5gemma paligemma",
     "diffusion of text is not built": "diffusiongemma dream llada",
     "linear attention, which keeps a state in place of keys and values, is not built": (
-        "qwen35 qwen36 qwen38 qwen3next qwen4 kimilinear olmohybrid bailinghybrid minimaxfor "
-        "minimaxm1 minimaxtext glm5next"
+        "qwen38 qwen4 kimilinear olmohybrid bailinghybrid minimaxfor minimaxm1 minimaxtext glm5next"
     ),
     "sparse attention, whose keys an indexer chooses, is not built": (
         "deepseekv32 deepseekv4 glmmoedsa glmdsa minimaxm3 mistrallarge4 hyv4"

@@ -22,7 +22,10 @@ from twolane.model.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -34,6 +37,7 @@ _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
     *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3),
     *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum),
+    *(qwen3_next, qwen3_5, qwen3_5_moe),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 """Every family by its name."""

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 def part_rows(joined: str, spec: ModelSpec) -> dict[str, int]:
     """Return the modules that a module joins, and their numbers of rows."""
-    rows = {"self_attn.q_proj": spec.q_size, "self_attn.k_proj": spec.kv_size}
+    rows = {"self_attn.q_proj": spec.q_rows, "self_attn.k_proj": spec.kv_size}
     rows["self_attn.v_proj"] = spec.kv_size
     return {part: rows.get(part, spec.intermediate_size) for part in PARTS[joined]}
 
@@ -68,12 +68,7 @@ def place_of(name: str, facts: ModelFacts) -> Place | None:
 def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     """Return the linear modules of a layer, those of its experts and their router among them."""
     spec, hidden = facts.spec, facts.spec.hidden_size
-    linears = {
-        "self_attn.q_proj": LinearModule(spec.q_size, hidden, spec.qkv_bias),
-        "self_attn.k_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.v_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.o_proj": LinearModule(hidden, spec.q_size, spec.o_bias),
-    }
+    linears = _attention(facts, layer)
     if spec.moe is None or not spec.has_experts(layer):
         mlp, bias = spec.intermediate_size, spec.mlp_bias
         return linears | {
@@ -95,6 +90,53 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     if spec.moe.gated:
         linears[names.shared_gate] = LinearModule(1, hidden, bias=False)
     return linears
+
+
+def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
+    """Return the linear modules of a layer's attention."""
+    spec, hidden, delta = facts.spec, facts.spec.hidden_size, facts.spec.delta
+    if delta is None or not spec.is_linear(layer):
+        return {
+            "self_attn.q_proj": LinearModule(spec.q_rows, hidden, spec.qkv_bias),
+            "self_attn.k_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
+            "self_attn.v_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
+            "self_attn.o_proj": LinearModule(hidden, spec.q_size, spec.o_bias),
+        }
+    apart = {
+        "qkv": delta.mixed_size,
+        "z": delta.value_size,
+        "b": delta.value_heads,
+        "a": delta.value_heads,
+    }
+    grouped = {"qkvz": delta.projected, "ba": 2 * delta.value_heads}
+    projections = grouped if facts.family.grouped_delta else apart
+    return {
+        **{
+            f"linear_attn.in_proj_{name}": LinearModule(rows, hidden, bias=False)
+            for name, rows in projections.items()
+        },
+        "linear_attn.out_proj": LinearModule(hidden, delta.value_size, bias=False),
+    }
+
+
+def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a layer's attention that are no linear modules."""
+    if spec.delta is not None and spec.is_linear(layer):
+        heads, attention = (spec.delta.value_heads,), "linear_attn"
+        return {
+            f"{attention}.conv1d.weight": (spec.delta.mixed_size, 1, spec.delta.taps),
+            f"{attention}.A_log": heads,
+            f"{attention}.dt_bias": heads,
+            f"{attention}.norm.weight": (spec.delta.value_dim,),
+        }
+    if spec.qk_norm is None:
+        return {}
+    sizes = {"q_norm": spec.q_size, "k_norm": spec.kv_size}
+    whole = spec.qk_norm == "whole"
+    return {
+        f"self_attn.{name}.weight": (size if whole else spec.head_dim,)
+        for name, size in sizes.items()
+    }
 
 
 def is_router(module: str, facts: ModelFacts) -> bool:
@@ -134,10 +176,8 @@ def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
         stored.update({f"{prefix}.{name}.weight": norm for name in facts.family.norms.values()})
-        if spec.qk_norm is not None:
-            for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
-                shape = size if spec.qk_norm == "whole" else spec.head_dim
-                stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
+        for name, shape in _vectors(spec, i).items():
+            stored[f"{prefix}.{name}"] = StoredTensor((shape,))
         for name, module in linears_of(facts, i).items():
             linear(f"{prefix}.{name}", module)
         if spec.moe is not None and spec.moe.biased and spec.has_experts(i):

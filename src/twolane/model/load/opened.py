@@ -124,7 +124,7 @@ def dummy_tensors(
     # attention adds the mean over all tokens to each of them, and few experts are chosen by all.
     # So here what layers add is small beside the embeddings, as in models that are trained.
     names, added = facts.family.experts, STD / math.sqrt(2 * spec.layers)
-    ends = ("self_attn.o_proj.weight", f".{names.down}.weight")
+    ends = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight", f".{names.down}.weight")
     deviations = {name: added for name in shapes if name.endswith(ends)} | {EMBEDDING: 1.0}
     routers = [name for name in shapes if name.endswith(f".{names.router}.weight")]
     shares = moe.shares if moe.skew else ()

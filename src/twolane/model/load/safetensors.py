@@ -25,6 +25,8 @@ _IMAGES = tuple(
 )
 """Names of its other parts begin with one of these."""
 INDEX = "model.safetensors.index.json"
+_LINEAR = ".linear_attn."
+"""Part of the names of norms that are stored as they are, whatever the others are."""
 _LFS = b"version https://git-lfs"
 """Beginning of a file of Git LFS whose content has not been fetched."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -103,7 +105,7 @@ class Safetensors:
             tensor = file.get_slice(stored)[cut.start : cut.stop]
         else:
             tensor = file.get_slice(stored)[:, cut.start : cut.stop]
-        less_1 = self._norms_less_1 and name.endswith("norm.weight")
+        less_1 = self._norms_less_1 and name.endswith("norm.weight") and _LINEAR not in name
         return tensor.float() + 1.0 if less_1 else tensor
 
 

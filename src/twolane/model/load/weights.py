@@ -16,6 +16,7 @@ from twolane.common.resources import free_memory
 from twolane.devices import OnProgress
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
+from twolane.model.linear_attention import DeltaWeights, delta_rows
 from twolane.model.load.checkpoint import (
     EMBEDDING,
     Place,
@@ -329,23 +330,34 @@ class _Loader:
         linear = linears_of(self.facts, int(layer))[rest]
         return linear.rows, linear.columns
 
-    def _fused(self, prefix: str, *names: str, rope: RopeSpec | None = None) -> Matrix:
-        """Load modules that are one matrix.
-
-        Args:
-            prefix: The name of their layer.
-            names: Their names in it.
-            rope: The rotation of the rows of the first two, which are ordered by `pair_rows`.
+    def _fused(self, prefix: str, *names: str) -> Matrix:
+        """Load modules of a layer that are one matrix.
 
         Raises:
             WeightsError: they are not stored alike.
         """
-        matrices = self._modules(prefix, names)
-        if rope is not None:
-            for i, each in enumerate(matrices[:2]):
-                rows = torch.arange(each.shape[0], device=self.device)
-                matrices[i] = each.reordered(pair_rows(rows, self.spec.head_dim, rope))
-        return self._joined(prefix, names, matrices)
+        return self._joined(prefix, names, self._modules(prefix, names))
+
+    def _qkv(self, prefix: str, rope: RopeSpec) -> Matrix:
+        """Load the projections of queries and keys, in the order of `pair_rows`, of values, and of
+        output gates, whose rows follow those of the queries of their head in checkpoints.
+
+        Raises:
+            WeightsError: they are not stored alike.
+        """
+        names, spec, gates = PARTS[JOINED_QKV], self.spec, []
+        q, k, v = self._modules(prefix, names)
+        if spec.output_gate:
+            rows = torch.arange(spec.q_rows, device=self.device).view(spec.heads, 2, -1)
+            parted = q.reordered(rows.transpose(0, 1).flatten())
+            q, gates = parted.part(0, spec.q_size), [parted.part(spec.q_size, spec.q_rows)]
+        q, k = (
+            each.reordered(
+                pair_rows(torch.arange(each.shape[0], device=self.device), spec.head_dim, rope)
+            )
+            for each in (q, k)
+        )
+        return self._joined(prefix, names, [q, k, v, *gates])
 
     def _joined(
         self,
@@ -379,18 +391,52 @@ class _Loader:
         spec, prefix, rope = self.spec, f"model.layers.{i}", self.spec.rope_of(i)
         names = self.facts.family.norms
         norms = {field: self._get(f"{prefix}.{name}.weight") for field, name in names.items()}
-        attention = f"{prefix}.self_attn"
+        attention, linear = f"{prefix}.self_attn", spec.is_linear(i)
         return LayerWeights(
             input_norm=norms.get("input_norm"),
-            qkv=self._fused(prefix, *PARTS[JOINED_QKV], rope=rope),
-            qkv_bias=self._qkv_bias(attention, rope) if spec.qkv_bias else None,
-            qk_norm=self._qk_norm(attention, rope) if spec.qk_norm else None,
-            o=self._fused(prefix, "self_attn.o_proj"),
-            o_bias=self._bias(spec.o_bias, f"{attention}.o_proj"),
+            qkv=self._delta_projections(prefix) if linear else self._qkv(prefix, rope),
+            qkv_bias=self._qkv_bias(attention, rope) if spec.qkv_bias and not linear else None,
+            qk_norm=self._qk_norm(attention, rope) if spec.qk_norm and not linear else None,
+            o=self._fused(prefix, "linear_attn.out_proj" if linear else "self_attn.o_proj"),
+            o_bias=self._bias(spec.o_bias and not linear, f"{attention}.o_proj"),
             attention_out_norm=norms.get("attention_out_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
             mlp=self._experts(prefix) if spec.has_experts(i) else self._dense(prefix),
+            delta=self._delta(prefix) if linear else None,
+        )
+
+    def _delta_projections(self, prefix: str) -> Matrix:
+        """Load the rank's projections of queries, keys, values and gates of linear attention.
+
+        Raises:
+            WeightsError: they are not stored alike.
+        """
+        rows = delta_rows(self.shard)
+        ends = ("qkvz",) if self.facts.family.grouped_delta else ("qkv", "z")
+        names = [f"linear_attn.in_proj_{end}" for end in ends]
+        orders = (rows.grouped,) if self.facts.family.grouped_delta else (rows.mixed, rows.gates)
+        modules = zip(self._modules(prefix, names), orders, strict=True)
+        return self._joined(prefix, names, [m.reordered(o.to(self.device)) for m, o in modules])
+
+    def _delta(self, prefix: str) -> DeltaWeights:
+        """Load the rank's part of what linear attention has beside its projections."""
+        rows, attention = delta_rows(self.shard), f"{prefix}.linear_attn"
+
+        def vector(name: str) -> Tensor:
+            whole = torch.as_tensor(self.tensors.get(f"{attention}.{name}"))
+            return whole.to(self.device, torch.float32)[rows.heads.to(self.device)]
+
+        ends = ("ba",) if self.facts.family.grouped_delta else ("b", "a")
+        rates = concatenated([self._alone(f"{attention}.in_proj_{e}", plain=True) for e in ends])
+        order = rows.grouped_rates if self.facts.family.grouped_delta else rows.rates
+        conv = self._get(f"{attention}.conv1d.weight").squeeze(1)
+        return DeltaWeights(
+            rates=rates.reordered(order.to(self.device)),
+            conv=conv[rows.mixed.to(self.device)],
+            decay=-vector("A_log").exp(),
+            shift=vector("dt_bias"),
+            norm=self._get(f"{attention}.norm.weight"),
         )
 
     def _dense(self, prefix: str) -> DenseMlp:

@@ -93,6 +93,7 @@ class EngineCollector(Collector):
         model_name: the label of all figures.
         page_size: tokens in a KV page.
         kv_cache_dtype: the format of the KV cache.
+        prefix_cache: Whether prompts reuse what earlier ones have computed.
     """
 
     def __init__(
@@ -102,12 +103,14 @@ class EngineCollector(Collector):
         model_name: str,
         page_size: int,
         kv_cache_dtype: str,
+        prefix_cache: bool,
     ) -> None:
         self._stats = stats
         self._liveness = liveness
         self._model_name = model_name
         self._page_size = page_size
         self._kv_cache_dtype = kv_cache_dtype
+        self._prefix_cache = prefix_cache
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest values."""
@@ -117,7 +120,7 @@ class EngineCollector(Collector):
         yield gauge("num_requests_prefilling", stats.prefilling)
         yield gauge("num_requests_waiting", stats.waiting)
         yield gauge("kv_cache_usage_perc", held / stats.kv_pages if stats.kv_pages else 0.0)
-        sizes = self._page_size, stats.kv_pages, self._kv_cache_dtype
+        sizes = self._page_size, stats.kv_pages, self._kv_cache_dtype, self._prefix_cache
         yield self._family(GaugeMetricFamily, "cache_config_info", {sizes: 1})
         yield counter("prefix_cache_queries", stats.prefix_queries)
         yield counter("prefix_cache_hits", stats.prefix_hits)
@@ -162,6 +165,7 @@ class ServerMetrics:
         page_size: number of tokens in a KV page.
         prefix: names that `render` uses.
         kv_cache_dtype: the format of the KV pool, as it was asked for.
+        prefix_cache: Whether prompts reuse what earlier ones have computed.
     """
 
     def __init__(
@@ -173,6 +177,8 @@ class ServerMetrics:
         page_size: int,
         prefix: MetricsPrefix = "twolane",
         kv_cache_dtype: str = "auto",
+        *,
+        prefix_cache: bool = True,
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
@@ -180,7 +186,7 @@ class ServerMetrics:
         self.refusals: deque[RefusalGroup] = deque(maxlen=20)
         """The latest refusals."""
         self.registry = CollectorRegistry()
-        pool = page_size, kv_cache_dtype
+        pool = page_size, kv_cache_dtype, prefix_cache
         self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name

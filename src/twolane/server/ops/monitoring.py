@@ -31,5 +31,6 @@ class Monitoring(NamedTuple):
             engine.ready.page_size,
             prefix,
             engine.ready.kv_cache_dtype,
+            prefix_cache=engine.ready.prefix_cache,
         )
         return cls(metrics, Dashboard(engine, metrics))

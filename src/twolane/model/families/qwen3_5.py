@@ -1,0 +1,48 @@
+"""Qwen3.5 and 3.6 with dense MLPs, the text part of their checkpoints for text and images."""
+
+from typing import Any
+
+from twolane.model.families.family import Family
+from twolane.model.families.qwen3_next import TINY_LINEAR, Qwen3NextConfig
+
+
+class Qwen35Config(Qwen3NextConfig, kw_only=True):
+    """Qwen3.5's fields and defaults; it has no experts."""
+
+    vocab_size: int = 248_320
+    hidden_size: int = 4096
+    intermediate_size: int = 12_288
+    num_hidden_layers: int = 32
+    num_key_value_heads: int | None = 4
+
+    def own_fields(self) -> dict[str, Any]:
+        """See `HFConfig.own_fields`."""
+        return self.attention_fields()
+
+
+TINY_IMAGES_35 = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
+    **{"out_hidden_size": 64, "num_position_embeddings": 16},
+}
+"""What reads images in tiny checkpoints; it is not loaded."""
+MROPE_35 = {
+    **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
+
+FAMILY = Family(
+    name="qwen3_5_text",
+    architectures=("Qwen3_5ForCausalLM",),
+    vision={"Qwen3_5ForConditionalGeneration": "qwen3_5"},
+    config=Qwen35Config,
+    norms_less_1=True,
+    qk_norm="head",
+    predicts_more=True,
+    partly_rotated=True,
+    fixtures={
+        "qwen3.5": {
+            **{"model_type": "qwen3_5", "vision_config": TINY_IMAGES_35},
+            "text_config": {**TINY_LINEAR, "rope_parameters": MROPE_35},
+        },
+    },
+)
