@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -83,6 +84,13 @@ def test_help_shows_every_name_whole_on_a_narrow_terminal(group):
             for flag in (*param.opts, *param.secondary_opts):
                 assert not flag.startswith("-") or flag in shown
             assert (param.envvar or "") in shown
+
+
+def test_the_help_of_serve_comes_in_groups_that_fit_a_screen():
+    grouped = Counter(param.rich_help_panel for param in Commands.load("serve").params[1:])
+    assert grouped.pop(None) == 1, "only --config has no group"
+    assert len(grouped) > 7
+    assert max(grouped.values()) <= 12
 
 
 def test_help_names_arguments_as_the_pages_do_and_keeps_marks():
@@ -268,6 +276,25 @@ def test_completion_knows_commands_options_and_models():
     assert complete("serve", "smol") == [MODEL]
     assert complete("bench", "serve", "--dataset", "azure-") == ["azure-code", "azure-conv"]
     assert {"--replica-gpus", "--slo-tbt-ms"} < set(complete("fleet", "--"))
+
+
+def test_a_shell_completes_once_completion_is_installed(tmp_path):
+    """As a user installs it, in a bash of its own."""
+    program = tmp_path / "bin/twolane"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m twolane "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, "HOME": str(tmp_path), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+    def bash(script):
+        command = ("bash", "-c", script)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+    installed = bash("twolane --install-completion; exit $?")
+    assert installed.returncode == 0, installed.stderr
+    asked = "COMP_WORDS=(twolane serve --system chu); COMP_CWORD=3; _twolane_completion twolane"
+    shown = bash(f'source ~/.bashrc; {asked}; echo "${{COMPREPLY[@]}}"')
+    assert shown.stdout.split() == ["chunked"], shown.stderr
 
 
 def test_version():
