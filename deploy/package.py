@@ -1,11 +1,13 @@
 """Checks what would be published: `make package` builds it into dist/ and runs this.
 
 The wheel and the source archive hold what they should, and their licences. The wheel is installed
-in an empty environment, away from the checkout, where the README's first command has to answer. A
-bill of materials of that environment (CycloneDX) is left in dist/.
+in an empty environment, away from the checkout, where the README's first command has to answer and
+the examples have to run. A bill of materials of that environment (CycloneDX) is left in dist/.
 """
 
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +25,13 @@ DIST = ROOT / "dist"
 MAX_WHEEL_BYTES = 2_500_000
 START_SECONDS = 300
 MODEL = "smollm2-135m-instruct"
+EXAMPLES = {
+    "offline_batch.py": (),
+    "compare_systems.py": ("chunked", "auto", "earliest_deadline.EarliestDeadline"),
+    "paper_figure.py": (),
+}
+"""Arguments of the examples that need no server; `agent.py` asks the README's. The second runs the
+system of `earliest_deadline.py`, too, which is no part of the package."""
 LICENCES = ("licenses/LICENSE", "twolane/server/ops/dashboard/static/uPlot.LICENSE")
 """Files of the wheel: the project's licence, and that of the chart library in the dashboard."""
 
@@ -35,7 +44,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         python = install(wheel, Path(folder))
         write_bill(python, DIST / f"{wheel.name.split('-py3')[0]}.cdx.json")
+        shutil.copytree(ROOT / "examples", Path(folder) / "examples")
         answer_once(python, Path(folder))
+        for name, arguments in EXAMPLES.items():
+            run_example(python, Path(folder), name, *arguments)
     return 0
 
 
@@ -90,7 +102,10 @@ def write_bill(python: Path, target: Path) -> None:
 
 
 def answer_once(python: Path, folder: Path) -> None:
-    """Start the README's server from the environment, ask it a question, and stop it."""
+    """Start the README's server from the environment, ask it a question, and stop it.
+
+    The agent of the examples asks it, too.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -100,11 +115,27 @@ def answer_once(python: Path, folder: Path) -> None:
         try:
             answer = ask(f"http://127.0.0.1:{port}", started + START_SECONDS, server)
             seconds = time.monotonic() - started
+            os.environ["OPENAI_BASE_URL"] = f"http://127.0.0.1:{port}/v1"
+            run_example(python, folder, "agent.py")
         finally:
             server.send_signal(signal.SIGTERM)
     assert "Paris" in answer, f"asked for the capital of France: {answer!r}"
     assert server.returncode == 0, f"the server ended with {server.returncode}"
     print(f"`twolane serve {MODEL}` answered after {seconds:.0f} s: {answer}")
+
+
+def run_example(python: Path, folder: Path, name: str, *arguments: str) -> None:
+    """Run an example in the environment; fail if it does."""
+    started = time.monotonic()
+    ended = subprocess.run(
+        (str(python), name, *arguments),
+        cwd=folder / "examples",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"{name}: {ended.stdout}{ended.stderr}"
+    print(f"examples/{name} ran in {time.monotonic() - started:.0f} s:\n{ended.stdout}", end="")
 
 
 def ask(address: str, deadline: float, server: subprocess.Popen[bytes]) -> str:
