@@ -63,7 +63,8 @@ def make_adapter(
     alpha = 2 * rank
     tensors: dict[str, torch.Tensor] = {}
     for i in layers if layers is not None else range(spec.layers):
-        for module in modules or sizes:
+        dense = [name for name in sizes if "self_attn" in name or not spec.has_experts(i)]
+        for module in modules or dense:
             rows, columns = sizes[module]
             r = (given.get("rank_pattern") or {}).get(module.split(".")[-1], rank)
             a = torch.randn(r, columns, generator=random) * columns**-0.5

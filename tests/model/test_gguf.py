@@ -46,20 +46,32 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     writer.add_rope_freq_base(spec.rope.theta)
     writer.add_rope_dimension_count(spec.rope.rotated or spec.head_dim)
     writer.add_eos_token_id(2)
-    family = GGUF_ARCHITECTURES.get(architecture, FAMILIES["llama"])
+    found = (architecture, spec.moe is not None)
+    family = GGUF_ARCHITECTURES.get(found, FAMILIES["llama"])
     names = {stem: name for name, stem in hugging_face_stems(family, spec.layers).items()}
     for name, *arguments in fields:
         getattr(writer, name)(*arguments)
     weights = load_file(checkpoint / "model.safetensors")
-    for name, tensor in weights.items():
-        values = tensor.numpy()
+    for name, values in merged(spec, family, weights).items():
+        raw = quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+        back = torch.from_numpy(dequantize(raw, kind).copy())
+        unmerge(family, weights, name, back)
+    alone = [name for name in weights if family.experts.expert.split("{")[0] not in name]
+    for name in alone:
+        values = weights[name].numpy()
+        values = values + 1 if family.norms_less_1 and name.endswith("norm.weight") else values
         heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(name.split(".")[-2])
         permuted = family.gguf.permuted and heads is not None
         values = interleave(values, heads) if permuted else values
         used = kind if values.ndim == 2 else Type.F32
         raw = quantize(values, used)
-        stem, suffix = name.rsplit(".", 1)
-        writer.add_tensor(f"{names[stem]}.{suffix}", raw, raw_dtype=used)
+        stem, suffix = name.removesuffix("_bias"), "bias"
+        if not name.endswith("correction_bias"):
+            stem, suffix = name.rsplit(".", 1)
+        writer.add_tensor(f"{names[stem]}.{suffix}", raw.squeeze(), raw_dtype=used)
+        if family.norms_less_1 and name.endswith("norm.weight"):
+            continue
         back = torch.from_numpy(dequantize(raw, used).copy())
         if permuted:
             back = back.view(heads, -1, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
@@ -70,6 +82,31 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+PARTS = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+
+
+def merged(spec, family, weights):
+    """The experts of each layer as one tensor for each part, under the names of GGUF files."""
+    if spec.moe is None:
+        return {}
+    found, names = {}, family.experts
+    for i in filter(spec.has_experts, range(spec.layers)):
+        for part, name in PARTS.items():
+            each = f"model.layers.{i}.{names.expert}.{getattr(names, part)}.weight"
+            stack = [weights[each.format(number)] for number in range(spec.moe.experts)]
+            found[f"blk.{i}.{name}.weight"] = torch.stack(stack).numpy()
+    return found
+
+
+def unmerge(family, weights, name, stack):
+    """Put what a tensor of `merged` became in the place of the experts that it was made of."""
+    _, layer, stem, _ = name.split(".")
+    part = next(part for part, each in PARTS.items() if each == stem)
+    each = f"model.layers.{layer}.{family.experts.expert}.{getattr(family.experts, part)}.weight"
+    for number, expert in enumerate(stack):
+        weights[each.format(number)] = expert.contiguous()
 
 
 def same(checkpoint, file):
@@ -104,9 +141,12 @@ def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields)
 def keys_of(spec):
     """Keys that a file has besides those of all models."""
     keys, rope = [], spec.rope
-    if window := spec.window(0):
+    if window := next((kind.window for kind in spec.kinds if kind.window), None):
         keys.append(("add_sliding_window", window))
-    if spec.attention_scale is not None:
+        pattern = [kind.window is not None for kind in spec.kinds]
+        if spec.family != "mistral":
+            keys.append(("add_sliding_window_pattern", pattern))
+    if spec.attention_scale is not None and not spec.norms_outputs:
         keys += [("add_attention_scale", spec.attention_scale)]
         keys += [("add_embedding_scale", spec.embedding_scale)]
         keys += [("add_residual_scale", spec.residual_scale)]
@@ -114,16 +154,50 @@ def keys_of(spec):
     if rope.type == "longrope":
         keys.append(("add_rope_scaling_orig_ctx_len", rope.original_positions))
         keys.append(("add_rope_scaling_attn_factors", rope.attention_factor))
+    if rope.type == "yarn":
+        keys.append(("add_rope_scaling_type", RopeScalingType.YARN))
+        keys.append(("add_rope_scaling_factor", rope.factor))
+        keys.append(("add_rope_scaling_orig_ctx_len", rope.original_positions))
+    if rope.type == "linear":
+        keys.append(("add_rope_scaling_type", RopeScalingType.LINEAR))
+        keys.append(("add_rope_scaling_factor", rope.factor))
+    if rope.query_beta:
+        keys.append(("add_attn_temperature_scale", rope.query_beta))
+        keys.append(("add_rope_scaling_yarn_log_mul", 1.0))
+    if (moe := spec.moe) is not None:
+        keys.append(("add_expert_count", moe.experts))
+        keys.append(("add_expert_used_count", moe.per_token))
+        if spec.family == "glm4_moe":
+            keys.append(("add_expert_weights_norm", moe.normalised))
+            keys.append(("add_expert_weights_scale", moe.scale))
     return keys
+
+
+FILES = {
+    **{"olmo3": "olmo2", "ministral3": "mistral3", "qwen3": "qwen3vl", "qwen3-moe": "qwen3vlmoe"},
+    **{"phi4-mini": "phi3", "glm4-moe-normed": "glm4moe", "qwen2": "qwen2vl"},
+}
+"""Fixtures beside the first of each family, and the architectures of their files."""
+AS_IN_FILES = {
+    "qwen2-moe": {"mlp_only_layers": []},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "gemma3": {"query_pre_attn_scalar": 32},
+}
+"""What files cannot say, and llama.cpp has in its code."""
 
 
 @pytest.mark.parametrize(
     ("family", "architecture"),
-    [(next(iter(each.fixtures)), name) for name, each in GGUF_ARCHITECTURES.items()]
-    + [("phi4-mini", "phi3")],
+    [
+        (next(iter(each.fixtures)), name)
+        for (name, _), each in GGUF_ARCHITECTURES.items()
+        if name not in FILES.values() or name in ("olmo2", "phi3", "glm4moe")
+    ]
+    + [*FILES.items()],
 )
 def test_every_architecture(tmp_path, family, architecture):
-    checkpoint = make_checkpoint(family, tmp_path / "model", seed=4)
+    sizes = AS_IN_FILES.get(family)
+    checkpoint = make_checkpoint(family, tmp_path / "model", seed=4, sizes=sizes)
     file, spec = tmp_path / "m.gguf", facts_from_directory(checkpoint).spec
     tensors = [
         (f"rope_factors_{name}.weight", np.array(values, dtype=np.float32))
@@ -132,10 +206,39 @@ def test_every_architecture(tmp_path, family, architecture):
     ]
     write_gguf(checkpoint, file, architecture, Type.F32, fields=keys_of(spec), tensors=tensors)
     found = GGUFModel(file).spec
-    assert found.family == spec.family
+    assert found.family == {"olmo3": "olmo2"}.get(spec.family, spec.family)
     assert found.kinds == spec.kinds
+    assert found.moe == spec.moe
     assert found.rope.rotated == spec.rope.rotated
     same(checkpoint, file)
+
+
+def test_experts_are_read_one_by_one(tmp_path):
+    """Of blocks of numbers, with gate and up in one tensor, as newer files may have them."""
+    sizes = AS_IN_FILES["qwen3-moe"]
+    checkpoint = make_checkpoint("qwen3-moe", tmp_path / "model", seed=4, sizes=sizes)
+    file, spec = tmp_path / "m.gguf", facts_from_directory(checkpoint).spec
+    write_gguf(checkpoint, file, "qwen3moe", Type.Q8_0, fields=keys_of(spec))
+    same(checkpoint, file)
+    written, joined = GGUFReader(file), tmp_path / "joined.gguf"
+    tensors = {tensor.name: tensor for tensor in written.tensors}
+    writer = GGUFWriter(joined, "qwen3moe")
+    for name, field in written.fields.items():
+        if name.startswith("qwen3moe."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for name, tensor in tensors.items():
+        data = tensor.data
+        if "_up_exps" in name:
+            continue
+        if "_gate_exps" in name:
+            data = np.concatenate([data, tensors[name.replace("gate", "up")].data], axis=1)
+        writer.add_tensor(
+            name.replace("gate_exps", "gate_up_exps"), data, raw_dtype=tensor.tensor_type
+        )
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    same(checkpoint, joined)
 
 
 def test_frequency_factors(tmp_path):
@@ -312,7 +415,9 @@ def test_a_vocabulary_is_stepped_over(tmp_path):
     [
         ("gemma2", [], "GGUF architecture 'gemma2': soft caps of scores and logits"),
         ("qwen2", [("add_causal_attention", False)], "attention.causal 'false'"),
-        ("llama", [("add_expert_count", 8)], "number of experts 8"),
+        ("qwen2", [("add_expert_count", 8)], "number of experts 8"),
+        ("qwen3moe", [], "number of experts 0"),
+        ("llama", [("add_final_logit_softcapping", 30.0)], "final_logit_softcapping 30.0"),
         ("llama", [("add_causal_attention", False)], "attention.causal 'false'"),
         (
             "llama",

@@ -22,8 +22,23 @@ from .passes import PAGE, Pool, prompt
 
 FAMILIES = (
     *("llama31", "llama-bias", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini"),
-    *("granite", "smollm3", "olmo2", "glm", "glm4"),
+    *(
+        "granite",
+        "smollm3",
+        "olmo2",
+        "glm",
+        "glm4",
+        "gemma3",
+        "olmo3",
+        "seed-oss",
+        "exaone4-hybrid",
+    ),
+    *("qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe", "ernie4.5-moe", "minimax-m2", "mellum"),
 )
+LISTED = {"gemma3": 4, "mellum": 4}
+"""Layers of fixtures that list something for each of them."""
+TARGETS = {"mellum": r".*self_attn\..*_proj"}
+"""What PEFT finds no layer for by itself: experts are parameters to it."""
 
 
 def load(path, decoder, **more):
@@ -69,7 +84,7 @@ def decoder(base):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_what_merged_weights_compute(family, tmp_path):
-    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
+    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=LISTED.get(family, 2))
     decoder, adapter = load_decoder(resolve(str(base))), make_adapter(base, tmp_path / "adapter")
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)
     pool.put(0, load(adapter, decoder))
@@ -292,10 +307,19 @@ def test_an_adapter_of_another_model_is_refused(decoder, tmp_path):
         load(make_adapter(other, tmp_path / "adapter"), decoder)
 
 
-def test_models_with_experts_are_refused(base, tmp_path):
-    experts = load_decoder(resolve(str(make_checkpoint("qwen3-moe", tmp_path / "moe", layers=2))))
-    with pytest.raises(AdapterError, match="dense models"):
-        load(make_adapter(base, tmp_path / "adapter"), experts)
+@pytest.mark.parametrize(
+    "module", ["mlp.experts.0.up_proj", "mlp.gate", "mlp.shared_experts.up_proj"]
+)
+def test_adapters_of_experts_are_refused(module, tmp_path):
+    base = make_checkpoint("glm4-moe", tmp_path / "moe", layers=2)
+    path = make_adapter(base, tmp_path / "adapter", modules=["self_attn.o_proj"])
+    tensors = load_file(path / "adapter_model.safetensors")
+    for end, shape in (("A", (8, 64)), ("B", (32, 8))):
+        name = f"base_model.model.model.layers.1.{module}.lora_{end}.weight"
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match=f"{module} for adapters, which experts, routers and"):
+        load(path, load_decoder(resolve(str(base))))
 
 
 def test_folders_that_are_no_adapters_are_refused(decoder, base, tmp_path):
@@ -358,16 +382,18 @@ def test_a_file_that_is_larger_than_any_adapter_is_not_read(decoder, base, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("family", "start"), [("qwen3", "gaussian"), ("phi3", "mica"), ("glm4", "eva")]
+    ("family", "start"),
+    [("qwen3", "gaussian"), ("phi3", "mica"), ("glm4", "eva"), ("mellum", True), ("gemma3", True)],
 )
 def test_logits_are_those_of_peft(family, start, tmp_path):
     """An adapter that PEFT has made and saved, with all that it writes into the config."""
     peft = pytest.importorskip("peft")
     from .checkpoints import reference
 
-    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
+    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=LISTED.get(family, 2))
+    targets = TARGETS.get(family, "all-linear")
     config = peft.LoraConfig(
-        r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights=start,
+        r=6, lora_alpha=9, target_modules=targets, init_lora_weights=start,
         rank_pattern={"o_proj": 2}, alpha_pattern={r".*\.1\..*down_proj": 30}, use_rslora=True,
         exclude_modules=["model.layers.1.self_attn.o_proj"],
     )  # fmt: skip

@@ -43,8 +43,6 @@ class LaneSizes(msgspec.Struct, frozen=True):
 
 def without_adapters(spec: ModelSpec) -> str | None:
     """Return why LoRA adapters of a model are not served; None: they are."""
-    if spec.moe is not None:
-        return "adapters need a dense model, and this one has experts"
     if spec.delta is not None:
         return "adapters of models with linear attention are not served yet"
     return None

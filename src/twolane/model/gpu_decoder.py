@@ -546,6 +546,8 @@ class GpuDecoder:
         add to gate and up before these are multiplied."""
         mlps = [layer.mlp for layer in self.weights.layers]
         matrices = [mlp.gate_up for mlp in mlps if isinstance(mlp, DenseMlp)]
+        if not matrices:
+            return {}
         case = Case.of("linear", matrices[0])
         return {} if case in self._uses() else {case: matrices}
 

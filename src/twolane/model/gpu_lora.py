@@ -56,11 +56,11 @@ class GpuAdapterPool:
         like = weights.embedding
         self.device, self._rank = like.device, _room_of(max_rank)
         products = _products(shard)
-        shape = shard.spec.layers, len(products), slots
+        shape = shard.spec.layers, max(map(len, products)), slots
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=like.device)
         self._layers: list[dict[LoraProduct, AdapterMatrices]] = [
-            {p.name: self._room(p, like, row) for p, row in zip(products, ranks, strict=True)}
-            for ranks in self._ranks
+            {p.name: self._room(p, like, row) for p, row in zip(layer, ranks, strict=False)}
+            for layer, ranks in zip(products, self._ranks, strict=True)
         ]
         self.matrices: Mapping[Matrix, AdapterMatrices] = {
             matrix: self._layers[layer][product] for matrix, (layer, product) in places(weights)
@@ -86,16 +86,20 @@ class GpuAdapterPool:
         nothing that is queued, and nothing waits for them.
         """
         with self._lock, torch.cuda.stream(self._stream), torch.inference_mode():
-            ranks = [
-                [max((len(s.a) for s in layer.get(name, ())), default=0) for name in room]
-                for layer, room in zip(adapter.layers, self._layers, strict=True)
-            ]
             for layer, room in zip(adapter.layers, self._layers, strict=True):
                 for name, sections in layer.items():
                     self._fill(room[name], slot, sections)
-            self._ranks[:, :, slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+            self._ranks[:, :, slot].copy_(self._ranks_of(adapter))
             if self._stream is not None:
                 self._stream.synchronize()
+
+    def _ranks_of(self, adapter: Adapter) -> Tensor:
+        """Return an adapter's largest rank in each product of each layer, as `_ranks` has them."""
+        ranks = torch.zeros(self._ranks.shape[:2], dtype=torch.int32)
+        for i, (layer, room) in enumerate(zip(adapter.layers, self._layers, strict=True)):
+            for place, name in enumerate(room):
+                ranks[i, place] = max((len(s.a) for s in layer.get(name, ())), default=0)
+        return ranks
 
     def _fill(self, room: AdapterMatrices, slot: int, sections: Sequence[Section]) -> None:
         """Write an adapter's sections of one product; others of it add nothing."""
@@ -111,8 +115,8 @@ class GpuAdapterPool:
 
 def pool_bytes(shard: Shard, slots: int, max_rank: int, itemsize: int) -> int:
     """Return the bytes of a pool, if its numbers have this many."""
-    each = sum(len(p.ends) * p.inputs + p.ends[-1] for p in _products(shard))
-    return shard.spec.layers * slots * _room_of(max_rank) * each * itemsize
+    numbers = sum(len(p.ends) * p.inputs + p.ends[-1] for each in _products(shard) for p in each)
+    return slots * _room_of(max_rank) * numbers * itemsize
 
 
 def _room_of(max_rank: int) -> int:
@@ -162,7 +166,7 @@ class GpuAdaptedProducts(GpuProducts):
     ) -> None:
         """See `GpuProducts.gate_up`."""
         matrices = self._shrunk(x, weight)
-        assert matrices is not None, "every MLP of the model can have adapters"
+        assert matrices is not None, "every dense MLP of the model can have adapters"
         super().linear(x, weight, bias, gate_up)
         # A row's scale is a matter of all its columns; the kernel that does both knows SiLU alone.
         if isinstance(out, Quantised) or activation != "silu":
@@ -180,13 +184,16 @@ class GpuAdaptedProducts(GpuProducts):
         return matrices
 
 
-def _products(shard: Shard) -> Sequence[_Product]:
-    """Return the products of each of a rank's layers."""
+def _products(shard: Shard) -> Sequence[Sequence[_Product]]:
+    """Return the products of each of a rank's layers that adapters add to: not those of experts."""
     spec = shard.local
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    return (
+    attention = (
         _Product("qkv", hidden, tuple(accumulate((q, kv, kv)))),
         _Product("o", q, (hidden,)),
+    )
+    mlp = (
         _Product("gate_up", hidden, (inner, 2 * inner)),
         _Product("down", inner, (hidden,)),
     )
+    return [attention if spec.has_experts(i) else attention + mlp for i in range(spec.layers)]

@@ -21,7 +21,7 @@ from twolane.model.mlp import DenseMlp
 from twolane.model.products import Products
 
 LoraProduct = Literal["qkv", "o", "gate_up", "down"]
-"""The products of a dense layer that adapters add to."""
+"""The products of a layer that adapters add to; those of experts are none of them."""
 MAX_RANK = 64
 """Largest rank of an adapter's section that is served."""
 

@@ -60,7 +60,7 @@ class CudaMachine:
         rank: The rank of this process, if several share the model.
 
     Raises:
-        FieldError: there is no room for the adapters, or the model has experts.
+        FieldError: there is no room for the adapters.
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
     """
 

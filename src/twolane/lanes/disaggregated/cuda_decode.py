@@ -197,7 +197,7 @@ class MirroredCudaMachine(CudaMachine):
         progress: called with the steps of loading.
 
     Raises:
-        FieldError: there is no room for the adapters, or the model has experts.
+        FieldError: there is no room for the adapters.
         ValueError: a setting is wrong, or the model.
     """
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family, HFConfig
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
 from twolane.model.spec import MoeSpec
 
 
@@ -56,6 +56,7 @@ FAMILY = Family(
     experts=ExpertNames(bias="mlp.moe_statics.e_score_correction_bias"),
     interleaved=True,
     predicts_more=True,
+    gguf=GGUFFacts(("ernie4_5-moe",), experts={}),
     fixtures={
         "ernie4.5-moe": {
             **{"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from twolane.model.families.family import POST_NORMS, Family, GGUFFacts, HFConfig
-from twolane.model.spec import LayerKind
 
 
 class Exaone4Config(HFConfig, kw_only=True):
@@ -40,18 +39,13 @@ class Exaone4Config(HFConfig, kw_only=True):
         return {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 
 
-def _gguf_kinds(layers: int, window: int | None) -> tuple[LayerKind, ...]:
-    """Return the kinds as llama.cpp has them."""
-    return Exaone4Config(num_hidden_layers=layers, sliding_window=window).kinds()
-
-
 FAMILY = Family(
     name="exaone4",
     architectures=("Exaone4ForCausalLM",),
     config=Exaone4Config,
     norms=POST_NORMS,
     qk_norm="head",
-    gguf=GGUFFacts("exaone4", kinds=_gguf_kinds),
+    gguf=GGUFFacts(("exaone4",), full_each=4, rotates_full=False),
     fixtures={
         "exaone4-hybrid": {"sliding_window": 24},
         "exaone4": {

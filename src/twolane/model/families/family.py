@@ -249,10 +249,6 @@ Key = Callable[[str, float], float]
 """Returns the number that a GGUF file has for a key of its architecture, or the default."""
 
 
-def _alike(layers: int, window: int | None) -> tuple[LayerKind, ...]:
-    return (LayerKind(window=window),) * layers if window else ()
-
-
 def _no_factors(key: Key) -> Mapping[str, Any]:
     return {}
 
@@ -261,12 +257,22 @@ def _no_factors(key: Key) -> Mapping[str, Any]:
 class GGUFFacts:
     """What is known of a family's GGUF files; `gguf` itself knows the names of their tensors."""
 
-    architecture: str
-    """The value of `general.architecture`."""
+    architectures: tuple[str, ...]
+    """Values of `general.architecture`, the usual one first."""
     permuted: bool = False
     """Whether files have the rotary rows in llama.cpp's own order."""
-    kinds: Callable[[int, int | None], tuple[LayerKind, ...]] = _alike
-    """Returns the kinds of a number of layers, given the sliding window of the file."""
+    experts: Mapping[str, Any] | None = None
+    """Fields of `MoeSpec` where a file does not say them; None: the family has no experts."""
+    full_each: int = 0
+    """Where a file has a window and does not say for which layers, each of this many layers has
+    none; 0: all layers have it."""
+    rotates_full: bool = True
+    """Whether layers without a window are rotated in files that have one."""
+    unrotated_each: int = 0
+    """Each of this many layers is not rotated; 0: all are."""
+    sliding_base: Callable[[RopeSpec], float] | None = None
+    """Returns the base of the rotation of layers with a window, which is not stretched, given the
+    model's; None: they have the model's rotation."""
     factors: Callable[[Key], Mapping[str, Any]] = _no_factors
     """Returns fields of `ModelSpec` that scale activations."""
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import Family, GGUFFacts, HFConfig, Key
 from twolane.model.spec import UnsupportedModel
 
 
@@ -65,6 +65,17 @@ class Gemma3Config(HFConfig, kw_only=True):
         }
 
 
+def _gguf_factors(key: Key) -> dict[str, Any]:
+    """Return what llama.cpp has in its code; the model of 62 layers is that of 27B."""
+    hidden, heads = key("embedding_length", 0.0), key("attention.head_count", 1.0)
+    divisor = hidden / heads if key("block_count", 0.0) == 62 else key("attention.key_length", 256)
+    return {
+        "activation": "gelu_pytorch_tanh",
+        "attention_scale": divisor**-0.5,
+        "embedding_scale": math.sqrt(hidden),
+    }
+
+
 _TINY = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
 _TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -85,6 +96,9 @@ FAMILY = Family(
     },
     norms_less_1=True,
     qk_norm="head",
+    gguf=GGUFFacts(
+        ("gemma3",), full_each=6, sliding_base=lambda rope: 10_000.0, factors=_gguf_factors
+    ),
     fixtures={
         "gemma3": {**_TINY, "rope_parameters": _TWO_ROPES, "layer_types": _TYPES},
         "gemma3-vision": {

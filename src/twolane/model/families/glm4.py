@@ -16,6 +16,6 @@ FAMILY = Family(
     joined=(JOINED_GATE_UP,),
     partly_rotated=True,
     interleaved=True,
-    gguf=GGUFFacts("glm4"),
+    gguf=GGUFFacts(("glm4",)),
     fixtures={"glm4": {"head_dim": 16, "tie_word_embeddings": True}},
 )

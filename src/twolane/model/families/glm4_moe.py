@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 from twolane.model.spec import MoeSpec, UnsupportedModel
 
 
@@ -60,6 +60,7 @@ FAMILY = Family(
     config=Glm4MoeConfig,
     partly_rotated=True,
     predicts_more=True,
+    gguf=GGUFFacts(("glm4moe",), experts={"normalised": False, "sigmoid": True}),
     fixtures={
         "glm4-moe": {**_TINY, "attention_bias": True, "first_k_dense_replace": 1},
         "glm4-moe-normed": {**_TINY, "use_qk_norm": True, "n_shared_experts": 2},

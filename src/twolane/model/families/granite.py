@@ -48,7 +48,7 @@ FAMILY = Family(
     name="granite",
     architectures=("GraniteForCausalLM",),
     config=GraniteConfig,
-    gguf=GGUFFacts("granite", permuted=True, factors=_gguf_factors),
+    gguf=GGUFFacts(("granite",), permuted=True, factors=_gguf_factors),
     fixtures={
         "granite": {
             **{"embedding_multiplier": 2.5, "attention_multiplier": 0.4},

@@ -11,7 +11,7 @@ _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    gguf=GGUFFacts("llama", permuted=True),
+    gguf=GGUFFacts(("llama",), permuted=True),
     fixtures={
         "llama2": {"num_key_value_heads": 4},
         "llama31": {"rope_parameters": _LLAMA31_ROPE, "tie_word_embeddings": True},

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family, HFConfig
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
 from twolane.model.spec import MoeSpec
 
 
@@ -51,6 +51,7 @@ FAMILY = Family(
     ),
     partly_rotated=True,
     predicts_more=True,
+    gguf=GGUFFacts(("minimax-m2",), experts={"sigmoid": True}),
     fixtures={
         "minimax-m2": {
             **{"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},

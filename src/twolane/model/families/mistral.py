@@ -1,8 +1,8 @@
-"""Mistral, Ministral and the text model of Ministral 3; GGUF files call it Llama."""
+"""Mistral, Ministral and the text model of Ministral 3; GGUF files call the first two Llama."""
 
 from collections.abc import Iterable
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 
 
 class MistralConfig(HFConfig, kw_only=True):
@@ -38,6 +38,7 @@ FAMILY = Family(
         "ministral": {},
         "ministral3": {"sliding_window": None, "head_dim": 128, "vocab_size": 131_072},
     },
+    gguf=GGUFFacts(("mistral3",), permuted=True),
     fixtures={
         "mistral": {"sliding_window": 24},
         "ministral3": _MINISTRAL_3,

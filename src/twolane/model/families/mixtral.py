@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family, HFConfig
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
 from twolane.model.spec import MoeSpec
 
 
@@ -35,5 +35,6 @@ FAMILY = Family(
     architectures=("MixtralForCausalLM",),
     config=MixtralConfig,
     experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),
+    gguf=GGUFFacts(("llama",), permuted=True, experts={}),
     fixtures={"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}},
 )

@@ -1,4 +1,7 @@
-"""OLMo 2: norms of outputs alone, and of all queries and all keys together."""
+"""OLMo 2: norms of outputs alone, and of all queries and all keys together.
+
+GGUF files call Olmo 3 so, too.
+"""
 
 from twolane.model.families.family import POST_NORMS, Family, GGUFFacts, HFConfig
 
@@ -17,6 +20,6 @@ FAMILY = Family(
     config=Olmo2Config,
     norms=POST_NORMS,
     qk_norm="whole",
-    gguf=GGUFFacts("olmo2"),
+    gguf=GGUFFacts(("olmo2",), full_each=4, sliding_base=lambda rope: rope.theta),
     fixtures={"olmo2": {}},
 )

@@ -46,7 +46,7 @@ FAMILY = Family(
     config=Phi3Config,
     joined=(JOINED_QKV, JOINED_GATE_UP),
     partly_rotated=True,
-    gguf=GGUFFacts("phi3"),
+    gguf=GGUFFacts(("phi3",)),
     fixtures={
         "phi3": {},
         "phi4-mini": {"original_max_position_embeddings": 1, "rope_parameters": _PHI4_MINI_ROPE},

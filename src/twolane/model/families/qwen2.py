@@ -50,7 +50,7 @@ FAMILY = Family(
     },
     config=Qwen2Config,
     variants={"qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL},
-    gguf=GGUFFacts("qwen2"),
+    gguf=GGUFFacts(("qwen2", "qwen2vl")),
     fixtures={
         "qwen2": {},
         "qwen2.5-vl": {

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts
 from twolane.model.families.qwen3_moe import Qwen3MoeConfig
 from twolane.model.spec import UnsupportedModel
 
@@ -35,6 +35,7 @@ FAMILY = Family(
     architectures=("Qwen2MoeForCausalLM",),
     config=Qwen2MoeConfig,
     experts=ExpertNames(shared="mlp.shared_expert"),
+    gguf=GGUFFacts(("qwen2moe",), experts={"normalised": False}),
     fixtures={
         "qwen2-moe": {
             **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},

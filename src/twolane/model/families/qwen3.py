@@ -36,7 +36,7 @@ FAMILY = Family(
     config=Qwen3Config,
     variants={"qwen3_vl_text": _QWEN3_VL},
     qk_norm="head",
-    gguf=GGUFFacts("qwen3"),
+    gguf=GGUFFacts(("qwen3", "qwen3vl")),
     fixtures={
         "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
         "qwen3-vl": {

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 from twolane.model.families.qwen3 import TINY_IMAGES
 from twolane.model.spec import MoeSpec
 
@@ -60,6 +60,7 @@ FAMILY = Family(
     config=Qwen3MoeConfig,
     variants={"qwen3_vl_moe_text": _QWEN3_VL},
     qk_norm="head",
+    gguf=GGUFFacts(("qwen3moe", "qwen3vlmoe"), experts={}),
     fixtures={
         "qwen3-moe": {**_TINY, "norm_topk_prob": True},
         "qwen3-vl-moe": {

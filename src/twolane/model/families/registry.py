@@ -45,8 +45,13 @@ ARCHITECTURES = {name: each for each in FAMILIES.values() for name in each.archi
 """Families by the architectures that `config.json` may name."""
 VISION = {name: each for each in FAMILIES.values() for name in each.vision}
 """Families of the text parts of checkpoints for text and images, by their architectures."""
-GGUF_ARCHITECTURES = {each.gguf.architecture: each for each in FAMILIES.values() if each.gguf}
-"""Families by the architectures that GGUF files may name."""
+GGUF_ARCHITECTURES = {
+    (name, each.gguf.experts is not None): each
+    for each in FAMILIES.values()
+    if each.gguf
+    for name in each.gguf.architectures
+}
+"""Families by the architectures that GGUF files may name, and whether they have experts."""
 
 
 def is_vision(raw: Mapping[str, Any]) -> bool:

@@ -27,6 +27,6 @@ FAMILY = Family(
     name="seed_oss",
     architectures=("SeedOssForCausalLM",),
     config=SeedOssConfig,
-    gguf=GGUFFacts("seed_oss"),
+    gguf=GGUFFacts(("seed_oss",)),
     fixtures={"seed-oss": {"head_dim": 16}},
 )

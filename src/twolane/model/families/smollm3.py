@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from twolane.model.families.family import Family, GGUFFacts, HFConfig
-from twolane.model.spec import LayerKind
 
 
 class SmolLM3Config(HFConfig, kw_only=True):
@@ -43,15 +42,10 @@ class SmolLM3Config(HFConfig, kw_only=True):
         return self.typed_layers(otherwise=self.unrotated_layers()) if switched else ()
 
 
-def _gguf_kinds(layers: int, window: int | None) -> tuple[LayerKind, ...]:
-    """Return the kinds as llama.cpp has them: files do not say which layers are rotated."""
-    return SmolLM3Config(num_hidden_layers=layers).kinds()
-
-
 FAMILY = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM",),
     config=SmolLM3Config,
-    gguf=GGUFFacts("smollm3", permuted=True, kinds=_gguf_kinds),
+    gguf=GGUFFacts(("smollm3",), permuted=True, unrotated_each=4),
     fixtures={"smollm3": {}},
 )

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from twolane.model.sharding import Cut
 from twolane.model.spec import (
     MAX_HEADS,
     MAX_LAYERS,
+    UNROTATED,
+    LayerKind,
     ModelSpec,
+    MoeSpec,
     RopeSpec,
     UnsupportedModel,
     merge_eos,
@@ -31,11 +35,15 @@ _LAYER_STEMS = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp
 _ROPE_FREQS = "rope_freqs.weight"
 _ROPE_LONG, _ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _OF_ROPE = (_ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)
+_TURNED = ("q_proj", "k_proj")
+"""The modules whose rows files may have in llama.cpp's own order."""
 _PART = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
 )
-_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
-"""Keys of YaRN that are not built, with the values that change nothing."""
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of options that are not built unless they are 0."""
+_SIGMOID = {0: None, 1: False, 2: True}
+"""Whether scores of experts are sigmoids, by `expert_gating_func`; None: the file does not say."""
 
 
 class GGUFModel:
@@ -53,17 +61,37 @@ class GGUFModel:
         for part in self._other_parts(path):
             self._tensors |= {t.name: t for t in GGUFFile(part).tensors}
         self._architecture = str(self._field("general.architecture"))
-        if self._architecture not in GGUF_ARCHITECTURES:
-            raise unsupported("GGUF architecture", self._architecture, GGUF_ARCHITECTURES)
-        self._family = GGUF_ARCHITECTURES[self._architecture]
+        self._family = self._find_family()
         assert self._family.gguf is not None
         self._facts = self._family.gguf
         self.spec = self._read_spec()
         stems = hugging_face_stems(self._family, self.spec.layers)
-        split = ((name, *name.rpartition(".")) for name in self._tensors if name not in _OF_ROPE)
         self._names = {
-            f"{stems[stem]}.{end}" if stem in stems else name: name for name, stem, _, end in split
+            _hugging_face_name(name, stems): name
+            for name in self._tensors
+            if name not in _OF_ROPE and not self._predicts_more(name)
         }
+
+    def _find_family(self) -> Family:
+        """Return the family of the file.
+
+        Raises:
+            UnsupportedModel: its architecture is not built, with experts or without.
+        """
+        experts = int(self._key("expert_count", 0))
+        known = {name for name, _ in GGUF_ARCHITECTURES}
+        if self._architecture not in known:
+            raise unsupported("GGUF architecture", self._architecture, sorted(known))
+        family = GGUF_ARCHITECTURES.get((self._architecture, experts > 0))
+        if family is None:
+            works = "0 (dense models)" if experts else "1 or more"
+            raise UnsupportedModel.because("number of experts", experts, (works,))
+        return family
+
+    def _predicts_more(self, name: str) -> bool:
+        """Return whether a tensor belongs to layers that predict further tokens."""
+        place = name.split(".")
+        return place[0] == "blk" and int(place[1]) >= self.spec.layers
 
     def _other_parts(self, path: Path) -> list[Path]:
         """Return the files that go with the first one of a model that is split.
@@ -98,7 +126,13 @@ class GGUFModel:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, [out, in]."""
-        return tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
+        shape = tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
+        return (1, *shape) if self._is_flat(name, len(shape)) else shape
+
+    def _is_flat(self, name: str, dimensions: int) -> bool:
+        """Return whether files have a matrix of one row as a list."""
+        gate = f".{self._family.experts.shared_gate}.weight"
+        return dimensions == 1 and name.endswith(gate)
 
     def type(self, name: str) -> str:
         """Return the type of `get`'s result, as safetensors names it."""
@@ -112,14 +146,20 @@ class GGUFModel:
             UnsupportedModel: the `gguf` package cannot dequantise the tensor's type.
         """
         tensor = self._tensors[self._names[name]]
+        data, permuted = tensor.data, self._facts.permuted
+        rows = (
+            cut is not None and cut.dim == 0 and not (permuted and name.split(".")[-2] in _TURNED)
+        )
+        if cut is not None and rows:
+            data, cut = data[cut.start : cut.stop], None
         try:
-            values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
+            values: npt.NDArray[np.float32] = dequantize(data, tensor.tensor_type)
         except NotImplementedError:
             raise UnsupportedModel(
                 f"unsupported GGUF tensor type {tensor.tensor_type.name!r} of {name}; "
                 "these work: Q4_1, Q8_0, F16, F32 and all others that the gguf package dequantises"
             ) from None
-        permuted = self._facts.permuted
+        values = values[None] if self._is_flat(name, values.ndim) else values
         if permuted and ".q_proj." in name:
             values = _separate_halves(values, self.spec.heads)
         elif permuted and ".k_proj." in name:
@@ -131,15 +171,15 @@ class GGUFModel:
         return values if values.flags.writeable else values.copy()
 
     def _read_spec(self) -> ModelSpec:
-        if experts := self._key("expert_count", 0):
-            raise UnsupportedModel.because("number of experts", experts, ("0 (dense models)",))
+        for name in _CAPS:
+            if value := self._key(name, 0.0):
+                raise UnsupportedModel.because(name, value, ("0",))
         if self._key("attention.causal", True) is False:  # as an embedding model's may be
             raise UnsupportedModel.because("attention.causal", "false", ("true",))
         heads = self._count("attention.head_count", MAX_HEADS)
         hidden = int(self._key("embedding_length"))
         head_dim = int(self._key("attention.key_length", hidden // heads))
-        layers = self._count("block_count", MAX_LAYERS)
-        window = self._key("attention.sliding_window", 0) or None
+        layers = self._count("block_count", MAX_LAYERS) - int(self._key("nextn_predict_layers", 0))
         vocab_size = int(self._tensor("token_embd.weight").shape[1])
         positions = int(self._key("context_length"))
         rope = self._rope(head_dim, positions)
@@ -161,14 +201,79 @@ class GGUFModel:
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             o_bias="blk.0.attn_output.bias" in self._tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
-            kinds=self._facts.kinds(layers, window),
+            kinds=self._kinds(layers, rope),
+            moe=self._moe(layers),
             eos_token_ids=merge_eos(
                 vocab_size,
                 self._field("tokenizer.ggml.eos_token_id"),
                 self._field("tokenizer.ggml.eot_token_id"),
             ),
-            **self._family.constants,
+            **self._constants(),
             **self._facts.factors(lambda name, default: float(self._key(name, default))),
+        )
+
+    def _constants(self) -> dict[str, Any]:
+        """Return `Family.constants`, with norms of heads where the tensors have some."""
+        constants = self._family.constants
+        normed = "blk.0.attn_q_norm.weight" in self._tensors
+        return {**constants, "qk_norm": constants["qk_norm"] or ("head" if normed else None)}
+
+    def _kinds(self, layers: int, rope: RopeSpec) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer; none where all are alike and see all tokens."""
+        facts, window = self._facts, int(self._key("attention.sliding_window", 0)) or None
+        listed = self._field(f"{self._architecture}.attention.sliding_window_pattern")
+        each = listed if isinstance(listed, int) and listed else facts.full_each
+        if window is None:
+            sliding = [False] * layers
+        elif isinstance(listed, list) and len(listed) >= layers:
+            sliding = listed[:layers]
+        else:
+            sliding = [not each or bool((i + 1) % each) for i in range(layers)]
+        own, full = None, None if window is None or facts.rotates_full else UNROTATED
+        if facts.sliding_base is not None:
+            base = float(self._key("rope.freq_base_swa", facts.sliding_base(rope)))
+            own = RopeSpec(base, rotated=rope.rotated, interleaved=rope.interleaved)
+        own = None if own == rope else own
+        unrotated = facts.unrotated_each
+        kinds = tuple(
+            LayerKind(window=window, rope=own)
+            if slides
+            else LayerKind(rope=UNROTATED if unrotated and (i + 1) % unrotated == 0 else full)
+            for i, slides in enumerate(sliding)
+        )
+        return kinds if set(kinds) != {LayerKind()} else ()
+
+    def _moe(self, layers: int) -> MoeSpec | None:
+        """Return the experts; those that all tokens share, a bias and a gate as tensors have them.
+
+        Raises:
+            UnsupportedModel: experts are chosen in a way that is not built.
+        """
+        if not (experts := int(self._key("expert_count", 0))):
+            return None
+        routed = [i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in self._tensors]
+        first = f"blk.{next(iter(routed), 0)}"
+        width = int(self._tensor(f"{first}.ffn_down_exps.weight").shape[0])
+        shared = self._tensors.get(f"{first}.ffn_down_shexp.weight")
+        if (groups := int(self._key("expert_group_count", 0))) > 1:
+            raise UnsupportedModel.because("expert_group_count", groups, ("0", "1"))
+        chosen = int(self._key("expert_gating_func", 0))
+        if chosen not in _SIGMOID:
+            raise UnsupportedModel.because("expert_gating_func", chosen, map(str, _SIGMOID))
+        assert self._facts.experts is not None
+        usual = {"normalised": True, "sigmoid": False, **self._facts.experts}
+        sigmoid = _SIGMOID[chosen]
+        return MoeSpec(
+            experts,
+            int(self._key("expert_used_count")),
+            width,
+            bool(self._key("expert_weights_norm", usual["normalised"])),
+            dense_layers=tuple(sorted({*range(layers)} - {*routed})),
+            sigmoid=usual["sigmoid"] if sigmoid is None else sigmoid,
+            biased=f"{first}.exp_probs_b.bias" in self._tensors,
+            scale=float(self._key("expert_weights_scale", 0.0)) or 1.0,
+            shared=0 if shared is None else int(shared.shape[0]) // width,
+            gated=f"{first}.ffn_gate_inp_shexp.weight" in self._tensors,
         )
 
     def _count(self, name: str, most: int) -> int:
@@ -181,13 +286,15 @@ class GGUFModel:
     def _rope(self, head_dim: int, positions: int) -> RopeSpec:
         theta = float(self._key("rope.freq_base", 10_000.0))
         rope = self._stretched(theta, positions)
+        beta = float(self._key("attention.temperature_scale", 0.0))
+        if beta:
+            original = rope.original_positions or self._original_positions(positions)
+            rope = replace(rope, query_beta=beta, original_positions=original)
         rotated = int(self._key("rope.dimension_count", head_dim))
-        if self._family.partly_rotated:
-            own = None if rotated == head_dim else rotated
-            return replace(rope, rotated=own, interleaved=self._family.interleaved)
-        if rotated != head_dim:
+        if rotated != head_dim and not self._family.partly_rotated:
             raise UnsupportedModel.because("rope.dimension_count", rotated, (f"{head_dim}",))
-        return rope
+        own = None if rotated == head_dim else rotated
+        return replace(rope, rotated=own, interleaved=self._family.interleaved)
 
     def _stretched(self, theta: float, positions: int) -> RopeSpec:
         if _ROPE_LONG in self._tensors:
@@ -231,14 +338,17 @@ class GGUFModel:
         return original
 
     def _yarn(self, theta: float, factor: float, positions: int) -> RopeSpec:
-        """YaRN as llama.cpp computes it, whose attention grows with the factor in any case."""
-        for key, neutral in _NEUTRAL.items():
-            value = self._key(f"rope.scaling.{key}", neutral)
-            if value != neutral:
-                raise UnsupportedModel.because(f"rope.scaling.{key}", value, (f"{neutral:g}",))
+        """YaRN as llama.cpp computes it: attention grows with the factor, less what
+        `yarn_log_multiplier` has of that growth."""
         if factor < 1.0:
             raise ValueError(f"{self._architecture}.rope.scaling.factor must be 1 or more")
-        grown = 0.1 * math.log(factor) + 1.0
+        less = float(self._key("rope.scaling.yarn_log_multiplier", 0.0))
+        if (value := self._key("rope.scaling.yarn_ext_factor", 1.0)) != 1.0:
+            raise UnsupportedModel.because("rope.scaling.yarn_ext_factor", value, ("1",))
+        grown = (0.1 * math.log(factor) + 1.0) / (0.1 * less * math.log(factor) + 1.0)
+        said = float(self._key("rope.scaling.yarn_attn_factor", 1.0))
+        if said != 1.0 and not math.isclose(said, grown, rel_tol=1e-3):
+            raise UnsupportedModel.because("rope.scaling.yarn_attn_factor", said, ("1",))
         return RopeSpec(
             theta,
             "yarn",
@@ -284,13 +394,29 @@ def hugging_face_stems(family: Family, layers: int) -> dict[str, str]:
     """
     assert family.gguf is not None
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
-    known = get_tensor_name_map(numbers[family.gguf.architecture], layers)
+    known = get_tensor_name_map(numbers[family.gguf.architectures[0]], layers)
     wholes = {*family.joined, JOINED_QKV}  # which files of GLM may have
     parts = (part for whole in PARTS if whole not in family.joined for part in PARTS[whole])
-    in_layer = (*family.norms.values(), *_LAYER_STEMS, *wholes, *parts)
+    in_layer = (*family.norms.values(), *_LAYER_STEMS, *wholes, *parts, *_of_experts(family))
     own = [f"model.layers.{i}.{stem}" for i in range(layers) for stem in in_layer]
     named = ((known.get_name(stem), stem) for stem in (*_STEMS, *own))
     return {name: stem for name, stem in named if name is not None}
+
+
+def _of_experts(family: Family) -> tuple[str, ...]:
+    """Return the modules of experts that are not stored as one tensor for all of them."""
+    names = family.experts
+    shared = (f"{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+    return names.router, names.shared_gate, *shared, names.bias.removesuffix("_bias")
+
+
+def _hugging_face_name(name: str, stems: Mapping[str, str]) -> str:
+    """Return the name of a tensor in a checkpoint; its own, if a checkpoint has none such."""
+    stem, _, end = name.rpartition(".")
+    if stem not in stems:
+        return name
+    joint = "_" if stem.endswith("exp_probs_b") else "."  # it is no module there
+    return f"{stems[stem]}{joint}{end}"
 
 
 def _separate_halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:

@@ -13,7 +13,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
-from twolane.model.load.parts import of_joined, of_stacked
+from twolane.model.load.parts import of_gguf_experts, of_joined, of_stacked
 from twolane.model.load.quantization import FLOATS
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.source import TensorSource
@@ -44,7 +44,7 @@ def open_tensors(
         raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
     tensors: TensorSource
     if source.kind == "gguf":
-        tensors = GGUFModel(source.path)
+        tensors = of_gguf_experts(GGUFModel(source.path), facts)
     else:
         facts, tensors = _open_directory(source.path, facts, stack)
         if facts.spec.moe is not None:

@@ -140,6 +140,30 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     return InParts(source, parts)
 
 
+def of_gguf_experts(source: TensorSource, facts: ModelFacts) -> TensorSource:
+    """Return a source in which the experts of a GGUF file are seen apart.
+
+    A layer has one tensor of all experts for each part, or one for gates and parts up together.
+    """
+    moe, names, there = facts.spec.moe, facts.family.experts, {*source.names()}
+    if moe is None:
+        return source
+    width, parts = moe.intermediate_size, dict[str, StoredPart]()
+    for layer in filter(facts.spec.has_experts, range(facts.spec.layers)):
+        both = f"blk.{layer}.ffn_gate_up_exps.weight"
+        places = [(names.down, "down", 0, facts.spec.hidden_size)]
+        if both in there:
+            places += [(names.gate, "gate_up", 0, width), (names.up, "gate_up", width, width)]
+        else:
+            places += [(names.gate, "gate", 0, width), (names.up, "up", 0, width)]
+        for module, stack, first, rows in places:
+            stored = f"blk.{layer}.ffn_{stack}_exps.weight"
+            for number in range(moe.experts if stored in there else 0):
+                weight = f"model.layers.{layer}.{names.expert.format(number)}.{module}.weight"
+                parts[weight] = StoredPart(stored, first, rows, number)
+    return InParts(source, parts)
+
+
 def _of_experts(
     facts: ModelFacts, moe: MoeSpec, stacked: set[str], *, turned: bool
 ) -> Iterator[tuple[str, StoredPart]]:

@@ -7,7 +7,7 @@ unless it is empty.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -138,8 +138,6 @@ def read_adapter(
 def _read(
     path: Path, shard: Shard, dtype: torch.dtype, max_rank: int, digest: bytes | None
 ) -> Adapter:
-    if shard.spec.moe is not None:
-        raise AdapterError("adapters are served with dense models, and this one has experts")
     if not is_folder(path):
         raise AdapterError(f"{path} is no directory")
     modules = _modules(shard.spec)
@@ -264,7 +262,10 @@ def _found(
             raise AdapterError(f"{TENSORS}: {name} is no part of a LoRA adapter that is served")
         kind = _kind(module, spec, modules)
         if kind is None:
-            raise AdapterError(f"{TENSORS}: the base model has no module {module} for adapters")
+            why = f"the base model has no module {module} for adapters"
+            if spec.moe is not None and ".self_attn." not in module:
+                why += ", which experts, routers and what tokens share beside them do not take"
+            raise AdapterError(f"{TENSORS}: {why}")
         other = "B" if end.startswith("A") else "A"
         if f"{_PREFIX}{module}.lora_{other}.weight" not in names:
             raise AdapterError(f"{TENSORS}: {module} lacks lora_{other}.weight")
@@ -292,15 +293,20 @@ def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) ->
     """Return the name of a module within its layer; None: no layer of the model has it."""
     for i in range(spec.layers):
         prefix = f"model.layers.{i}."
-        if module.startswith(prefix) and module.removeprefix(prefix) in modules:
+        if module.startswith(prefix) and module.removeprefix(prefix) in _of_layer(i, spec, modules):
             return module.removeprefix(prefix)
     return None
+
+
+def _of_layer(i: int, spec: ModelSpec, modules: Iterable[str]) -> list[str]:
+    """Return the modules that layer i has: one with experts has no other MLP."""
+    return [name for name in modules if "self_attn" in name or not spec.has_experts(i)]
 
 
 def _names(spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> Iterator[str]:
     """Yield the names of all linear modules of the layers."""
     for i in range(spec.layers):
-        yield from (f"model.layers.{i}.{module}" for module in modules)
+        yield from (f"model.layers.{i}.{module}" for module in _of_layer(i, spec, modules))
 
 
 def _check_targets(config: _AdapterConfig, found: Mapping[str, int], there: Sequence[str]) -> None:
