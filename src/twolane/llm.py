@@ -19,7 +19,14 @@ from twolane.engine.messages import FinishReason
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.body import Body, read
 from twolane.frontend.engine_client import EngineClient, ignore_progress
-from twolane.frontend.fields import Rendering, TextFields, read_messages, read_prompt, read_prompts
+from twolane.frontend.fields import (
+    FormatFields,
+    Rendering,
+    TextFields,
+    read_messages,
+    read_prompt,
+    read_prompts,
+)
 from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
 from twolane.frontend.prepare import Prepared, Preparer
@@ -71,6 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     default all are kept."""
     cache_salt: str
     """Salt of the prefix cache: only calls with the same salt share prefixes; by default none."""
+    structured_outputs: Mapping[str, Any]
+    """Format of the answer, as the field of this name of /v1/completions; by default free text."""
     lora: str
     """Name of the adapter that answers, from the setting `lora`; by default the model itself."""
 
@@ -154,7 +163,8 @@ class LLM:
     the LLM is garbage-collected.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`, `lora`.
+    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`,
+    `structured_outputs`, `lora`.
     Methods for conversations take `ChatOptions` too.
 
     Examples:
@@ -308,9 +318,14 @@ class LLM:
         if isinstance(params, LLMSamplingParams):
             own, params = params.options, params.of_engine
         check_params(params)
-        fields = text_fields({**own, **options}, *forms)
-        lora = chosen(AdapterChoice, options).lora
-        return GenerateRequest(sampling=params, adapter=lora, **fields.answering, **more)
+        given = {**own, **options}
+        fields, lora = text_fields(given, *forms), chosen(AdapterChoice, options).lora
+        form = chosen(FormatFields, given).format
+        if form.constraint is not None and params.grammar is not None:
+            raise FieldError("structured_outputs", "cannot be combined with grammar")
+        return GenerateRequest(
+            sampling=params, adapter=lora, format=form, **fields.answering, **more
+        )
 
     def _answer(
         self,
@@ -511,7 +526,7 @@ def text_fields(options: Mapping[str, Any], *others: type[Body]) -> TextFields:
         ValueError: one of them cannot be.
         TypeError: there is no such keyword.
     """
-    forms: tuple[type[Body], ...] = (TextFields, AdapterChoice, *others)
+    forms: tuple[type[Body], ...] = (TextFields, FormatFields, AdapterChoice, *others)
     known = {name for form in forms for name in form.model_fields}
     if unknown := options.keys() - known:
         raise TypeError(f"there is no argument {min(unknown)!r}")

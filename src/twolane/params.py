@@ -1,6 +1,6 @@
 """The parameters of `LLM`: those of the engine, and those of the answers and their text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twolane import sampling
@@ -29,6 +29,9 @@ class LLMSamplingParams(sampling.SamplingParams, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     """Number of last tokens of a prompt to keep; -1 keeps as many as fit into the context; None
     keeps all."""
+
+    structured_outputs: Mapping[str, Any] | None = None
+    """Format of the answer, as the field of this name of /v1/completions; None: free text."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from twolane.server.options import ServerOptions
 OFFERED = (
     *("served_model_name", "any_model_name", "sampling_defaults", "unknown_fields"),
     *("tool_call_parser", "reasoning_parser", "reasoning_field", "log_level"),
+    "disable_additional_properties",
 )
 """Options of the server that concern requests and answers."""
 MANY_OPEN = 1 << 16

@@ -96,6 +96,7 @@ class ModelFormats:
             unknown format, the model is told of them in a message, and calls have Hermes' form.
         reasons: true if thinking that the template has marks for is separated from the answer.
         hides: returns whether a text is a special token, which answers do not show.
+        closes: true if objects of schemas have declared names only, where a request does not say.
 
     Raises:
         FieldError: the parser is for another form than that of which the model is told.
@@ -109,7 +110,9 @@ class ModelFormats:
         shows_tools: bool,
         reasons: bool = True,
         hides: Callable[[str], bool] = lambda _: False,
+        closes: bool = False,
     ) -> None:
+        self._closes = closes
         own = (tool_parser or format_of(template)) if shows_tools else None
         self.tools_as_text = own is None
         """Whether tools, calls and results are put into messages as text; see `TextCodec.chat`."""
@@ -134,9 +137,8 @@ class ModelFormats:
             FieldError: a field asks for what the model cannot do.
         """
         if not options.reads:
-            return (
-                AnswerFormat(GrammarJob(*options.constraint)) if options.constraint else FREE_TEXT
-            )
+            job = self._grammar_job(options, None)
+            return FREE_TEXT if job is None else AnswerFormat(job)
         if options.enforced and options.constraint is not None:
             raise FieldError("tool_choice", f"cannot be combined with {options.constraint[0]}")
         if not (self.thinking or options.tools or options.constraint):
@@ -161,16 +163,18 @@ class ModelFormats:
     def _grammar_job(
         self, options: FormatOptions, thinking: ThinkingMarks | None
     ) -> GrammarJob | None:
+        wanted: tuple[str, OutputConstraint | Calls]
         if options.enforced:
             several = options.several and not options.named
-            calls = Calls(self.calls, options.enforced, several, free=False)
-            return GrammarJob("tools", calls, thinking)
-        if options.constraint is not None:
-            return GrammarJob(*options.constraint, thinking)
-        if any(tool.strict for tool in options.tools):
-            calls = Calls(self.calls, options.tools, options.several, free=True)
-            return GrammarJob("tools", calls, thinking)
-        return None
+            wanted = "tools", Calls(self.calls, options.enforced, several, free=False)
+        elif options.constraint is not None:
+            wanted = options.constraint
+        elif any(tool.strict for tool in options.tools):
+            wanted = "tools", Calls(self.calls, options.tools, options.several, free=True)
+        else:
+            return None
+        field, answer = wanted
+        return GrammarJob(field, answer, thinking, self._closes)
 
     def _reader(
         self, options: FormatOptions, thinking: ThinkingMarks | None

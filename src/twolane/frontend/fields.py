@@ -1,7 +1,7 @@
 """Request fields that `LLM` and the HTTP endpoints share: prompts, rendering, text."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -13,9 +13,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, first_finding, one_message, wrong
 from twolane.frontend.generate_request import Conversation
 from twolane.frontend.messages import Messages, Turn, turns_of
+from twolane.frontend.structured import jobs
+from twolane.frontend.structured.grammar import ANY_OBJECT
 from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRING_LENGTH, MAX_STRINGS
@@ -108,6 +111,10 @@ INERT = frozenset(
 """Fields accepted with any value: they concern the client's bookkeeping."""
 
 Schema = Annotated[dict[str, Any] | bool, one_message("must be a JSON object or a boolean")]
+SchemaOrText = Annotated[
+    dict[str, Any] | bool | str, one_message("must be a JSON object, a boolean, or a text of one")
+]
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 _MESSAGES = TypeAdapter(Messages)
 _PROMPTS = TypeAdapter(Prompts)
 
@@ -200,6 +207,70 @@ class LimitedFields(SamplingFields):
     thinking_token_budget: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
+
+
+class StructuredOutputs(Body):
+    """The format of the answer (vLLM): exactly one of the fields is given."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "disable_fallback": (False,),
+        "disable_any_whitespace": (False,),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    }
+
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    disable_additional_properties: bool | None = None
+    """Whether objects have declared names only where the schema does not say it; None: as the
+    server's option says."""
+
+    @model_validator(mode="after")
+    def exactly_one(self) -> "StructuredOutputs":
+        """Require exactly one format."""
+        forms = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in forms) != 1:
+            known = "json, json_object, regex, choice and grammar"
+            raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
+        if self.disable_additional_properties and not (self.json_object or self.json_ is not None):
+            raise wrong("disable_additional_properties", "is for json and json_object alone")
+        return self
+
+    def constraint(self) -> jobs.OutputConstraint:
+        """Return the constraint on the answer."""
+        if self.regex is not None:
+            return jobs.Regex(self.regex)
+        if self.choice is not None:
+            return jobs.Choices(self.choice)
+        if self.grammar is not None:
+            return jobs.ContextFree(self.grammar)
+        schema = ANY_OBJECT if self.json_ is None else self.json_
+        return schema_of(schema, closes=self.disable_additional_properties)
+
+
+def schema_of(
+    schema: Mapping[str, Any] | bool | str, *, closes: bool | None = None
+) -> jobs.Schema | jobs.SchemaText:
+    """Return the constraint of a schema, or of a text of one; `closes`: see `jobs.Schema`."""
+    if isinstance(schema, str):
+        return jobs.SchemaText(schema, closes)
+    return jobs.Schema(schema, closes)
+
+
+class FormatFields(Body):
+    """The format of an answer by `LLM`; requests to a server have more fields for it."""
+
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def format(self) -> FormatOptions:
+        """The format of the answers, all of which is text."""
+        wanted = self.structured_outputs
+        constraint = None if wanted is None else ("structured_outputs", wanted.constraint())
+        return FormatOptions(constraint=constraint, reads=False)
 
 
 def ambiguous(named: Iterable[tuple[str, object]]) -> str | None:

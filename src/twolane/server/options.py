@@ -116,6 +116,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     vLLM; both shows each of these metrics under both names."""
     tool_call_parser: Annotated[ToolForm | None, Option(ANSWERS)] = None
     """Format in which the model writes tool calls; by default detected from the chat template."""
+    disable_additional_properties: Annotated[bool, Option(ANSWERS)] = False
+    """Whether objects whose schema does not say `additionalProperties` have declared names only, in
+    answers and in the arguments of tools."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(ANSWERS)] = "auto"
     """Where the thinking goes: auto separates it from the answer if the chat template has marks for
     it, such as <think> or [THINK]; none leaves it in the answer."""

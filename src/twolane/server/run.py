@@ -250,6 +250,7 @@ def service_of(
         shows_tools=texts.shows_tools,
         reasons=options.reasoning_parser == "auto",
         hides=texts.codec.hides,
+        closes=options.disable_additional_properties,
     )
     name = options.names(config.model)[0]
     monitoring = Monitoring.of(engine, name, options.metrics_prefix)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from twolane.common.checked_json import Json
 from twolane.common.errors import FieldError
 from twolane.engine.constrained.matching import (
     MAX_GRAMMAR_BYTES,
@@ -16,6 +17,7 @@ from twolane.engine.constrained.matching import (
     parser_limits,
 )
 from twolane.frontend.parsers.reasoning import ThinkingMarks
+from twolane.frontend.structured.closing import closed
 from twolane.frontend.structured.ecma import rust_regex
 from twolane.frontend.structured.gbnf import is_lark, plain_gbnf
 from twolane.frontend.structured.gbnf_lexemes import lark_of_gbnf
@@ -35,17 +37,33 @@ Maker = Callable[[], str]
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
+def json_schema_grammar(schema: Mapping[str, Any] | bool, *, closes: bool = False) -> str:
     """Return the grammar of all JSON values that a JSON schema allows.
+
+    Args:
+        schema: the schema.
+        closes: true if objects have no other names than those they declare; see `closed`.
 
     Raises:
         ValueError: the schema is no JSON, as a number that JSON has no form for, allows no value,
             or is too complex to compile.
     """
-    plain = plain_schema(schema)
-    check_complexity(plain)
+    plain = checked_schema(schema, closes=closes)
     rules = list[str]()
     return lark_grammar("\n".join([f"start: {json_expression(plain, rules)}", *rules]))
+
+
+def checked_schema(schema: object, *, closes: bool) -> Json:
+    """Return an equivalent schema that can be compiled, with its objects closed if need be.
+
+    Raises:
+        ValueError: see `json_schema_grammar`.
+    """
+    plain = plain_schema(schema)
+    if closes:
+        plain = closed(plain)
+    check_complexity(plain)
+    return plain
 
 
 def regex_grammar(regex: str) -> str:

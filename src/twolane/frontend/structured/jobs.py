@@ -14,12 +14,16 @@ class Schema(msgspec.Struct, frozen=True, tag=True):
     """JSON values that a JSON schema allows."""
 
     schema: Any
+    closes: bool | None = None
+    """Whether objects have declared names only; None: as the server's option says."""
 
 
 class SchemaText(msgspec.Struct, frozen=True, tag=True):
     """JSON values that a JSON schema, given as text, allows."""
 
     text: str
+    closes: bool | None = None
+    """See `Schema`."""
 
 
 class Regex(msgspec.Struct, frozen=True, tag=True):
@@ -64,6 +68,8 @@ class GrammarJob(msgspec.Struct, frozen=True):
     answer: OutputConstraint | Calls
     thinking: ThinkingMarks | None = None
     """Marks of the thinking before the answer; None: there is none."""
+    closes: bool = False
+    """Whether objects of schemas have declared names only, unless the answer says it itself."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):

@@ -11,14 +11,13 @@ from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
     TokenOf,
-    check_complexity,
+    checked_schema,
     lark_grammar,
     terminal,
 )
 from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import (
     KindFinder,
-    plain_schema,
     resolved,
     values_of,
     with_objects_only,
@@ -77,7 +76,12 @@ def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]
 
 
 def calls_grammar(
-    call_format: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool
+    call_format: str,
+    tools: Sequence[Tool],
+    token_of: TokenOf,
+    *,
+    several: bool,
+    closes: bool = False,
 ) -> str:
     """Return the grammar of an answer of calls only.
 
@@ -86,8 +90,9 @@ def calls_grammar(
         tools: the tools that may be called; at least one.
         token_of: finds the special tokens that are marks of the format.
         several: true if more than one call may be made.
+        closes: true if arguments have no other names than those that schemas declare.
     """
-    marks = _Marks(token_of)
+    marks = _Marks(token_of, closes)
     calls = [CALLS[call_format](tool, marks) for tool in tools]
     before, between, after = LISTS[call_format]
     rules = "\n".join(f"call_{i}: {call}" for i, call in enumerate(calls))
@@ -99,7 +104,12 @@ def calls_grammar(
 
 
 def strict_grammar(
-    call_format: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool
+    call_format: str,
+    tools: Sequence[Tool],
+    token_of: TokenOf,
+    *,
+    several: bool,
+    closes: bool = False,
 ) -> str:
     """Return the grammar of an answer with free text up to the first call.
 
@@ -111,8 +121,9 @@ def strict_grammar(
         tools: the tools that may be called; at least one.
         token_of: finds the special tokens that are marks of the format.
         several: true if more than one call may be made.
+        closes: true if arguments have no other names than those that schemas declare.
     """
-    marks = _Marks(token_of)
+    marks = _Marks(token_of, closes)
     if call_format == "glm4_0414":
         return _strict_lines(tools, marks, several=several)
     if call_format == "pythonic":
@@ -186,8 +197,8 @@ def _free_text(openings: Sequence[str], marks: "_Marks", text: str) -> list[str]
 class _Marks:
     """Lark terminals of marks: special tokens by id, others as text."""
 
-    def __init__(self, token_of: TokenOf) -> None:
-        self._token_of = token_of
+    def __init__(self, token_of: TokenOf, closes: bool) -> None:
+        self._token_of, self._closes = token_of, closes
         self.rules: list[str] = []
 
     def of(self, *marks: str) -> str:
@@ -204,9 +215,7 @@ class _Marks:
         Raises:
             ValueError: it is too complex to compile.
         """
-        plain = plain_schema(schema)
-        check_complexity(plain)
-        return json_expression(plain, self.rules)
+        return json_expression(checked_schema(schema, closes=self._closes), self.rules)
 
     def text_until(self, mark: str) -> str:
         """Return a rule for any text up to and including a mark."""

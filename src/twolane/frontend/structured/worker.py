@@ -92,19 +92,23 @@ def result(
 
 def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return the maker of a job's grammar."""
-    make = answer_maker(job.answer, token_of)
+    make = answer_maker(job.answer, token_of, closes=job.closes)
     if (thinking := job.thinking) is None:
         return make
     return lambda: grammars.after_thinking(make(), token_of, thinking)
 
 
-def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -> grammars.Maker:
-    """Return the maker of the grammar of an answer without thinking."""
+def answer_maker(
+    answer: OutputConstraint | Calls, token_of: grammars.TokenOf, *, closes: bool
+) -> grammars.Maker:
+    """Return the maker of the grammar of an answer without thinking; `closes`: see the job."""
+    if isinstance(answer, Schema | SchemaText) and answer.closes is not None:
+        closes = answer.closes
     match answer:
         case Schema(schema):
-            return lambda: grammars.json_schema_grammar(schema)
+            return lambda: grammars.json_schema_grammar(schema, closes=closes)
         case SchemaText(text):
-            return lambda: grammars.json_schema_grammar(msgspec.json.decode(text))
+            return lambda: grammars.json_schema_grammar(msgspec.json.decode(text), closes=closes)
         case Regex(regex):
             return lambda: grammars.regex_grammar(regex)
         case Choices(choices):
@@ -113,7 +117,7 @@ def answer_maker(answer: OutputConstraint | Calls, token_of: grammars.TokenOf) -
             return lambda: grammars.context_free_grammar(text, token_of)
         case Calls(call_format, tools, several, free):
             write: Callable[..., str] = strict_grammar if free else calls_grammar
-            return lambda: write(call_format, tools, token_of, several=several)
+            return lambda: write(call_format, tools, token_of, several=several, closes=closes)
 
 
 def try_out(grammar: str, field: str, vocabulary: Matching, longest: Sequence[int]) -> None:

@@ -2,22 +2,14 @@
 older `guided_` fields, SGLang's `regex` and `ebnf`."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import Body, one_message, wrong
-from twolane.frontend.fields import Schema
+from twolane.frontend.body import Body, wrong
+from twolane.frontend.fields import Choices, Schema, SchemaOrText, StructuredOutputs, schema_of
 from twolane.frontend.structured import jobs
 from twolane.frontend.structured.grammar import ANY_OBJECT
-
-SchemaOrText = Annotated[
-    dict[str, Any] | bool | str, one_message("must be a JSON object, a boolean, or a text of one")
-]
-
-
-Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class JsonSchema(Body):
@@ -59,48 +51,6 @@ class ResponseFormat(Body):
         wrapped = None if self.json_schema is None else self.json_schema.schema_
         schemas = (schema for schema in (self.schema_, self.value, wrapped) if schema is not None)
         return jobs.Schema(next(schemas, ANY_OBJECT))
-
-
-class StructuredOutputs(Body):
-    """The format of the answer (vLLM): exactly one of the fields is given."""
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "disable_fallback": (False,),
-        "disable_any_whitespace": (False,),
-        "disable_additional_properties": (False,),
-        "whitespace_pattern": (),
-        "structural_tag": (),
-    }
-
-    json_: SchemaOrText | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: Choices | None = None
-    grammar: str | None = None
-
-    @model_validator(mode="after")
-    def exactly_one(self) -> "StructuredOutputs":
-        """Require exactly one format."""
-        forms = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
-        if sum(one is not None for one in forms) != 1:
-            known = "json, json_object, regex, choice and grammar"
-            raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
-        return self
-
-    def constraint(self) -> jobs.OutputConstraint:
-        """Return the constraint on the answer."""
-        if self.regex is not None:
-            return jobs.Regex(self.regex)
-        if self.choice is not None:
-            return jobs.Choices(self.choice)
-        if self.grammar is not None:
-            return jobs.ContextFree(self.grammar)
-        return schema_of(ANY_OBJECT if self.json_ is None else self.json_)
-
-
-def schema_of(schema: Mapping[str, Any] | bool | str) -> jobs.Schema | jobs.SchemaText:
-    """Return the constraint of a schema, or of a text of one."""
-    return jobs.SchemaText(schema) if isinstance(schema, str) else jobs.Schema(schema)
 
 
 class ConstraintFields(Body):
