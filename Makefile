@@ -49,7 +49,7 @@ test-gpu: $(VENV)/.ready-dev ## the tests of lanes and kernels on a GPU
 test-fleet: $(VENV)/.ready-dev ## the tests of several servers; needs twolane[ray]
 	$(BIN)/python -m pytest --full tests/fleet tests/router
 
-# Real clients in environments of their own; Codex and Claude Code come by npm.
+# Real clients in environments of their own, those of JavaScript and agents of terminals by npm.
 test-clients: $(VENV)/.ready-dev .clients/.ready ## real clients in environments of their own
 	$(BIN)/python -m tests.clients.run .clients
 
@@ -60,7 +60,9 @@ test-clients: $(VENV)/.ready-dev .clients/.ready ## real clients in environments
 	done
 	npm install --silent --prefix .clients @openai/codex@0.171.0 openai@6.49.0 zod@4.6.7 \
 	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 @langchain/openai@1.5.8 @langchain/core@1 \
-	    @anthropic-ai/claude-code@2.1.197
+	    @anthropic-ai/claude-code@2.1.197 llamaindex@0.12.1 @llamaindex/openai@0.4.23 \
+	    @llamaindex/workflow@1.1.25 @qwen-code/qwen-code@0.15.10 opencode-ai@1.18.33 \
+	    @mariozechner/pi-coding-agent@0.73.1 @continuedev/cli@1.5.47
 	touch $@
 
 # Charts, manifests, container files and the unit by their own tools; what cannot be installed is

@@ -6,6 +6,9 @@ import { HumanMessage, ToolMessage } from "@langchain/core/messages";
 import { tool as langchainTool } from "@langchain/core/tools";
 import { ChatOpenAI } from "@langchain/openai";
 import { embed, generateObject, generateText, Output, stepCountIs, streamText, tool } from "ai";
+import { OpenAI as LlamaOpenAI } from "@llamaindex/openai";
+import { agent } from "@llamaindex/workflow";
+import { tool as llamaTool } from "llamaindex";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -70,6 +73,24 @@ const cases = {
     assert.deepEqual(call.args, { city: "Rome" });
     const said = new ToolMessage({ content: await known.invoke(call.args), tool_call_id: call.id });
     assert.equal((await model.invoke([new HumanMessage(ask), first, said])).text, final);
+  },
+  "llamaindex an agent, a stream and a schema": async () => {
+    const options = { model: "parrot", apiKey: "none", baseURL: `${base}/v1`, maxRetries: 0 };
+    const llm = new LlamaOpenAI(options);
+    const known = llamaTool({
+      name: "weather",
+      description: "Weather now",
+      parameters: z.object({ city: z.string() }),
+      execute: async ({ city }) => (assert.equal(city, "Rome"), "21 degrees"),
+    });
+    assert.equal((await agent({ llm, tools: [known] }).run(ask)).data.result, final);
+    let said = "";
+    const messages = [{ role: "user", content: "21 degrees" }];
+    for await (const piece of await llm.chat({ messages, stream: true })) said += piece.delta;
+    assert.equal(said, final);
+    const asked = [{ role: "user", content: "Make a cat" }];
+    const made = await llm.chat({ messages: asked, responseFormat: cat });
+    assert.deepEqual(JSON.parse(made.message.content), { name: "Tom", age: 3 });
   },
   "openai zod": async () => {
     const client = new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });

@@ -6,6 +6,7 @@ FOLDER has a virtual environment for each file of `requirements/`, by its name, 
 installed.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -31,10 +32,21 @@ PACKAGES = {
         "openai-agents",
         "smolagents",
         "llm",
+        "huggingface_hub",
+        "outlines",
+        "guidance",
+        "haystack-ai",
+        "langgraph",
+        "agno",
+        "inspect-ai",
+        "mem0ai",
     ),
+    "autogen": ("autogen-agentchat", "semantic-kernel"),
+    "crewai": ("crewai",),
     "instructor": ("instructor",),
-    "litellm": ("litellm",),
+    "litellm": ("litellm", "dspy"),
     "llama-index": ("llama-index-llms-openai-like",),
+    "strands": ("strands-agents",),
 }
 """The Python clients by environment: their versions of `openai` exclude each other."""
 COMMAND = '{"cmd": "echo now 2`echo 1` degrees"}'
@@ -52,11 +64,31 @@ LEARNT = [
     Learnt("weather in Rome", call("weather", '{"city": "Rome"}')),
     Learnt("Make a cat", CAT),
     Learnt("Call a cat", call("Cat", CAT)),
+    Learnt("Ask the plugin", call("Plugin-weather", '{"city":"Rome"}')),
     Learnt("Finish a cat", call("final_result", CAT.replace(" ", ""))),
     Learnt("Say it", call("final_answer", '{"answer": "It is said."}')),
     Learnt("Look it up", call("exec_command", COMMAND)),
     Learnt("Find it out", call("Bash", COMMAND.replace("cmd", "command"))),
 ]
+TEXT_TURN = "21 degrees"
+"""What programs are asked that show a text turn: they are run with tools that they declare."""
+PI = {"api": "openai-completions", "apiKey": "none", "models": [{"id": "parrot"}]}
+OPENCODE = {
+    "npm": "@ai-sdk/openai-compatible",
+    "name": "twolane",
+    "models": {"parrot": {"name": "parrot", "limit": {"context": 65536, "output": 1024}}},
+}
+CONTINUE = """name: twolane
+version: 1.0.0
+schema: v1
+models:
+  - name: parrot
+    provider: openai
+    model: parrot
+    apiBase: {base}/v1
+    apiKey: none
+    roles: [chat]
+"""
 CONFIG = """model = "parrot"
 model_provider = "twolane"
 [model_providers.twolane]
@@ -67,14 +99,16 @@ env_key = "TWOLANE_KEY"
 """
 
 
-def whole_turn(program: str, arguments: Sequence[str], **environment: str) -> bool:
-    """Whether an agent runs the command that the model calls for and shows its final answer."""
+def turn(program: str, arguments: Sequence[str], **environment: str) -> bool:
+    """Whether an agent shows its final answer, after the command that the model calls for if it
+    is asked to."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("ANTHROPIC", "CLAUDE"))}
     run = subprocess.run(
         [program, *arguments],
         capture_output=True,
         text=True,
         env={**own, **environment},
+        cwd=environment.get("HOME"),
         timeout=240,
         stdin=subprocess.DEVNULL,
         check=False,
@@ -83,7 +117,11 @@ def whole_turn(program: str, arguments: Sequence[str], **environment: str) -> bo
     if not works:
         print(run.stdout[-3000:], run.stderr[-3000:], sep="\n")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    print(f"{version.stdout.strip()} | whole turn | {'works' if works else 'FAILS'}", flush=True)
+    name = Path(program).name
+    print(
+        f"{name} (npm) {version.stdout.strip()} | turn | {'works' if works else 'FAILS'}",
+        flush=True,
+    )
     return works
 
 
@@ -92,12 +130,12 @@ def codex_turn(codex: str, base: str, folder: Path) -> bool:
     (folder / "config.toml").write_text(CONFIG.format(base=base))
     options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     arguments = (*options, "-C", str(folder), "Look it up")
-    return whole_turn(codex, arguments, CODEX_HOME=str(folder), TWOLANE_KEY="none")
+    return turn(codex, arguments, CODEX_HOME=str(folder), TWOLANE_KEY="none")
 
 
 def claude_turn(claude: str, base: str, folder: Path) -> bool:
     """Claude Code through `/v1/messages`."""
-    return whole_turn(
+    return turn(
         claude,
         ("-p", "Find it out", "--model", "parrot", "--allowedTools", "Bash"),
         HOME=str(folder),
@@ -105,6 +143,46 @@ def claude_turn(claude: str, base: str, folder: Path) -> bool:
         ANTHROPIC_AUTH_TOKEN="none",
         CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
     )
+
+
+def qwen_turn(qwen: str, base: str, folder: Path) -> bool:
+    """Qwen Code."""
+    own = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": f"{base}/v1", "OPENAI_MODEL": "parrot"}
+    return turn(qwen, ("--auth-type", "openai", "-p", TEXT_TURN), HOME=str(folder), **own)
+
+
+def opencode_turn(opencode: str, base: str, folder: Path) -> bool:
+    """opencode, which reads its configuration from the environment."""
+    config = {**OPENCODE, "options": {"baseURL": f"{base}/v1", "apiKey": "none"}}
+    own = {"OPENCODE_CONFIG_CONTENT": json.dumps({"provider": {"twolane": config}})}
+    return turn(opencode, ("run", "-m", "twolane/parrot", TEXT_TURN), HOME=str(folder), **own)
+
+
+def pi_turn(pi: str, base: str, folder: Path) -> bool:
+    """pi."""
+    written = {"providers": {"twolane": {**PI, "baseUrl": f"{base}/v1"}}}
+    (folder / ".pi/agent").mkdir(parents=True)
+    (folder / ".pi/agent/models.json").write_text(json.dumps(written))
+    arguments = ("-p", TEXT_TURN, "--provider", "twolane", "--model", "parrot")
+    return turn(pi, arguments, HOME=str(folder))
+
+
+def cn_turn(cn: str, base: str, folder: Path) -> bool:
+    """Continue."""
+    config = folder / "config.yaml"
+    config.write_text(CONTINUE.format(base=base))
+    return turn(cn, ("-p", TEXT_TURN, "--config", str(config)), HOME=str(folder))
+
+
+TURNS = {
+    "codex": codex_turn,
+    "claude": claude_turn,
+    "qwen": qwen_turn,
+    "opencode": opencode_turn,
+    "pi": pi_turn,
+    "cn": cn_turn,
+}
+"""Agents of npm by the names of their programs."""
 
 
 def main() -> int:
@@ -123,10 +201,10 @@ def main() -> int:
             shutil.copy(Path(__file__).with_name("cases.mjs"), clients)
             program = ["node", "cases.mjs", server.base]
             failed += subprocess.run(program, cwd=clients, check=False).returncode
-            for name, turn in (("codex", codex_turn), ("claude", claude_turn)):
+            for name, run in TURNS.items():
                 home = Path(folder) / name
                 home.mkdir()
-                failed += not turn(str(clients / "node_modules/.bin" / name), server.base, home)
+                failed += not run(str(clients / "node_modules/.bin" / name), server.base, home)
     with serving(OWN_MODEL, "--kv-tokens", "20000") as server:
         agents = str(Path(__file__).with_name("own_model.py"))
         program = [str(clients / "common/bin/python"), agents, server.base]

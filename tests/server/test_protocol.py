@@ -8,6 +8,7 @@ from twolane.common.errors import FieldError
 from twolane.frontend.generate_request import text_of
 from twolane.frontend.messages import turns_of
 from twolane.frontend.prepare import effort_variables
+from twolane.frontend.structured.jobs import ContextFree
 from twolane.sampling import MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS, SamplingParams
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest
 from twolane.server.http import strict_json
@@ -404,6 +405,15 @@ def test_blocks_of_another_type_are_refused_by_it(block, result):
     assert error.param == f"{place}.type"
 
 
+def test_a_format_may_come_by_the_names_of_several_versions_of_a_server():
+    grammar = 'root ::= "a"'
+    body = {"prompt": "x", "guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
+    assert CompletionRequest.model_validate(body).constraint == (
+        "structured_outputs",
+        ContextFree(grammar),
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "param", "message"),
     [
@@ -422,6 +432,15 @@ def test_blocks_of_another_type_are_refused_by_it(block, result):
         (
             *(CompletionRequest, {"prompt": "x", "max_tokns": 1}, "max_tokns"),
             "unknown field 'max_tokns'; did you mean 'max_tokens'?",
+        ),
+        (
+            CompletionRequest,
+            {
+                "prompt": "x",
+                "guided_json": {},
+                "structured_outputs": {"json": {}, "disable_additional_properties": True},
+            },
+            *("structured_outputs", "structured_outputs cannot be combined with guided_json"),
         ),
         (
             *(CompletionRequest, {"prompt": "x", "guided_json": {}, "regex": "x"}, "regex"),

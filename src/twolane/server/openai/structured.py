@@ -54,7 +54,7 @@ class ResponseFormat(Body):
 
 
 class ConstraintFields(Body):
-    """All fields that constrain the answers, of which a request gives one."""
+    """All fields that constrain the answers, which say the same where a request gives several."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -67,10 +67,13 @@ class ConstraintFields(Body):
 
     @model_validator(mode="after")
     def one_constraint(self) -> "ConstraintFields":
-        """Refuse several constraints at once."""
+        """Refuse several constraints at once, unless they are the same by several names, of which
+        clients send that of each version of a server."""
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise wrong(given[0], f"cannot be combined with {given[1]}")
+        made = [CONSTRAINTS[name](getattr(self, name)) for name in given]
+        for name, each in zip(given[1:], made[1:], strict=True):
+            if each != made[0]:
+                raise wrong(given[0], f"cannot be combined with {name}")
         return self
 
     @property
