@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs lint package lock audit clean
+.PHONY: help demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs pictures lint package lock audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ docs: .docs/.ready ## build the site of the documentation
 	$(PYTHON) -m venv .docs
 	.docs/bin/python -m pip install --quiet -r $<
 	touch $@
+
+# Chromium (Debian: chromium) draws what a real server answered; tools/pictures.py says how to record.
+pictures: $(VENV)/.ready-dev ## draw the dashboard's pictures of the documentation
+	$(BIN)/python tools/pictures.py draw
 
 lint: $(VENV)/.ready-dev ## style, types and bounds on readability
 	$(BIN)/ruff check

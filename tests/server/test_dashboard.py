@@ -147,6 +147,36 @@ def test_a_burst_and_the_breach_it_causes_are_seen(guarded):
         assert all("401" in text for text in page.said), page.said
 
 
+def test_the_page_is_dark_and_narrow_and_reached_by_the_keyboard_alone(guarded):
+    look = {"color_scheme": "dark", "viewport": {"width": 320, "height": 700}}
+    with opened(guarded, **look) as page:
+        page.wait_for_selector("#key-text")
+        for key in ("Tab", *KEY, "Enter"):
+            page.keyboard.press(key)
+        page.wait_for_selector("#tiles .tile")
+        reached = []
+        for _ in range(5):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.textContent"))
+            assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        assert reached == ["1 s", "10 s", "Pause", "Last minute", "Last 15 minutes"]
+        page.focus("#window [value=quarter]")
+        page.keyboard.press("Space")
+        assert page.get_attribute("#window [value=quarter]", "aria-pressed") == "true"
+        back, text = (
+            page.evaluate(f"getComputedStyle(document.body).{name}")
+            for name in ("backgroundColor", "color")
+        )
+        assert brightness(back) < 80 < 180 < brightness(text)
+        assert page.evaluate("document.documentElement.scrollWidth") == 320
+        assert all("401" in text for text in page.said), page.said
+
+
+def brightness(colour):
+    """The mean of a colour's red, green and blue, 0 to 255."""
+    return np.mean([int(part) for part in re.findall(r"\d+", colour)[:3]])
+
+
 @pytest.mark.full
 def test_a_server_that_is_gone_looks_like_one(tiny_model):
     """Whether it answers no more or is no more; the page shows the last figures, and says so."""
