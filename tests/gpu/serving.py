@@ -37,7 +37,8 @@ def lanes_on(
     def make(wake: Callable[[], None]) -> CudaLanes:
         sizes = LaneSizes(pages, page_size, running, machine.spec.max_positions)
         lanes = machine.start(sizes, wake, lambda *_: None)
-        mark_unwritten(lanes.runner.kv.layers)
+        states = lanes.runner.kv.states.layers.values()
+        mark_unwritten([*lanes.runner.kv.layers, *(part for each in states for part in each)])
         return lanes
 
     return make

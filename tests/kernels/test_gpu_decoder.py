@@ -8,16 +8,17 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import HYBRIDS, make_checkpoint
 from tests.model.passes import cost_of, distance
 from twolane.kernels.decode_attention.dispatch import decode_scratch
+from twolane.kernels.delta_rule.prefill import PromptStates, prompt_lists
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows
 from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
-from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Rows, Workspace
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, GpuStatePool, Rows, Workspace
 from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
@@ -31,7 +32,8 @@ PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
 FAMILIES = (
-    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2"),
+    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5"),
+    pytest.param("qwen3-next", marks=pytest.mark.full),
     *(
         pytest.param(family, marks=pytest.mark.full)
         for family in ("llama-bias", "mistral", "ministral3", "qwen3", "smollm3", "glm4")
@@ -50,8 +52,9 @@ class OnGpu:
     def __init__(self, decoder: GpuDecoder, dtype: torch.dtype = torch.float32) -> None:
         self.decoder, self.spec, self.dtype = decoder, decoder.spec, dtype
         device = torch.device(DEVICE)
-        self.kv = GpuKVCache(self.spec, 6, PAGE, dtype, device)
-        for layer in self.kv.layers:
+        states = GpuStatePool(self.spec, 2, dtype, device)
+        self.kv = GpuKVCache(self.spec, 6, PAGE, dtype, device, states=states)
+        for layer in (*self.kv.layers, *(part for each in states.layers.values() for part in each)):
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.workspace = Workspace(self.spec, dtype, device)
 
@@ -90,7 +93,8 @@ class OnGpu:
             )
             for window in windows
         }
-        return MixedRows(self.decoder, positions, write_slots, plans)
+        lists = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists([(1, 0, PROMPT)]))
+        return MixedRows(self.decoder, positions, write_slots, plans, prompts=PromptStates(*lists))
 
     def step(self) -> DecodeRows:
         """Row 0 is padding."""
@@ -105,7 +109,8 @@ class OnGpu:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_logits(family: str, tmp_path: Path) -> None:
-    layers = 4 if "sliding" in family else 2  # every kind of layer that a family has
+    # Every kind of layer that a family has.
+    layers = 4 if "sliding" in family or family in HYBRIDS else 2
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)))
     _, there = load_weights(resolve(str(path)), device=DEVICE)
@@ -196,8 +201,8 @@ def on_cpu(
 ) -> torch.Tensor:
     """Logits of every token; by these products of the layers, if they are not the decoder's."""
     pages = range(-(-len(tokens) // PAGE))
-    kv = KVCache(decoder.spec, len(pages), PAGE, decoder.dtype)
-    batch = Batch.build([Segment(0, len(tokens), pages)], PAGE)
+    kv = KVCache(decoder.spec, len(pages), PAGE, decoder.dtype, requests=1)
+    batch = Batch.build([Segment(0, len(tokens), pages, 0)], PAGE)
     hidden = decoder.embed(tokens)
     for i in range(decoder.spec.layers):
         hidden = decoder.layer(i, hidden, batch, kv, products)

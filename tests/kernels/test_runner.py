@@ -26,6 +26,7 @@ from twolane.lanes.cuda import hybrid_graphs as module
 from twolane.lanes.cuda import layer_graphs
 from twolane.lanes.cuda import runner as runner_module
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs
+from twolane.lanes.cuda.hybrid_graphs import served
 from twolane.lanes.cuda.layer_graphs import PassGraphs, _Layer
 from twolane.lanes.cuda.runner import CudaRunner, PendingStep
 from twolane.lanes.cuda.slots import Slots
@@ -44,7 +45,7 @@ from twolane.lanes.work import (
     pack,
 )
 from twolane.model.decoder import Decoder
-from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, GpuStatePool
 from twolane.model.gpu_lora import GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
@@ -120,8 +121,9 @@ class World:
         _, there = load_weights(resolve(str(path)), rank=rank, ranks=ranks)
         self.decoder = GpuDecoder(self.spec, there, rank, ranks)
         self.follows = rank > 0
-        self.kv = GpuKVCache(self.decoder.spec, 40, PAGE, torch.float32, device)
-        for layer in self.kv.layers:
+        states = GpuStatePool(self.decoder.spec, SLOTS, torch.float32, device)
+        self.kv = GpuKVCache(self.decoder.spec, 40, PAGE, torch.float32, device, states=states)
+        for layer in (*self.kv.layers, *(part for each in states.layers.values() for part in each)):
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.slots = Slots(SLOTS, 20, device)
         lanes: dict[LaneName, Channel | None] = dict(zip(("prefill", "decode"), channels))  # noqa: B905
@@ -134,13 +136,15 @@ class World:
         for slot, adapter in enumerate(adapters):
             self.runner.load_adapter(slot, str(adapter))
             self.adapters.put(slot, read_adapter(adapter, self.right.shard, self.right.dtype))
-        assert self.runner.whole is not None
-        self.whole, self.passes = self.runner.whole, self.runner.passes
-        self.passes.sizes = SIZES
-        self.whole._logits.fill_(float("nan"))
         self.split: list[bool] = []
         self.masks: tuple[TokenMask, ...] = ()
         """Those of the passes."""
+        self.passes = self.runner.passes
+        self.passes.sizes = SIZES
+        if self.runner.whole is None:
+            return
+        self.whole = self.runner.whole
+        self.whole._logits.fill_(float("nan"))
         self.whole._passed = Lazily(self._noted)
         self.whole._ended = Lazily(self.whole._end)
 
@@ -395,6 +399,34 @@ def test_passes_follow_each_other(
     monkeypatch.setattr(fa3, "FILLED", 0.0)  # Triton's kernel would be as right, but is no graph
 
     passes(world, split=split)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.full), True])
+def test_states_move_on_once_for_each_token(
+    graphs: bool, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In slices, steps and passes of both; a slot is taken over by another request."""
+    fakes(device, monkeypatch)
+    monkeypatch.setattr(runner_module, "served", served)
+    sizes = {"layer_types": ["linear_attention", "full_attention"]}
+    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    path = make_checkpoint("qwen3.5", tmp_path / "model", seed=1, layers=2, sizes=sizes)
+    world = World(path)
+    if graphs:
+        world.capture_slices(64)
+    stays, leaves = Asked(0, [*range(3, 40)], [7, 2, 11]), Asked(1, [9, 4, 6], [5])
+    running = Asked(4, [*range(60, 80)], [30, 9])
+    world.prefill(running, 19)
+    world.slots.last_token[4] = running.tokens[-1]
+    chunks = [(leaves, world.chunk(leaves, 3)), (stays, world.chunk(stays, 20))]
+    world.slice(1, chunks, 0, 1)
+    world.decode([running], 2)
+    world.slice(1, chunks[1:], 1)
+    world.run([running], [(stays, 16)])
+    later = Asked(1, [*range(90, 92)], [14])
+    world.run([running], [(later, 1), (stays, 1)], lane="decode")
+    world.prefill(later, 1)
+    world.decode([later, running, stays], 3)
 
 
 def passes(world: World, *, split: bool) -> None:

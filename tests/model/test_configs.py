@@ -40,8 +40,12 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "glm-4.5-air": 106_852_251_264,
     "smollm2-135m-instruct": 134_515_008,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.6-27b": 26_895_998_464,
 }
-"""Parameters that the models' safetensors files hold."""
+"""Parameters that the models' safetensors files hold; of the last three, those of the text part
+alone, without layers that predict further tokens."""
 
 
 LOW_AND_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -10,13 +10,12 @@ from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.passes import Pool, cost_of, distance, prompt
 from twolane.common.errors import FieldError
 from twolane.devices import DeviceSettings
+from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.lanes.load import load
-from twolane.lanes.settings import load_shard
 from twolane.model.attention import Batch, Segment
 from twolane.model.linear_attention import CHUNK, DeltaInputs, StateRows, chunked, recurrent
 from twolane.model.load.hub import resolve
 from twolane.model.matrix import quantised
-from twolane.model.spec import DeltaRule
 
 
 def random_inputs(tokens: int, heads: int = 3, key: int = 8, value: int = 12) -> DeltaInputs:
@@ -119,9 +118,3 @@ def test_what_is_not_built_for_states_is_refused(asked, field, tmp_path: Path):
     with pytest.raises(FieldError) as refused:
         load(settings, lambda *_: None)
     assert refused.value.field == field
-
-
-def test_gpus_are_refused_before_anything_is_read(tmp_path: Path):
-    path = make_checkpoint("qwen3-next", tmp_path / "model")
-    with pytest.raises(FieldError, match="linear attention, which is not built for GPUs yet"):
-        load_shard(DeviceSettings(model=str(path)), "cuda", lambda *_: None)

@@ -164,8 +164,7 @@ class Ingress:
             self.metrics.count(await asyncio.shield(changing))
             return
         call, routed = await self._facts.ask(call)
-        tried: set[str] = set()
-        lost = 0
+        tried, lost = set[str](), 0
         for attempt in range(1, MAX_TRIES + 1):
             chosen, sent = await self._choose(routed, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)

@@ -437,6 +437,35 @@ def _launch_rope(
 
 
 @triton.jit
+def _gate(
+    x: tl.tensor,
+    gates: tl.tensor,
+    gate_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gates + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
+    opened = (1.0 / (1.0 + tl.exp(-gate))).to(value.dtype).to(tl.float32)
+    tl.store(x + row * WIDTH + column, (value * opened).to(value.dtype), mask=inside)
+
+
+def gate(x: torch.Tensor, gates: torch.Tensor) -> None:
+    """Multiply `x` [T, width] in place with the sigmoid of `gates` [T, width], whose rows may lie
+    apart."""
+    width, options = x.shape[1], launch_options(x.device)
+    grid, sizes = (len(x), -(-width // _ELEMENTS)), {"WIDTH": width, "BLOCK": _ELEMENTS}
+    launch(_gate, grid, x, gates, gates.stride(0), **sizes, num_warps=warps(_ELEMENTS), **options)
+
+
+@triton.jit
 def _act_mul(
     gate_up: tl.tensor,
     out: tl.tensor,

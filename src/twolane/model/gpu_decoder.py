@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,16 @@ from torch.nn import functional
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.collectives import reduce_norm
+from twolane.kernels.delta_rule.decode import LinearLayer
+from twolane.kernels.delta_rule.prefill import CHUNK
+from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Combination, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.attention import Allocate
 from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.linear_attention import DeltaWeights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
 from twolane.model.rope import query_scales, rotations
@@ -36,11 +40,40 @@ from twolane.parallel.channel import Channel, NullChannel
 from twolane.parallel.two_shot import Mapped, TwoShot
 
 
+class GpuStatePool:
+    """The states of all layers of linear attention, one of each for every slot.
+
+    The pool starts uninitialised: a sequence's first token begins with zeros.
+
+    Args:
+        spec: Shape of this rank's part of the model.
+        slots: The most requests at a time.
+        dtype: Type of activations.
+        device: where.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        delta = spec.delta
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        """The last inputs of a layer's convolution, [slots, taps - 1, mixed_size], and its states
+        of the rule, float32 [slots, value_heads, key_dim, value_dim], by its index."""
+        if delta is None:
+            return
+        inputs = slots, delta.taps - 1, delta.mixed_size
+        state = slots, delta.value_heads, delta.key_dim, delta.value_dim
+        for i in filter(spec.is_linear, range(spec.layers)):
+            conv = torch.empty(inputs, dtype=dtype, device=device)
+            self.layers[i] = conv, torch.empty(state, dtype=torch.float32, device=device)
+
+
 class GpuKVCache:
     """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
 
     K and V of one head's page are one run of memory, so that decode attention pulls them as one
-    tile. The pool starts uninitialised; nothing reads a place before it was written.
+    tile. The pool starts uninitialised; nothing reads a place before it was written. Layers of
+    linear attention have no pages: `states` has theirs.
 
     Args:
         spec: Spec of the model.
@@ -49,6 +82,7 @@ class GpuKVCache:
         dtype: Type of the numbers; e4m3 has an exponent for each token and head.
         device: where.
         allocate: makes the pool's tensors there; None: PyTorch does.
+        states: The states of layers of linear attention; None: there are none.
     """
 
     def __init__(
@@ -59,19 +93,21 @@ class GpuKVCache:
         dtype: torch.dtype,
         device: torch.device,
         allocate: Allocate | None = None,
+        states: GpuStatePool | None = None,
     ) -> None:
         self.page_size, self.pages = page_size, pages
-        shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
+        self.states = states or GpuStatePool(spec, 0, dtype, device)
 
         def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        def layer() -> Pool:
-            make = allocate or room
+        def layer(i: int) -> Pool:
+            make, count = allocate or room, 0 if spec.is_linear(i) else pages
+            shape = (count, spec.kv_heads, 2, page_size, spec.head_dim)
             values = make(shape, dtype)
             return values if dtype != E4M3 else RoundedPool(values, make(shape[:-1], torch.int8))
 
-        self.layers: list[Pool] = [layer() for _ in range(spec.layers)]
+        self.layers: list[Pool] = [layer(i) for i in range(spec.layers)]
 
     def written(self, layer: int) -> WrittenPool:
         """Return the pools into which a layer's keys and values are written."""
@@ -91,6 +127,29 @@ class GpuKVCache:
                 layer.exponents.random_(-9, -5)
             else:
                 layer.normal_()
+        for _, rule in self.states.layers.values():
+            rule.normal_()
+
+
+class DeltaBuffers(NamedTuple):
+    """Activations of layers of linear attention, a row for each token."""
+
+    x: Tensor
+    """Projected queries, keys, values and gates, [T, projected]."""
+    rates: Tensor
+    """Projected learning rates and decays, [T, 2 * value_heads]."""
+    mixed: Tensor
+    """Room for what the convolution makes of queries, keys and values, [T, mixed_size]."""
+    inverse: Tensor
+    """Room for the inverted systems of chunks, [T, value_heads * CHUNK]."""
+    scores: Tensor
+    """Room for their scores, [T, value_heads * CHUNK]."""
+    out: Tensor
+    """The output, [T, value_size]."""
+
+    def part(self, first: int, last: int) -> "DeltaBuffers":
+        """Return the rows `first:last`."""
+        return DeltaBuffers(*(each[first:last] for each in self))
 
 
 class KVWriter(Protocol):
@@ -117,6 +176,9 @@ class Rows(KVWriter, Protocol):
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
 
+    def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
+        """Linear attention of every token, which moves the states of its sequence on."""
+
 
 @dataclass(frozen=True)
 class _Blind:
@@ -130,6 +192,10 @@ class _Blind:
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
+
+    def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
+        """See `Rows.attend_linearly`."""
+        buffers.out.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +270,7 @@ class Workspace:
         self.channel = channel
         self._sizes = {
             "norm": spec.hidden_size,
-            "qkv": spec.q_size + 2 * spec.kv_size,
+            "qkv": spec.qkv_rows,
             "q": spec.q_size,
             "attended": spec.q_size,
             "norm_scales": 1,
@@ -215,6 +281,8 @@ class Workspace:
             "act": spec.intermediate_size,
             "act_scales": 1,
         }
+        if spec.delta is not None:
+            self._sizes |= _delta_sizes(spec.hidden_size, spec.delta)
         if channel is not None or spec.norms_outputs:
             self._sizes["partial"] = spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
@@ -258,6 +326,10 @@ class Workspace:
             input_of(room("act"), room("act_scales"), scheme),
             room("outs"),
         )
+
+    def delta(self, rows: int) -> DeltaBuffers:
+        """Buffers for linear attention of this many tokens."""
+        return DeltaBuffers(*(self.get(f"delta_{name}", rows) for name in DeltaBuffers._fields))
 
     def routing(self, rows: int) -> Routing:
         """Buffers for the routing of this many tokens."""
@@ -310,6 +382,23 @@ class Workspace:
         return (
             routing + sum(buffer.nbytes for buffer in self._buffers.values()) + self._logits.nbytes
         )
+
+
+def _delta_sizes(hidden: int, delta: DeltaRule) -> dict[str, int]:
+    """Return the widths of a token's buffers for linear attention."""
+    solved = delta.value_heads * CHUNK
+    return {
+        "delta_norm": hidden,
+        "delta_norm_scales": 1,
+        "delta_x": delta.projected,
+        "delta_rates": 2 * delta.value_heads,
+        "delta_mixed": delta.mixed_size,
+        "delta_inverse": solved,
+        "delta_scores": solved,
+        "delta_out": delta.value_size,
+        "delta_rounded": delta.value_size,
+        "delta_rounded_scales": 1,
+    }
 
 
 def _expert_sizes(hidden: int, moe: MoeSpec) -> dict[str, int]:
@@ -369,6 +458,13 @@ class GpuDecoder:
         norm = self.weights.layers[layer].qk_norm if self.spec.qk_norm == "head" else None
         return norm, self.spec.norm_eps, self._rotary[self.spec.rope_of(layer)]
 
+    def linear(self, layer: int, states: GpuStatePool) -> LinearLayer:
+        """Return a layer of linear attention with the states of all slots."""
+        delta, parameters = self.spec.delta, self.weights.layers[layer].delta
+        assert delta is not None
+        assert parameters is not None
+        return LinearLayer(parameters, delta, *states.layers[layer], self.spec.norm_eps)
+
     def layers(
         self,
         first: int,
@@ -390,14 +486,26 @@ class GpuDecoder:
             workspace: Workspace of the lane.
             products: the matrix products for the lane's share of the SMs.
         """
-        q, qkv, out = self.attended(workspace, len(residual))
         pending: PendingResidual | None = None
         for i in range(first, last):
             self.before_attention(i, residual, rows, kv.written(i), workspace, products, pending)
-            rows.attend(q, qkv, kv.layers[i], self.spec.window(i), out)
+            self.attention(i, len(residual), rows, kv, workspace)
             pending = self.after_attention(i, residual, rows.active, workspace, products)
         if pending is not None:
             pending.add_into(residual)
+
+    def attention(
+        self, i: int, count: int, rows: Rows, kv: GpuKVCache, workspace: Workspace
+    ) -> None:
+        """Queue the attention of the first rows of layer i, as many as `rows` has.
+
+        `count`: rows that `before_attention` has prepared.
+        """
+        if self.weights.layers[i].delta is not None:
+            rows.attend_linearly(i, workspace.delta(count), kv.states)
+            return
+        q, qkv, out = self.attended(workspace, count)
+        rows.attend(q, qkv, kv.layers[i], self.spec.window(i), out)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of attention, q and qkv, and its output: the same for every layer."""
@@ -421,6 +529,9 @@ class GpuDecoder:
         `pending`: The output of the layer before, which is not added yet.
         """
         w = self.weights.layers[i]
+        if w.delta is not None:
+            self._project(w, w.delta, residual, workspace, products, pending)
+            return
         q, qkv, _ = self.attended(workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
@@ -429,6 +540,24 @@ class GpuDecoder:
         rows.write(qkv, q, i, pool)
         if (rope := self.spec.rope_of(i)).query_beta:
             q.mul_(query_scales(rope, rows.positions).to(q.dtype))
+
+    def _project(
+        self,
+        w: LayerWeights,
+        delta: DeltaWeights,
+        residual: Tensor,
+        workspace: Workspace,
+        products: GpuProducts,
+        pending: PendingResidual | None,
+    ) -> None:
+        """Queue the projections of a layer of linear attention; see `before_attention`."""
+        count = len(residual)
+        x = self._read(residual, w.input_norm, delta.rates.scheme, workspace, pending)
+        assert isinstance(x, Tensor), "the scheme of the rates is plain"
+        products.linear(x, delta.rates, None, workspace.get("delta_rates", count))
+        room = workspace.input("delta_norm", count, w.qkv.scheme)
+        rounded = fused.quantise(x, room) if isinstance(room, Quantised) else x
+        products.linear(rounded, w.qkv, None, workspace.get("delta_x", count))
 
     def _read(
         self,
@@ -476,8 +605,15 @@ class GpuDecoder:
     ) -> PendingResidual | None:
         """Layer i from its attention on; returns what is left to add to the residual stream."""
         w, count = self.weights.layers[i], len(residual)
-        attended = workspace.get("attended", count)
-        room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
+        if w.delta is not None:
+            attended = workspace.get("delta_out", count)
+            room = workspace.input("delta_rounded", count, w.o.scheme)
+        else:
+            attended = workspace.get("attended", count)
+            room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
+            if self.spec.output_gate:
+                gates = workspace.get("qkv", count)[:, -self.spec.q_size :]
+                fused.gate(attended, gates)
         rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
         if not self._sums(workspace):
             assert w.mlp_norm is not None
@@ -618,5 +754,7 @@ class GpuDecoder:
 def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
     """Yield the matrices of a layer with their operations, in order."""
     yield "linear", layer.qkv
+    if layer.delta is not None:
+        yield "linear", layer.delta.rates
     yield "add_linear", layer.o
     yield from layer.mlp.matrices()

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.model.matrix import Matrix
 from twolane.model.sharding import Shard
-from twolane.model.spec import DeltaRule, ModelSpec
+from twolane.model.spec import ModelSpec
 
 CHUNK = 64
 """Tokens of a chunk."""

@@ -27,6 +27,7 @@ SHAPES: Mapping[str, ModelSpec] = {
         rope=replace(shape.rope),
         moe=shape.moe and replace(shape.moe),
         kinds=tuple(map(_whole, shape.kinds)),
+        delta=shape.delta and replace(shape.delta),
     )
     for name, shape in _READ.items()
 }

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
+from twolane.kernels.delta_rule.decode import decode_step
+from twolane.kernels.delta_rule.prefill import PromptStates, prompt_pass
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.pool import Pool, WrittenPool
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
 from twolane.lanes.work import PromptChunk, PromptRow
-from twolane.model.gpu_decoder import GpuDecoder
+from twolane.model.gpu_decoder import DeltaBuffers, GpuDecoder, GpuStatePool
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class MixedRows(PromptRows):
     """The decode rows, for hybrid batches."""
     owners: Tensor | None = None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
+    prompts: PromptStates | None = None
+    """The prompts by their states, if the model has layers of linear attention."""
 
     def after(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
         """Return decode rows and then these tokens, for one pass."""
@@ -66,6 +70,7 @@ class MixedRows(PromptRows):
             self.plans,
             steps,
             owners,
+            self.prompts,
         )
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
@@ -75,6 +80,22 @@ class MixedRows(PromptRows):
             self.steps.attend(q[:n], qkv[:n], pool, window, out[:n])
         self.attend_prompts(q[n:], self.new_kv(qkv[n:]), pool, window, out[n:])
 
+    def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
+        """See `Rows.attend_linearly`."""
+        n, count = self.decoding, len(buffers.x)
+        if self.steps is not None:
+            self.steps.attend_linearly(layer, buffers.part(0, n), states)
+        self.attend_prompts_linearly(layer, buffers.part(n, count), states)
+
+    def attend_prompts_linearly(
+        self, layer: int, buffers: DeltaBuffers, states: GpuStatePool
+    ) -> None:
+        """Linear attention of the prompts' rows alone."""
+        assert self.prompts is not None
+        x, rates, mixed, inverse, scores, out = buffers
+        linear, room = self.decoder.linear(layer, states), (mixed, inverse, scores)
+        prompt_pass(x, rates, linear, self.prompts, room, out)
+
     @property
     def decoding(self) -> int:
         """Decode rows."""
@@ -83,7 +104,8 @@ class MixedRows(PromptRows):
     def new_kv(self, qkv: Tensor) -> NewKV:
         """Keys and values [T, kv_heads, head_dim] of prompts' rows."""
         spec = self.decoder.spec
-        kv = qkv[:, spec.q_size :].view(len(qkv), 2, -1, spec.head_dim)
+        kv = qkv[:, spec.q_size : spec.q_size + 2 * spec.kv_size]
+        kv = kv.view(len(qkv), 2, -1, spec.head_dim)
         return kv[:, 0], kv[:, 1]
 
     def attend_prompts(
@@ -132,6 +154,12 @@ class DecodeRows:
             units=self.units,
             window=window,
         )
+
+    def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
+        """See `Rows.attend_linearly`; of the first rows."""
+        own, linear = buffers.part(0, len(self.slots)), self.decoder.linear(layer, states)
+        rows = self.slots, self.lengths
+        decode_step(own.x, own.rates, linear, *rows, own.mixed, own.out)
 
 
 def places_of(row: PromptRow, pages: Sequence[int], page_size: int) -> tuple[Ints, Ints]:

@@ -38,7 +38,8 @@ def served(decoder: GpuDecoder) -> bool:
     """Return whether attention of this model can be in a graph."""
     spec = decoder.spec
     backend, _ = choose(decoder.dtype, spec.head_dim, decoder.device)
-    return backend == "flashinfer" and not any(spec.window(i) for i in range(spec.layers))
+    plain = spec.delta is None and not any(spec.window(i) for i in range(spec.layers))
+    return backend == "flashinfer" and plain
 
 
 class HybridGraphs:

@@ -220,7 +220,7 @@ class LayerGraphs:
             units: SMs of the stream.
             between: called before each layer; may run what has nothing of these buffers.
         """
-        count, decoder = len(hidden), self._decoder
+        count = len(hidden)
         size = padded(count, self.sizes)
         residual = self.residual[:count]
         residual.copy_(hidden)
@@ -232,8 +232,7 @@ class LayerGraphs:
             self.owners[:count].copy_(placed.owners)
             self.owners[count:size].fill_(self._slots.padding)
             self.arrange(self.owners[:size])
-        q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self.workspace, count))
-        new, layers = placed.new_kv(qkv), self.levels[units].layers[size, adapted]
+        layers = self.levels[units].layers[size, adapted]
         for i in range(first, last):
             if between is not None:
                 between()
@@ -241,9 +240,20 @@ class LayerGraphs:
             before = layer.before if placed.steps is None else layer.before_hybrid
             assert before is not None
             before.replay()
-            placed.attend_prompts(q, new, self._kv.layers[i], decoder.spec.window(i), out)
+            self._attend_prompts(i, placed, count)
             layer.after.replay()
         hidden.copy_(residual)
+
+    def _attend_prompts(self, i: int, placed: MixedRows, count: int) -> None:
+        """Queue the attention of the prompts of a pass of `count` rows in layer i."""
+        decoder, first = self._decoder, placed.decoding
+        if decoder.spec.is_linear(i):
+            buffers = self.workspace.delta(count).part(first, count)
+            placed.attend_prompts_linearly(i, buffers, self._kv.states)
+            return
+        q, qkv, out = (t[first:] for t in decoder.attended(self.workspace, count))
+        new, window = placed.new_kv(qkv), decoder.spec.window(i)
+        placed.attend_prompts(q, new, self._kv.layers[i], window, out)
 
     def arrange(self, owners: Tensor) -> None:
         """Queue the tiles of a pass by adapter.
@@ -319,10 +329,8 @@ class LayerGraphs:
             rows: the first ones, as many as may decode.
         """
         self._before(units, size, adapted, i)
-        q, qkv, out = self._decoder.attended(self.workspace, size)
-        pool, window = self._kv.layers[i], self._decoder.spec.window(i)
-        count = len(rows.slots)
-        rows.attend(q[:count], qkv[:count], pool, window, out[:count])
+        count = len(rows.slots)  # rows without a request of its own move and write nothing
+        self._decoder.attention(i, count, rows, self._kv, self.workspace)
 
     def after(self, units: int, size: int, adapted: bool, i: int) -> None:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""

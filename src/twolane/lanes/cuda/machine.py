@@ -36,7 +36,13 @@ from twolane.lanes.work import (
     pack,
 )
 from twolane.model.decoder import Weights
-from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
+from twolane.model.gpu_decoder import (
+    GpuDecoder,
+    GpuKVCache,
+    GpuStatePool,
+    Workspace,
+    layer_matrices,
+)
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
 from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, NullChannel
@@ -209,7 +215,8 @@ class CudaMachine:
     def kv_cache(self, sizes: LaneSizes) -> GpuKVCache:
         """Allocate the KV pool."""
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
-        return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device)
+        states = GpuStatePool(spec, sizes.slots, self.decoder.dtype, self.device)
+        return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device, states=states)
 
     def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
@@ -312,5 +319,8 @@ def _check_heads(spec: ModelSpec) -> None:
         raise ValueError(
             f"model: heads of {dim}; on a GPU multiples of 8 from 16 to 256 are served"
         )
+    if spec.delta is not None and max(spec.delta.key_dim, spec.delta.value_dim) > 128:
+        dims = spec.delta.key_dim, spec.delta.value_dim
+        raise ValueError(f"model: linear attention with heads of {dims}; up to 128 are served")
     if group > MAX_GROUP:
         raise ValueError(f"model: {group} heads share a KV head; on a GPU up to {MAX_GROUP} do")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from twolane.devices import LaneName
+from twolane.kernels.delta_rule.prefill import PromptStates, prompt_lists
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
@@ -85,6 +86,8 @@ class _Pass:
     write_slots: Tensor
     owners: Tensor | None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
+    prompts: PromptStates | None = None
+    """The rows by their states, if the model has layers of linear attention."""
     plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
     """Attention plans by window, for the lane and the SMs of the last slice."""
 
@@ -255,7 +258,9 @@ class CudaRunner:
             before = self._paused[work.batch]
             batch = self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
-        placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
+        placed = MixedRows(
+            self._decoder, batch.positions, batch.write_slots, plans, prompts=batch.prompts
+        )
         if adapted:
             placed = replace(placed, owners=batch.owners)
         self._layers(work.first, work.last, batch.hidden, placed, place)
@@ -294,7 +299,9 @@ class CudaRunner:
         batch = self._open(BatchRows(work.prompts, work.chunks), place, adapted=adapted)
         layers = self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
-        placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
+        placed = MixedRows(
+            self._decoder, batch.positions, batch.write_slots, plans, prompts=batch.prompts
+        )
         if adapted:
             placed = replace(placed, owners=batch.owners)
         if work.decode:
@@ -327,8 +334,16 @@ class CudaRunner:
             counts = [row.count for row in batch.rows]
             parts.append(np.repeat([row.slot for row in batch.rows], counts))
         _, sent = upload_parts(parts, self._decoder.device)
-        hidden = self._embed(sent[0], place)
-        return _Pass(batch, hidden, sent[1], sent[2], sent[3] if adapted else None)
+        hidden, owners = self._embed(sent[0], place), sent[3] if adapted else None
+        return _Pass(batch, hidden, sent[1], sent[2], owners, self._prompts(batch.rows))
+
+    def _prompts(self, rows: Sequence[PromptRow]) -> PromptStates | None:
+        """Return the rows by their states, if the model has layers of linear attention."""
+        if self._decoder.spec.delta is None:
+            return None
+        lists = prompt_lists([(row.slot, row.start, row.count) for row in rows])
+        _, (segments, chunks) = upload_parts(lists, self._decoder.device)
+        return PromptStates(segments.view(-1, 4), chunks.view(-1, 2))
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
         """Return the batch as the last slice left it, without the rows that have left."""
@@ -338,7 +353,8 @@ class CudaRunner:
         index = upload(np.flatnonzero(left).astype(np.int32), self._decoder.device)
         owners = None if paused.owners is None else paused.owners[index]
         hidden, positions = paused.hidden[index], paused.positions[index]
-        return _Pass(batch, hidden, positions, paused.write_slots[index], owners)
+        prompts = self._prompts(batch.rows)
+        return _Pass(batch, hidden, positions, paused.write_slots[index], owners, prompts)
 
     def _layers(
         self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: LaunchPlace

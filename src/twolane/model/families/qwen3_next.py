@@ -2,9 +2,10 @@
 
 from typing import Any, ClassVar
 
+from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.model.families.family import ExpertNames, Family
 from twolane.model.families.qwen2_moe import Qwen2MoeConfig
-from twolane.model.spec import FULL, LINEAR, DeltaRule, LayerKind
+from twolane.model.spec import FULL, LINEAR, LayerKind, UnsupportedModel
 
 
 class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
@@ -28,6 +29,9 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    attn_output_gate: bool = True
+    output_gate_type: str = "swish"
+    """The function of the gates of linear attention, in newer configs."""
     full_attention_interval: int = 4
     """Each of this many layers has softmax attention, where `layer_types` does not say it."""
 
@@ -37,6 +41,8 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
         if self.full_attention_interval < 1:
             problem = f"must be 1 or more, not {self.full_attention_interval}"
             raise ValueError(f"config.json: full_attention_interval {problem}")
+        if self.output_gate_type not in (works := ("swish", "silu")):
+            raise UnsupportedModel.because("output_gate_type", self.output_gate_type, works)
 
     def kinds(self) -> tuple[LayerKind, ...]:
         """See `HFConfig.kinds`."""
@@ -54,7 +60,7 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
             self.linear_conv_kernel_dim,
         )
         linear = LINEAR in self.kinds()
-        fields = {"delta": delta if linear else None, "output_gate": True}
+        fields = {"delta": delta if linear else None, "output_gate": self.attn_output_gate}
         return {**fields, "qkv_bias": self.attention_bias}
 
     def own_fields(self) -> dict[str, Any]:

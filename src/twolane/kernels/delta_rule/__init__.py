@@ -1,0 +1,1 @@
+"""Linear attention: a short convolution, then the gated delta rule."""

@@ -1,0 +1,249 @@
+"""Linear attention of rows with one new token each, which find their states on the device.
+
+A step reads and writes the state of every row once, and little else: 64 KB for each value head of
+128 x 128. One program has a whole head's state in registers, so that the rate of a few SMs is that
+of copying on them. Rows that are not active (`lengths` of 0) move nothing.
+"""
+
+from typing import NamedTuple, Protocol
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from twolane.kernels.delta_rule.rule import DeltaRule
+from twolane.kernels.fused import launch_options, warps
+from twolane.kernels.runtime.launch import launch, power_of_2
+
+_HEADS = 8
+"""Heads whose convolution one program computes."""
+
+
+class Parameters(Protocol):
+    """What a layer has beside its projections."""
+
+    @property
+    def conv(self) -> Tensor:
+        """The taps, [mixed_size, taps], the latest last."""
+
+    @property
+    def decay(self) -> Tensor:
+        """Factors of the decays, float32 [value_heads]."""
+
+    @property
+    def shift(self) -> Tensor:
+        """Terms of the decays, float32 [value_heads]."""
+
+    @property
+    def norm(self) -> Tensor:
+        """The norm of each value head's output, [value_dim]."""
+
+
+@triton.jit
+def channels(
+    head: tl.tensor,
+    dim: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the channels of dimensions of heads of queries, keys and values, and which are
+    there."""
+    keyed = head < 2 * KEY_HEADS
+    valued = 2 * KEY_HEADS * KEY_DIM + (head - 2 * KEY_HEADS) * VALUE_DIM
+    first = tl.where(keyed, head * KEY_DIM, valued)
+    return first + dim, dim < tl.where(keyed, KEY_DIM, VALUE_DIM)
+
+
+@triton.jit
+def normalised(
+    value: tl.tensor, head: tl.tensor, KEY_HEADS: tl.constexpr, DIM: tl.constexpr
+) -> tl.tensor:
+    """Return SiLU of the heads `value` [HEADS, BLOCK]; queries and keys have a length of 1, and
+    queries are scaled."""
+    active = value / (1.0 + tl.exp(-value))
+    inverse = tl.rsqrt(tl.sum(active * active, axis=1) + 1e-6)[:, None]
+    scale = tl.where(head < KEY_HEADS, inverse * DIM**-0.5, inverse)
+    return tl.where(head < 2 * KEY_HEADS, active * scale, active)
+
+
+@triton.jit
+def _convolve_step(
+    x: tl.tensor,
+    taps: tl.tensor,
+    conv: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    mixed: tl.tensor,
+    x_stride: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    channel, inside = channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    inside &= head < 2 * KEY_HEADS + VALUE_HEADS
+    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(lengths + row) <= 0:
+        return
+    kept = conv + tl.load(slots + row).to(tl.int64) * (TAPS - 1) * width + channel
+    new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+    weight = tl.load(taps + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
+    total = new.to(tl.float32) * weight.to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        before = tl.load(kept + tap * width, mask=inside, other=0.0)
+        weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+        if tap > 0:
+            tl.store(kept + (tap - 1) * width, before, mask=inside)
+    tl.store(kept + (TAPS - 2) * width, new, mask=inside)
+    value = normalised(total.to(new.dtype).to(tl.float32), head, KEY_HEADS, KEY_DIM)
+    tl.store(mixed + row * width + channel, value.to(new.dtype), mask=inside)
+
+
+@triton.jit
+def decay_of(raw: tl.tensor, shift: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """Return the logarithm of the decay, `factor` * softplus(raw + shift)."""
+    moved = raw.to(tl.float32) + shift
+    return factor * tl.where(moved > 20.0, moved, tl.log(1.0 + tl.exp(tl.minimum(moved, 20.0))))
+
+
+@triton.jit
+def gated(
+    out: tl.tensor, gate: tl.tensor, norm: tl.tensor, total: tl.tensor, eps: tl.tensor
+) -> tl.tensor:
+    """Return the RMS norm of `out`, whose mean square is `total`, times SiLU of `gate`."""
+    normal = (out * tl.rsqrt(total + eps)).to(gate.dtype).to(tl.float32) * norm.to(tl.float32)
+    wide = gate.to(tl.float32)
+    return normal.to(gate.dtype).to(tl.float32) * (wide / (1.0 + tl.exp(-wide)))
+
+
+@triton.jit
+def _moved(
+    state: tl.tensor, q: tl.tensor, k: tl.tensor, v: tl.tensor, rate: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the decayed state corrected by a token, and what its query reads there."""
+    known = tl.sum(state * k[:, None], axis=0)
+    correction = (v.to(tl.float32) - known) / (1.0 + tl.exp(-rate.to(tl.float32)))
+    read = tl.sum(state * q[:, None], axis=0) + tl.sum(q * k) * correction
+    return state + k[:, None] * correction[None, :], read
+
+
+@triton.jit
+def _rule_step(
+    mixed: tl.tensor,
+    gates: tl.tensor,
+    rates: tl.tensor,
+    decay: tl.tensor,
+    shift: tl.tensor,
+    norm: tl.tensor,
+    rule: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    gate_stride: tl.tensor,
+    rate_stride: tl.tensor,
+    eps: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    some_keys, some_values = key < KEY_DIM, value < VALUE_DIM
+    inside = some_keys[:, None] & some_values[None, :]
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(lengths + row) <= 0:
+        return
+    place = (tl.load(slots + row).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    place = rule + place + key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
+    start = mixed + row * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM)
+    keyed = start + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    q = tl.load(keyed, mask=some_keys, other=0.0).to(tl.float32)
+    k = tl.load(keyed + KEY_HEADS * KEY_DIM, mask=some_keys, other=0.0).to(tl.float32)
+    column = head * VALUE_DIM + value
+    v = tl.load(start + 2 * KEY_HEADS * KEY_DIM + column, mask=some_values, other=0.0)
+    rated = rates + row * rate_stride + head
+    g = decay_of(tl.load(rated + VALUE_HEADS), tl.load(shift + head), tl.load(decay + head))
+    state, read = _moved(state * tl.exp(g), q, k, v, tl.load(rated))
+    tl.store(place, state, mask=inside, eviction_policy="evict_first")
+    gate = tl.load(gates + row * gate_stride + column, mask=some_values, other=0.0)
+    weight = tl.load(norm + value, mask=some_values, other=0.0)
+    result = gated(read, gate, weight, tl.sum(read * read) / VALUE_DIM, eps).to(gate.dtype)
+    tl.store(out + row * VALUE_HEADS * VALUE_DIM + column, result, mask=some_values)
+
+
+class LinearLayer(NamedTuple):
+    """A layer of linear attention, with the states of all slots."""
+
+    parameters: Parameters
+    delta: DeltaRule
+    conv: Tensor
+    """Inputs of the convolution, [slots, taps - 1, mixed_size]."""
+    rule: Tensor
+    """States of the rule, float32 [slots, value_heads, key_dim, value_dim]."""
+    eps: float
+    """Epsilon of the norm of the output."""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Constants of the kernels."""
+        delta = self.delta
+        return {
+            **{"KEY_HEADS": delta.key_heads, "VALUE_HEADS": delta.value_heads},
+            **{"KEY_DIM": delta.key_dim, "VALUE_DIM": delta.value_dim},
+        }
+
+
+def decode_step(
+    x: Tensor,
+    rates: Tensor,
+    layer: LinearLayer,
+    slots: Tensor,
+    lengths: Tensor,
+    mixed: Tensor,
+    out: Tensor,
+) -> None:
+    """`out` [R, value_size] = linear attention of one new token in each slot, whose states move on.
+
+    Args:
+        x: Projected queries, keys, values and gates, [R, projected].
+        rates: Projected learning rates and decays, [R, 2 * value_heads].
+        layer: The layer.
+        slots: int32 [R].
+        lengths: Above 0 for active rows, int32 [R].
+        mixed: Room for [R, mixed_size].
+        out: Written.
+    """
+    parameters, delta, conv, rule, eps = layer
+    keys, values = power_of_2(delta.key_dim), power_of_2(delta.value_dim)
+    heads, block = 2 * delta.key_heads + delta.value_heads, max(keys, values)
+    rows, early = (slots, lengths), launch_options(x.device)
+    taken = x, parameters.conv, conv, *rows, mixed, x.stride(0)
+    tile = {"TAPS": delta.taps, "HEADS": _HEADS, "BLOCK": block, **early}
+    grid, width = (len(x), -(-heads // _HEADS)), warps(_HEADS * block)
+    launch(_convolve_step, grid, *taken, **layer.shape, **tile, num_warps=width)
+    vectors = parameters.decay, parameters.shift, parameters.norm
+    moved = mixed, x[:, delta.mixed_size :], rates, *vectors, rule, *rows, out
+    strides, tile = (x.stride(0), rates.stride(0)), {"KEYS": keys, "VALUES": values, **early}
+    grid, width = (delta.value_heads, len(x)), min(8, warps(keys * values))
+    launch(_rule_step, grid, *moved, *strides, eps, **layer.shape, **tile, num_warps=width)

@@ -1,0 +1,350 @@
+"""Linear attention of prompts, in chunks (Yang et al. 2024, arXiv:2412.06464, section 3.3).
+
+Within a chunk of `CHUNK` tokens, what the rule adds to the state for each of them solves a
+triangular system. One kernel inverts the systems of all chunks and heads at once; another one goes
+from chunk to chunk with a state, or a part of its columns, in registers: one program for each
+sequence, head and part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twolane.kernels.delta_rule.decode import LinearLayer, channels, decay_of, gated, normalised
+from twolane.kernels.fused import warps
+from twolane.kernels.runtime.launch import launch, power_of_2
+
+CHUNK = 64
+"""Tokens of a chunk."""
+_COLUMNS = 64
+"""Columns of a state that one program has."""
+_HEADS = 8
+"""Heads that one program normalises."""
+_CHANNELS = 1024
+"""Channels whose last inputs one program keeps."""
+
+
+@dataclass(frozen=True)
+class PromptStates:
+    """The sequences of a pass, whose rows follow each other, on the device."""
+
+    segments: Tensor
+    """First row, number of rows, slot, and whether the sequence begins here; int32 [S, 4]."""
+    chunks: Tensor
+    """Segment and first row of each chunk, int32 [C, 2]."""
+
+
+def prompt_lists(rows: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lists of `PromptStates` of rows with these slots, first positions and counts."""
+    segments, chunks, first = [], [], 0
+    for number, (slot, start, count) in enumerate(rows):
+        segments.append((first, count, slot, start == 0))
+        chunks += [(number, row) for row in range(first, first + count, CHUNK)]
+        first += count
+    return np.array(segments, dtype=np.int32), np.array(chunks, dtype=np.int32)
+
+
+@triton.jit
+def _convolve(
+    x: tl.tensor,
+    taps: tl.tensor,
+    conv: tl.tensor,
+    segments: tl.tensor,
+    chunks: tl.tensor,
+    mixed: tl.tensor,
+    x_stride: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    number, head = tl.program_id(0), tl.program_id(1)
+    segment = segments + 4 * tl.load(chunks + 2 * number)
+    begun = tl.load(segment).to(tl.int64)
+    row = tl.load(chunks + 2 * number + 1).to(tl.int64) + tl.arange(0, CHUNK)
+    there = row < begun + tl.load(segment + 1)
+    channel, some = channels(head, tl.arange(0, BLOCK), KEY_HEADS, KEY_DIM, VALUE_DIM)
+    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    known = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * width
+    goes_on = tl.load(segment + 3) == 0
+    total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        source = row - (TAPS - 1 - tap)
+        new = (there & (source >= begun))[:, None] & some[None, :]
+        place = x + source[:, None] * x_stride + channel[None, :]
+        value = tl.load(place, mask=new, other=0.0).to(tl.float32)
+        if tap < TAPS - 1:
+            old = (there & (source < begun) & goes_on)[:, None] & some[None, :]
+            place = known + (TAPS - 1 + source - begun)[:, None] * width + channel[None, :]
+            value += tl.load(place, mask=old, other=0.0).to(tl.float32)
+        weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
+        total += value * weight[None, :]
+    kind = mixed.dtype.element_ty
+    heads = head + tl.zeros([CHUNK, 1], dtype=tl.int32)
+    value = normalised(total.to(kind).to(tl.float32), heads, KEY_HEADS, KEY_DIM)
+    place = mixed + row[:, None] * width + channel[None, :]
+    tl.store(place, value.to(kind), mask=there[:, None] & some[None, :])
+
+
+@triton.jit
+def _keep_inputs(
+    x: tl.tensor,
+    conv: tl.tensor,
+    segments: tl.tensor,
+    x_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+) -> None:
+    segment = segments + 4 * tl.program_id(0)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < WIDTH
+    begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
+    known = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH + channel
+    goes_on = tl.load(segment + 3) == 0
+    for tap in tl.static_range(TAPS - 1):  # what is read lies behind what was written
+        source = count - (TAPS - 1) + tap
+        new = tl.load(
+            x + (begun + source) * x_stride + channel, mask=inside & (source >= 0), other=0.0
+        )
+        old = tl.load(
+            known + (TAPS - 1 + source) * WIDTH, mask=inside & (source < 0) & goes_on, other=0.0
+        )
+        tl.store(known + tap * WIDTH, tl.where(source >= 0, new, old), mask=inside)
+
+
+@triton.jit
+def _decays(
+    rates: tl.tensor,
+    decay: tl.tensor,
+    shift: tl.tensor,
+    row: tl.tensor,
+    there: tl.tensor,
+    head: tl.tensor,
+    rate_stride: tl.tensor,
+    VALUE_HEADS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the learning rates of a chunk's tokens, 0 beyond its end, and the sums of their
+    logarithmic decays."""
+    rate = tl.load(rates + row * rate_stride + head, mask=there, other=0.0).to(tl.float32)
+    raw = tl.load(rates + row * rate_stride + VALUE_HEADS + head, mask=there, other=0.0)
+    g = tl.where(there, decay_of(raw, tl.load(shift + head), tl.load(decay + head)), 0.0)
+    return tl.where(there, 1.0 / (1.0 + tl.exp(-rate)), 0.0), tl.cumsum(g, axis=0)
+
+
+@triton.jit
+def _inverted(system: tl.tensor, place: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
+    """Return the inverse of a lower triangle with ones on its diagonal, given what is below that,
+    turned."""
+    solved = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
+    for i in range(1, CHUNK):
+        factors = tl.sum(tl.where(place[None, :] == i, system, 0.0), axis=1)
+        known = tl.sum(factors[:, None] * solved, axis=0)
+        solved = tl.where(place[:, None] == i, solved - known[None, :], solved)
+    return solved
+
+
+@triton.jit
+def _solve(
+    mixed: tl.tensor,
+    rates: tl.tensor,
+    decay: tl.tensor,
+    shift: tl.tensor,
+    segments: tl.tensor,
+    chunks: tl.tensor,
+    inverse: tl.tensor,
+    scores: tl.tensor,
+    rate_stride: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    number, head = tl.program_id(0), tl.program_id(1)
+    segment = segments + 4 * tl.load(chunks + 2 * number)
+    place = tl.arange(0, CHUNK)
+    row = tl.load(chunks + 2 * number + 1).to(tl.int64) + place
+    there = row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)
+    beta, total = _decays(rates, decay, shift, row, there, head, rate_stride, VALUE_HEADS)
+    key = tl.arange(0, KEYS)
+    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    keyed = mixed + row[:, None] * width + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    keyed += key[None, :]
+    inside = there[:, None] & (key < KEY_DIM)[None, :]
+    q = tl.load(keyed, mask=inside, other=0.0)
+    k = tl.load(keyed + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+    later = place[:, None] >= place[None, :]
+    between = tl.exp(tl.where(later, total[:, None] - total[None, :], 0.0))
+    seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    kind = inverse.dtype.element_ty
+    at = (row[:, None] * VALUE_HEADS + head) * CHUNK + place[None, :]
+    tl.store(scores + at, tl.where(later, seen, 0.0).to(kind), mask=there[:, None])
+    # Column i has what token i corrects for each token j before it: the system, turned.
+    before = place[:, None] < place[None, :]
+    since = tl.exp(tl.where(before, total[None, :] - total[:, None], 0.0))
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * since * beta[None, :]
+    solved = _inverted(tl.where(before, system, 0.0), place, CHUNK)
+    tl.store(inverse + at, solved.to(kind), mask=there[:, None])
+
+
+@triton.jit
+def _scan(
+    mixed: tl.tensor,
+    rates: tl.tensor,
+    decay: tl.tensor,
+    shift: tl.tensor,
+    segments: tl.tensor,
+    inverse: tl.tensor,
+    scores: tl.tensor,
+    rule: tl.tensor,
+    out: tl.tensor,
+    rate_stride: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(1)
+    segment = segments + 4 * tl.program_id(2)
+    begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
+    key, place = tl.arange(0, KEYS), tl.arange(0, CHUNK)
+    some_keys, some_values = key < KEY_DIM, column < VALUE_DIM
+    kept = rule + (tl.load(segment + 2).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    kept += key[:, None] * VALUE_DIM + column[None, :]
+    held = some_keys[:, None] & some_values[None, :]
+    state = tl.load(kept, mask=held & (tl.load(segment + 3) == 0), other=0.0)
+    kind = mixed.dtype.element_ty
+    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    keyed = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
+    valued = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column[None, :]
+    for first in range(0, count, CHUNK):
+        there = first + place < count
+        row = begun + first + place
+        beta, total = _decays(rates, decay, shift, row, there, head, rate_stride, VALUE_HEADS)
+        since, end = tl.exp(total)[:, None], tl.sum(tl.where(place == CHUNK - 1, total, 0.0))
+        inside = there[:, None] & some_keys[None, :]
+        start = mixed + row[:, None] * width
+        q = tl.load(start + keyed, mask=inside, other=0.0)
+        k = tl.load(start + keyed + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+        v = tl.load(start + valued, mask=there[:, None] & some_values[None, :], other=0.0)
+        at = (row[:, None] * VALUE_HEADS + head) * CHUNK + place[None, :]
+        solved = tl.load(inverse + at, mask=there[:, None], other=0.0)
+        seen = tl.load(scores + at, mask=there[:, None], other=0.0)
+        narrow = state.to(kind)
+        known = since * tl.dot(k, narrow, input_precision=PRECISION)
+        wanted = ((v.to(tl.float32) - known) * beta[:, None]).to(kind)
+        correction = tl.dot(solved, wanted, input_precision=PRECISION).to(kind)
+        read = since * tl.dot(q, narrow, input_precision=PRECISION)
+        read += tl.dot(seen, correction, input_precision=PRECISION)
+        target = out + row[:, None] * VALUE_HEADS * VALUE_DIM + head * VALUE_DIM + column[None, :]
+        tl.store(target, read.to(kind), mask=there[:, None] & some_values[None, :])
+        left = (k.to(tl.float32) * tl.exp(end - total)[:, None]).to(kind)
+        added = tl.dot(tl.trans(left), correction, input_precision=PRECISION)
+        state = state * tl.exp(end) + added
+    tl.store(kept, state, mask=held)
+
+
+@triton.jit
+def _gate(
+    out: tl.tensor,
+    gates: tl.tensor,
+    norm: tl.tensor,
+    gate_stride: tl.tensor,
+    eps: tl.tensor,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    value = tl.arange(0, VALUES)[None, :]
+    inside = (head < VALUE_HEADS) & (value < VALUE_DIM)
+    column = head * VALUE_DIM + value
+    place = out + row * VALUE_HEADS * VALUE_DIM + column
+    read = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + column, mask=inside, other=0.0)
+    weight = tl.load(norm + value, mask=value < VALUE_DIM, other=0.0)
+    mean = tl.sum(read * read, axis=1)[:, None] / VALUE_DIM
+    tl.store(place, gated(read, gate, weight, mean, eps).to(gate.dtype), mask=inside)
+
+
+def prompt_pass(
+    x: Tensor,
+    rates: Tensor,
+    layer: LinearLayer,
+    prompts: PromptStates,
+    room: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+) -> None:
+    """`out` [T, value_size] = linear attention of the prompts' rows, whose states move on.
+
+    Args:
+        x: See `decode_step`, as for other arguments of the same name; T rows.
+        rates: See there.
+        layer: See there.
+        prompts: The rows.
+        room: Room for convolved rows, [T, mixed_size], and for what chunks are solved with, twice
+            [T, value_heads * CHUNK].
+        out: Written.
+    """
+    delta, heads = layer.delta, layer.delta.value_heads
+    values = power_of_2(delta.value_dim)
+    _convolve_prompts(x, layer, prompts, room[0])
+    _move_states(rates, layer, prompts, room, out)
+    normed = out, x[:, delta.mixed_size :], layer.parameters.norm, x.stride(0), layer.eps
+    tile = {"VALUE_HEADS": heads, "VALUE_DIM": delta.value_dim, "HEADS": _HEADS, "VALUES": values}
+    launch(_gate, (len(x), -(-heads // _HEADS)), *normed, **tile, num_warps=warps(_HEADS * values))
+
+
+def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixed: Tensor) -> None:
+    """Write the convolved rows to `mixed`, and keep the last inputs; see `prompt_pass`."""
+    delta, lists = layer.delta, (prompts.segments, prompts.chunks)
+    block = power_of_2(max(delta.key_dim, delta.value_dim))
+    taken = x, layer.parameters.conv, layer.conv, *lists, mixed, x.stride(0)
+    sizes = {"TAPS": delta.taps, "CHUNK": CHUNK, "BLOCK": block}
+    grid = len(prompts.chunks), 2 * delta.key_heads + delta.value_heads
+    launch(_convolve, grid, *taken, **layer.shape, **sizes, num_warps=4)
+    kept = {"WIDTH": delta.mixed_size, "TAPS": delta.taps, "CHANNELS": _CHANNELS}
+    grid = len(prompts.segments), -(-delta.mixed_size // _CHANNELS)
+    launch(_keep_inputs, grid, x, layer.conv, prompts.segments, x.stride(0), **kept, num_warps=4)
+
+
+def _move_states(
+    rates: Tensor,
+    layer: LinearLayer,
+    prompts: PromptStates,
+    room: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+) -> None:
+    """Move the states of the rule over the convolved rows, `room[0]`; see `prompt_pass`."""
+    parameters, delta, (mixed, inverse, scores) = layer.parameters, layer.delta, room
+    keys, values = max(16, power_of_2(delta.key_dim)), power_of_2(delta.value_dim)
+    single = mixed.element_size() == 4
+    shape = {**layer.shape, "KEYS": keys}
+    last = {"CHUNK": CHUNK, "PRECISION": "ieee" if single else "tf32"}
+    given = mixed, rates, parameters.decay, parameters.shift, prompts.segments
+    solved = *given, prompts.chunks, inverse, scores, rates.stride(0)
+    grid = len(prompts.chunks), delta.value_heads
+    launch(_solve, grid, *solved, **shape, **last, num_warps=4)
+    columns = max(16, min(_COLUMNS, values))
+    scanned = *given, inverse, scores, layer.rule, out, rates.stride(0)
+    parts = -(-delta.value_dim // columns), delta.value_heads, len(prompts.segments)
+    stages = 1 if single else 2  # tiles of float32 fill the shared memory
+    tile = {**shape, "COLUMNS": columns, **last}
+    launch(_scan, parts, *scanned, **tile, num_warps=4, num_stages=stages)

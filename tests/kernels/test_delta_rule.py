@@ -1,0 +1,109 @@
+"""Kernels of linear attention compute what PyTorch does on a CPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import DEVICE
+from twolane.kernels.delta_rule.decode import LinearLayer, decode_step
+from twolane.kernels.delta_rule.prefill import CHUNK, PromptStates, prompt_lists, prompt_pass
+from twolane.kernels.delta_rule.rule import DeltaRule
+from twolane.model.linear_attention import DeltaWeights, StatePool, StateRows, attend
+from twolane.model.matrix import Matrix
+from twolane.model.spec import LINEAR, ModelSpec
+
+SLOTS = 6
+SHAPES = {
+    "grouped": DeltaRule(2, 4, 16, 24, 4),
+    "square": DeltaRule(1, 1, 32, 32, 3),
+    "wide": DeltaRule(1, 2, 8, 80, 2),
+}
+
+
+class Layer:
+    """One layer of linear attention with random weights and states, twice."""
+
+    def __init__(self, delta: DeltaRule) -> None:
+        torch.manual_seed(1)
+        self.delta, heads = delta, delta.value_heads
+        self.weights = DeltaWeights(
+            rates=Matrix.plain(torch.empty(0, 0)),
+            conv=torch.randn(delta.mixed_size, delta.taps),
+            decay=-torch.rand(heads),
+            shift=torch.randn(heads),
+            norm=torch.rand(delta.value_dim) + 0.5,
+        )
+        spec = ModelSpec("any", 1, 8, 1, 1, 8, 8, 8, 8, kinds=(LINEAR,), delta=delta)
+        self.right = StatePool(spec, SLOTS, torch.float32)
+        self.right.conv[0].normal_()
+        self.right.rule[0].normal_()
+        conv = self.right.conv[0].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        self.states = conv.to(DEVICE), self.right.rule[0].clone().to(DEVICE)
+        moved = {name: getattr(self.weights, name).to(DEVICE) for name in ("conv", "decay")}
+        moved |= {name: getattr(self.weights, name).to(DEVICE) for name in ("shift", "norm")}
+        self.linear = LinearLayer(SimpleNamespace(**moved), delta, *self.states, 1e-6)
+
+    def inputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(rows, self.delta.projected), torch.randn(
+            rows, 2 * self.delta.value_heads
+        )
+
+    def expected(self, x, rates, places):
+        rows = StateRows.of(places)
+        return attend(x, rates, self.weights, self.delta, rows, self.right, 0, 1e-6)
+
+    def same_states(self, slots=range(SLOTS)) -> None:
+        conv, rule = (each.cpu()[list(slots)] for each in self.states)
+        wanted = self.right.conv[0][list(slots)].transpose(1, 2)
+        torch.testing.assert_close(conv, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(rule, self.right.rule[0][list(slots)], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_moves_the_states_of_active_rows(shape):
+    """A row is padding, and a state that no row names stays as it is."""
+    layer = Layer(SHAPES[shape])
+    delta = layer.delta
+    slots = torch.tensor([4, 0, 5, 2], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([9, 3, 0, 100], dtype=torch.int32, device=DEVICE)
+    active = [0, 1, 3]
+    for _ in range(2):
+        x, rates = layer.inputs(4)
+        mixed = torch.empty(4, delta.mixed_size, device=DEVICE)
+        out = torch.zeros(4, delta.value_size, device=DEVICE)
+        given = x.to(DEVICE), rates.to(DEVICE), layer.linear
+        decode_step(*given, slots, lengths, mixed, out)
+        places = [(int(slots[i]), int(lengths[i]) - 1, 1) for i in active]
+        expected = layer.expected(x[active], rates[active], places)
+        torch.testing.assert_close(out.cpu()[active], expected, atol=1e-4, rtol=1e-4)
+        layer.same_states()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(3, 0, 5)],
+        [(1, 7, 2), (0, 0, 1), (5, 30, 1), (2, 0, CHUNK + 3)],
+        [(4, 1, 2 * CHUNK), (0, 0, CHUNK)],
+    ],
+    ids=str,
+)
+def test_prompts_move_their_states(shape, places):
+    """Chunks that begin, go on, are shorter than the convolution, and end within a tile."""
+    layer = Layer(SHAPES[shape])
+    delta, rows = layer.delta, sum(count for *_, count in places)
+    x, rates = layer.inputs(rows)
+    segments, chunks = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists(places))
+    room = (
+        torch.full((rows, delta.mixed_size), torch.nan, device=DEVICE),
+        torch.full((rows, delta.value_heads * CHUNK), torch.nan, device=DEVICE),
+        torch.full((rows, delta.value_heads * CHUNK), torch.nan, device=DEVICE),
+    )
+    out = torch.empty(rows, delta.value_size, device=DEVICE)
+    given = x.to(DEVICE), rates.to(DEVICE), layer.linear
+    prompt_pass(*given, PromptStates(segments, chunks), room, out)
+    expected = layer.expected(x, rates, places)
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-3, rtol=1e-3)
+    layer.same_states()
