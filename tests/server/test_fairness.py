@@ -1,8 +1,13 @@
 """What one client may take from the others."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
+
+from twolane.server.http.bodies import PARSED_AT_ONCE
+from twolane.server.http.gate import Gate
 
 from .conftest import KEYS
 from .serving import PATIENCE, wait_for
@@ -59,3 +64,50 @@ def test_a_salt_that_is_none_is_refused(tiny, salt):
     assert status == 400
     assert body["error"]["param"] == "cache_salt"
     assert tiny.request("/health")[0] == 200
+
+
+@pytest.mark.parametrize("length", [10, 1 << 16], ids=["small", "large"])
+def test_calls_of_a_client_are_parsed_a_few_at_a_time_in_order(length) -> None:
+    calls: list[SimpleNamespace] = []
+
+    async def app(scope, receive, send) -> None:
+        await receive()
+        calls.append(scope["state"]["call"])
+        await asyncio.Event().wait()
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"x" * length}
+
+    async def settle() -> list[str]:
+        for _ in range(9):
+            await asyncio.sleep(0)
+        return [call.name for call in calls]
+
+    async def scenario() -> None:
+        gate, tasks = Gate(app, [], 1 << 20), []
+
+        def arrive(name: str, address: str) -> None:
+            call = SimpleNamespace(name=name, on_parsed=None)
+            scope = {"type": "http", "path": "/v1/completions", "headers": []}
+            scope |= {"state": {"call": call}, "client": (address, 1)}
+            tasks.append(asyncio.create_task(gate(scope, receive, None)))
+
+        for number in range(PARSED_AT_ONCE + 3):
+            arrive(f"a{number}", "10.0.0.1")
+        arrive("b", "10.0.0.2")
+        begun = [f"a{number}" for number in range(PARSED_AT_ONCE)]
+        rest = [f"a{PARSED_AT_ONCE + number}" for number in range(3)]
+        if length > 10:
+            assert await settle() == [*begun, *rest, "b"]
+        else:
+            assert await settle() == [*begun, "b"]
+            calls[0].on_parsed()
+            calls[0].on_parsed()  # once more has no effect
+            assert await settle() == [*begun, "b", rest[0]]
+            tasks[1].cancel()  # as when its client leaves
+            assert await settle() == [*begun, "b", *rest[:2]]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())

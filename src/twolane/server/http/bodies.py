@@ -1,6 +1,9 @@
-"""Bounds on request bodies: the size of one, and the memory of all that are arriving."""
+"""Bounds on request bodies: the size of one, and the memory of all that are arriving; and the order
+in which they are parsed."""
 
+import asyncio
 from collections import Counter
+from weakref import WeakValueDictionary
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -12,6 +15,8 @@ ARRIVING_BYTES = 256 << 20
 """Most bytes of all arriving bodies together, unless four of the longest are more; bodies of one
 client may have half of it."""
 
+PARSED_AT_ONCE = 2
+"""Calls of one client that are parsed in one turn of the event loop."""
 LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers one of which every request with a body has."""
 
@@ -49,6 +54,42 @@ class ArrivingBytes:
             del self._held[client]
 
 
+class ParsingTurns:
+    """Has the calls of a client parsed a few at a time, in order of arrival: one client's hundreds
+    would otherwise keep the event loop from another one's call."""
+
+    def __init__(self) -> None:
+        self._places = WeakValueDictionary[str, asyncio.Semaphore]()
+        """By client, as long as one of its calls has a turn."""
+
+    def turn(self, client: str) -> "ParsingTurn":
+        """Return the turn of a call, which has not begun."""
+        if (places := self._places.get(client)) is None:
+            places = self._places[client] = asyncio.Semaphore(PARSED_AT_ONCE)
+        return ParsingTurn(places)
+
+
+class ParsingTurn:
+    """The turn of one call to be parsed.
+
+    Args:
+        places: The places of its client.
+    """
+
+    def __init__(self, places: asyncio.Semaphore) -> None:
+        self._places, self._has_place = places, False
+
+    async def begin(self) -> None:
+        """Wait for a place."""
+        self._has_place = await self._places.acquire()
+
+    def end(self) -> None:
+        """Give the place to the client's next call, if this one has begun."""
+        if self._has_place:
+            self._has_place = False
+            self._places.release()
+
+
 class BodyReader:
     """Reads the body of one request within the bounds on bytes; `Connection` bounds its time.
 
@@ -58,12 +99,21 @@ class BodyReader:
         arriving: counts the bytes of all bodies.
         client: the client that sends the body.
         kept: true if the bytes of a complete body count until `end`.
+        turn: Begins when a small body is complete; None: it is parsed at once. Large bodies are
+            parsed in a process of their own.
     """
 
     def __init__(
-        self, receive: Receive, longest: int, arriving: ArrivingBytes, client: str, *, kept: bool
+        self,
+        receive: Receive,
+        longest: int,
+        arriving: ArrivingBytes,
+        client: str,
+        *,
+        kept: bool,
+        turn: ParsingTurn | None = None,
     ) -> None:
-        self._receive, self._longest = receive, longest
+        self._receive, self._longest, self._turn = receive, longest, turn
         self._arriving, self._client = arriving, client
         self._kept = kept
         self._read = self._held = 0
@@ -83,6 +133,9 @@ class BodyReader:
         elif (more := self._read - FREE_BYTES - self._held) > 0:
             self._arriving.add(self._client, more)
             self._held += more
+        complete = message["type"] == "http.request" and not message.get("more_body")
+        if complete and self._turn is not None and self._read < FREE_BYTES:
+            await self._turn.begin()
         return message
 
     def end(self) -> None:

@@ -59,6 +59,8 @@ class Call(Protocol):
     """Index of its API key; None: the server has no keys."""
     slo: Slo
     """Its latency bounds; the server's until its headers are read."""
+    on_parsed: Callable[[], None]
+    """Is called when its body has been parsed."""
 
     def admit(self, prompts: Sequence[list[int]]) -> Sequence[CountedRequest]:
         """Count the call as one request for each of `prompts`, given once for each answer; they end

@@ -18,6 +18,7 @@ from twolane.server.http.bodies import (
     ARRIVING_BYTES,
     ArrivingBytes,
     BodyReader,
+    ParsingTurns,
     RestOfBody,
     too_large,
 )
@@ -97,6 +98,7 @@ class Gate:
         self._check_call = check_call
         self._max_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
         self._arriving = ArrivingBytes(self._max_bytes)
+        self._turns = ParsingTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -116,7 +118,8 @@ class Gate:
             CLIENT.set(client(scope) if key is None else f"key {key}")
             if int(headers.get("content-length", "0")) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
-            if (call := scope.get("state", {}).get("call")) is not None:
+            call: Call | None = scope.get("state", {}).get("call")
+            if call is not None:
                 self._check_call(headers, call, key)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
@@ -124,12 +127,18 @@ class Gate:
             await refuse(error, scope["path"], send)
             return
         set_key(scope, key)
-        whose, kept = CLIENT.get(), self._keeps_bodies
-        body = BodyReader(receive, self._max_body_bytes, self._arriving, whose, kept=kept)
+        whose, kept, turn = CLIENT.get(), self._keeps_bodies, None
+        if call is not None:
+            turn = self._turns.turn(whose)
+            call.on_parsed = turn.end
+        bounds = self._max_body_bytes, self._arriving, whose
+        body = BodyReader(receive, *bounds, kept=kept, turn=turn)
         try:
             await self._app(scope, body.receive, send)
         finally:
             body.end()
+            if turn is not None:
+                turn.end()
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
         """Return the index of the request's key; None: it needs none.

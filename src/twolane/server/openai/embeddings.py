@@ -63,6 +63,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingRequest, request: Request, call: BoundedCall) -> Response:
         """Make a vector of length 1 of each text, if the checkpoint is one of embeddings."""
         check_served(service, body)
+        call.on_parsed()
         prepared = await unless_gone(request, service.prepare(body.request(), call))
         model, tokens = service.name_of(prepared.request), prepared.tokens
         generation = service.generate(prepared, call)

@@ -338,6 +338,7 @@ class CallMetrics(InFlight):
         self.arrival = time.monotonic()
         self.headers: Mapping[str, str] = {}
         self.key: int | None = None
+        self.on_parsed: Callable[[], None] = lambda: None
         metrics.received.inc()
         metrics.in_flight.inc()
 

@@ -104,6 +104,7 @@ async def answer(
         ClientGone: the client left meanwhile.
         ApiError, FieldError: the request cannot be served.
     """
+    call.on_parsed()
     prepared = await unless_gone(request, service.prepare(asked, call))
     answering = make(prepared)
     generation = service.generate(prepared, call)
