@@ -61,10 +61,23 @@ def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):
     assert find_profile(CONFIG, key) == SHIPPED / "qwen3-8b-h200.json"
     assert "is not a profile" in caplog.text
     Profile.read(SHIPPED / "qwen3-8b-h200.json").save(own)
-    other = structs.replace(key, model="another")
-    own.rename(cached_profile(own.parents[1], other))
-    assert find_profile(CONFIG, other) is None
-    assert "is of the model" in caplog.text
+    for part in ("model", "driver", "units"):
+        other = structs.replace(key, **{part: 7 if part == "units" else "another"})
+        own.rename(own := cached_profile(own.parents[1], other))
+        assert find_profile(CONFIG, other) != own
+        assert f"was measured with another {part}" in caplog.text
+
+
+def test_a_profile_whose_samples_were_changed_is_passed_over(own: Path, caplog):
+    shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json")
+    shipped.save(own)
+    assert Profile.read(own).samples == shipped.samples
+    text = own.read_text()
+    seconds = str(shipped.samples[5].seconds[0])
+    assert seconds in text
+    own.write_text(text.replace(seconds, "0.5"))
+    assert find_profile(CONFIG, shipped.key) == SHIPPED / "qwen3-8b-h200.json"
+    assert "its samples have another digest" in caplog.text
 
 
 def test_a_profile_that_is_named_comes_first(own: Path):

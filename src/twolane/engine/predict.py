@@ -30,6 +30,8 @@ from twolane.model.load.hub import cache_dir
 
 log = logging.getLogger("twolane.predict")
 
+KEY_PARTS = Key.__struct_fields__
+
 
 def find_profile(config: EngineConfig, key: Key) -> Path | None:
     """Return the profile that is named, else the cache's or the package's of this device and
@@ -40,8 +42,9 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
     if not path.exists():
         return shipped_profile(key)
     try:
-        if (made_of := read_profile(path).key).model != key.model:
-            raise ProfileError(f"{path} is of the model {made_of.model}, not {key.model}")
+        made_of = read_profile(path).key
+        if others := [part for part in KEY_PARTS if getattr(made_of, part) != getattr(key, part)]:
+            raise ProfileError(f"{path} was measured with another {' and '.join(others)}")
     except (ProfileError, OSError) as error:
         log.warning("%s: ignored; `twolane profile` replaces it", error)
         return shipped_profile(key)

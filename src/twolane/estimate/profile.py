@@ -228,8 +228,9 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
         return {sample.point for sample in self.samples}
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
-        write_atomically(path, msgspec.json.format(msgspec.json.encode(self), indent=0))
+        """Write it whole or not at all, with the digest of its samples."""
+        raw = {**msgspec.to_builtins(self), "digest": _digest(self.samples)}
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(raw), indent=0))
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
@@ -240,6 +241,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
         """
         try:
             raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            digest = raw.pop("digest", None)  # the first profiles have none
             profile = msgspec.convert({**raw, "shape": _present_shape(raw.get("shape"))}, cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
@@ -249,7 +251,13 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
             _name_machine(profile)
         if profile.format != FORMAT:
             raise ProfileError(f"{path} has format {profile.format}; this version reads {FORMAT}")
+        if digest not in (None, _digest(profile.samples)):
+            raise ProfileError(f"{path} is damaged: its samples have another digest")
         return profile
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    return hashlib.sha256(msgspec.json.encode(samples)).hexdigest()
 
 
 def _name_machine(profile: Profile) -> None:
