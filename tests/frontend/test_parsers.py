@@ -74,6 +74,14 @@ DEEPSEEK_31 = (
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
 PYTHONIC = '[weather(city="Rome"), f()]'
+GLM45 = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>\n"
+    "<tool_call>f\n</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
+    '</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
+)
 GLM = 'weather\n{"city": "Rome"}<|assistant|>f\n{}<|observation|>'
 CALL = '<tool_call>{"name": "f", "arguments": '
 PYTHON_OBJECT = """{'city': 'it\\'s "Rome"', "days": [1, 2 , ], "warm": True, 'wet': None, }"""
@@ -158,6 +166,40 @@ WRITTEN = {
     "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
     "mistral": (("mistral", MISTRAL), "", ROME),
     "pythonic": (("pythonic", PYTHONIC), "", ROME),
+    "glm 4.5": (("glm45", f"I look.\n{GLM45}"), "I look.", ROME),
+    "glm 4.5, without lines, and in JSON": (
+        (
+            "glm45",
+            "<tool_call>f<arg_key>maybe</arg_key><arg_value>1 > 0 </arg_key></arg_value>"
+            "<arg_key>sure</arg_key><arg_value>true</arg_value>"
+            "<arg_key>sure</arg_key><arg_value>false</arg_value></tool_call>"
+            '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+        ),
+        "",
+        [("f", {"maybe": "1 > 0 </arg_key>", "sure": True}), ("f", {})],
+    ),
+    "glm 4.5, no call": (("glm45", "The mark <tool_call>, <b>."), "The mark <tool_call>, <b>.", []),
+    "minimax": (("minimax_m2", f"{MINIMAX}\nDone."), "Done.", ROME),
+    "minimax, values with marks": (
+        (
+            "minimax_m2",
+            '<minimax:tool_call><invoke name="weather"><parameter name="city"><b>\n</parameter>'
+            '<parameter name="days">[1, 2]</parameter></invoke></minimax:tool_call>',
+        ),
+        "",
+        [("weather", {"city": "<b>\n", "days": [1, 2]})],
+    ),
+    "hunyuan": (
+        ("hunyuan_a13b", MISTRAL.replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>"),
+        "",
+        ROME,
+    ),
+    "lfm2": (("lfm2", f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>Then."), "Then.", ROME),
+    "olmo 3": (
+        ("olmo3", 'Yes.<function_calls>\nweather(city="Rome")\nf()\n</function_calls>'),
+        "Yes.",
+        ROME,
+    ),
     "pythonic, behind Llama's mark": (("pythonic", f"<|python_tag|>{PYTHONIC}"), "", ROME),
     "pythonic, between texts": (
         ("pythonic", f"See [1] and [[f], [weather].\n{PYTHONIC}\n\nSo I [look] it up."),
@@ -864,6 +906,14 @@ def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     assert (reader.thinking, reader.content) == ("Hm", "Yes")
 
 
+def test_hunyuan_answers_between_marks():
+    template = "<think></think>{{ content.split('<answer>')[-1] }}</answer>"
+    form = ModelFormats(template, shows_tools=False).of(FormatOptions(), "a")
+    reader = form.reader()
+    reader.read("<think>\nHm\n</think>\n<answer>\nYes\n</answer>", ended=True)
+    assert (reader.thinking, reader.content) == ("Hm", "Yes")
+
+
 def test_seed_oss_thinks_between_marks_of_its_own():
     form = ModelFormats("<seed:think></seed:think>", shows_tools=False).of(FormatOptions(), "a")
     reader = form.reader()
@@ -893,5 +943,13 @@ def test_the_format_is_chosen_from_the_template():
     assert format_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}") == "mistral_args"
     assert format_of("{% if tools %}[TOOL_CALLS][{% endif %}") == "mistral"
     assert format_of("{{ tools }}<|observation|>{{ m.metadata }}") == "glm4_0414"
+    marks = {
+        "<tool_call>{{ name }}<arg_key>": "glm45",
+        "<minimax:tool_call>": "minimax_m2",
+        "<tool_calls>": "hunyuan_a13b",
+        "<|tool_list_start|>": "lfm2",
+        "<function_calls>": "olmo3",
+    }
+    assert {mark: format_of(f"{{{{ tools }}}}{mark}") for mark in marks} == marks
     assert format_of("{{ messages }}<tool_call>") is None
     assert format_of(None) is None

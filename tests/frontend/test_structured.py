@@ -34,7 +34,7 @@ from twolane.frontend.structured.tools import (
 )
 from twolane.frontend.text.codec import TextCodec
 
-from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, PYTHONIC, read
+from .test_parsers import DEEPSEEK, DEEPSEEK_31, GLM45, LLAMA, MINIMAX, MISTRAL, PYTHONIC, read
 
 WEATHER = Tool(
     "weather",
@@ -590,6 +590,11 @@ CALLS = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
     "pythonic": PYTHONIC,
+    "glm45": GLM45,
+    "minimax_m2": MINIMAX,
+    "hunyuan_a13b": MISTRAL.replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>",
+    "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
+    "olmo3": '<function_calls>\nweather(city="Rome")\nf()\n</function_calls>',
 }
 
 

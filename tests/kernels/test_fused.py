@@ -121,6 +121,29 @@ def test_rotates_and_writes(
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+def test_norms_after_the_rotation(dtype: torch.dtype, device: str) -> None:
+    """In both forms, for decode and for the rest."""
+    heads, kv_heads, dim = 8, 4, 64
+    case = Heads(heads, kv_heads, dim, dtype, True, device)
+    frequencies = (10_000.0 ** (-torch.arange(0, dim, 2) / dim)).to(device)
+    table = fused.rotary_table(frequencies, 1.0, 1001)
+    qk = case.qkv.view(3, -1, dim)[:, : heads + kv_heads].float()
+    wide = llama_norm(rotated(qk, case.positions, frequencies) / 1.5, case.norm.float())
+    expected = wide.to(dtype)
+    out = torch.zeros(3, heads, dim, dtype=dtype, device=device)
+    rows = case.qkv, case.positions, case.norm, EPS, table
+    tables = torch.zeros(3, 70, dtype=torch.int32, device=device)
+    ints = torch.arange(3, dtype=torch.int32, device=device)
+    where = tables, ints, torch.ones_like(ints)
+    fused.qkv_rope_write_decode(*rows, out, case.pool, *where, norm_last=True)
+    assert_close(out, expected[:, :heads])
+    places = torch.arange(3, device=device)
+    fused.qkv_rope_write(*rows, out.zero_(), case.pool, places, norm_last=True)
+    assert_close(out, expected[:, :heads])
+    assert_close(case.pool[0, :, 0, :3].transpose(0, 1), expected[:, heads:])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "norm"), SHAPES)
 def test_writes_to_a_rounded_pool(
     heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype, device: str

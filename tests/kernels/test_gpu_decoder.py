@@ -32,6 +32,7 @@ PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
 FAMILIES = (
+    "hunyuan-moe",
     *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5"),
     pytest.param("qwen3-next", marks=pytest.mark.full),
     *(

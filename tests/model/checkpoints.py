@@ -35,6 +35,9 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "pad_token_id": 0,
 }
+FINAL_NORMS = tuple(
+    f"model.{name}.weight" for name in ("norm", "language_model.norm", "embedding_norm")
+)
 
 
 def load_decoder(source: ModelSource, **options: Any) -> Decoder:
@@ -49,8 +52,10 @@ _FIXTURES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(_FIXTURES)
 """The fixtures of every family: itself, and options that change what is computed."""
-HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
-"""Those with layers of linear attention."""
+HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
+"""Those with layers that keep a state."""
+ON_CPUS = ("lfm2", "lfm2-moe")
+"""Those that GPUs do not serve yet."""
 
 
 def config_of(
@@ -104,7 +109,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
             if config.model_type.startswith(("qwen3_5", "qwen3_next")):
                 _for_hybrid(name, parameter)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
     return model
 
@@ -113,7 +118,7 @@ def _for_gemma(name: str, parameter: torch.Tensor, scale: float) -> None:
     """Undo that the model multiplies embeddings with `scale`, and adds 1 to norms."""
     if name.endswith("embed_tokens.weight"):
         parameter /= scale
-    if name in ("model.norm.weight", "model.language_model.norm.weight"):
+    if name in FINAL_NORMS:
         parameter *= scale
     if name.endswith("norm.weight"):
         parameter -= 1.0
@@ -134,9 +139,9 @@ def _auto_of(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelF
 
 def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
     """Sharp attention that outweighs the token's own embedding, and far apart logits."""
-    if name in ("model.norm.weight", "model.language_model.norm.weight"):
+    if name in FINAL_NORMS:
         parameter.uniform_(*((4.0, 12.0) if tied else (0.5, 1.5)))
-    elif name.endswith(("q_norm.weight", "k_norm.weight")):
+    elif name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight")):
         parameter.uniform_(0.7, 1.9)
     elif name.endswith("norm.weight"):
         parameter.uniform_(0.5, 1.5)

@@ -66,9 +66,10 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
         values = interleave(values, heads) if permuted else values
         used = kind if values.ndim == 2 else Type.F32
         raw = quantize(values, used)
-        stem, suffix = name.removesuffix("_bias"), "bias"
-        if not name.endswith("correction_bias"):
-            stem, suffix = name.rsplit(".", 1)
+        usual = family.usual_name(name)
+        stem, suffix = usual.removesuffix("_bias"), "bias"
+        if not usual.endswith("correction_bias"):
+            stem, suffix = usual.rsplit(".", 1)
         writer.add_tensor(f"{names[stem]}.{suffix}", raw.squeeze(), raw_dtype=used)
         if family.norms_less_1 and name.endswith("norm.weight"):
             continue

@@ -64,7 +64,7 @@ def test_batch_of_mixed_segments(tiny, family):
     news = [30, 1, 1, 25, 1, 40, 1, 1, 1, 1]
     sequences = [prompt(s + n, seed=i) for i, (s, n) in enumerate(zip(starts, news, strict=True))]
     pages = [pool.take(len(s)) for s in sequences]
-    shared = decoder.spec.delta is None  # a state belongs to one sequence
+    shared = decoder.spec.state is None  # a state belongs to one sequence
     if shared:
         sequences[5][:24] = sequences[3][:24]
         pages[5][:3] = pages[3][:3]

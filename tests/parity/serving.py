@@ -170,7 +170,7 @@ def serve(
     kv = KVCache(*shape, requests=running, rounded=rounded)
     for layer in (*kv.k, *kv.v, *kv.states.conv, *kv.states.rule):
         layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
-    shares = prefix_cache and decoder.spec.delta is None
+    shares = prefix_cache and decoder.spec.state is None
     books = KVCacheManager(pages, page_size, running, prefix_cache=shares)
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:

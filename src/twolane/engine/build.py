@@ -200,7 +200,7 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
     # The state of a prompt's beginning is gone when the prompt goes on: no prefix is found again.
-    shares = config.prefix_cache and machine.spec.delta is None
+    shares = config.prefix_cache and machine.spec.state is None
     return KVCacheManager(pages, page_size, config.max_running, prefix_cache=shares)
 
 

@@ -343,6 +343,8 @@ def model_digest(shape: ModelSpec) -> str:
         fields["kinds"] = kinds
     if shape.delta is not None:
         fields["delta"] = shape.delta
+    if shape.convolution is not None:
+        fields["convolution"] = shape.convolution
     if shape.output_gate:
         fields["output_gate"] = True
     if shape.activation != "silu":

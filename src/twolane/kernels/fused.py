@@ -253,6 +253,7 @@ def _qkv_rope_write(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    LAST: tl.constexpr,
     PAGED: tl.constexpr,
     ROUNDED: tl.constexpr,
     MIRRORED: tl.constexpr,
@@ -294,12 +295,17 @@ def _qkv_rope_write(
     if NORM:
         inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / DIM + eps)
         scale = tl.load(norm + head * DIM + dim, mask=inside & rotated, other=0.0).to(tl.float32)
-        normal = (value * inverse).to(x.dtype).to(tl.float32) * scale
-        value = tl.where(rotated, normal.to(x.dtype).to(tl.float32), value)
+        normal = value * inverse
+        if not LAST:
+            normal = (normal.to(x.dtype).to(tl.float32) * scale).to(x.dtype).to(tl.float32)
+        value = tl.where(rotated, normal, value)
     cos, sin = tl.split(tl.reshape(turn, (HEADS, BLOCK // 2, 2)))
     even, odd = tl.split(tl.reshape(value, (HEADS, BLOCK // 2, 2)))
     pairs = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    value = tl.where(rotated, tl.reshape(pairs, (HEADS, BLOCK)), value).to(x.dtype)
+    turned = tl.reshape(pairs, (HEADS, BLOCK))
+    if LAST:  # a rotation leaves the root mean square as it is
+        turned = turned.to(x.dtype).to(tl.float32) * scale
+    value = tl.where(rotated, turned, value).to(x.dtype)
     tl.store(q_out + row * q_stride + head * DIM + dim, value, mask=inside & (head < Q_HEADS))
     part = (head >= Q_HEADS + KV_HEADS).to(tl.int32)  # 0: keys, 1: values
     kv_head = head - Q_HEADS - part * KV_HEADS
@@ -338,6 +344,8 @@ def qkv_rope_write(
     q_out: torch.Tensor,
     pool: WrittenPool,
     write_slots: torch.Tensor,
+    *,
+    norm_last: bool = False,
 ) -> None:
     """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
 
@@ -356,9 +364,10 @@ def qkv_rope_write(
             `twolane.model.fp8.quantise_heads` does alike; a mirrored one is written twice.
         write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
             active.
+        norm_last: Whether the norm comes after the rotation (Hunyuan), whose table has no scales.
     """
     where = (write_slots, None, None)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where)
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, last=norm_last)
 
 
 def qkv_rope_write_decode(
@@ -372,6 +381,8 @@ def qkv_rope_write_decode(
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
+    *,
+    norm_last: bool = False,
 ) -> None:
     """`qkv_rope_write` that finds the place to write on the device, for decode.
 
@@ -379,10 +390,10 @@ def qkv_rope_write_decode(
         tables: pages of the sequence in each slot, int32 [slots, max_pages].
         slots: the slot that each row belongs to, int32 [R].
         lengths: above 0 for active rows, int32 [R].
-        qkv, positions, qk_norm, eps, table, q_out, pool: as there, T = R.
+        qkv, positions, qk_norm, eps, table, q_out, pool, norm_last: as there, T = R.
     """
     where = (slots, tables, lengths)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where)
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, last=norm_last)
 
 
 def _launch_rope(
@@ -396,6 +407,8 @@ def _launch_rope(
     slots: torch.Tensor,
     tables: torch.Tensor | None,
     lengths: torch.Tensor | None,
+    *,
+    last: bool,
 ) -> None:
     rows, heads, dim = q_out.shape
     own, copy = (pool.own, pool.copy) if isinstance(pool, MirroredPool) else (pool, pool)
@@ -426,6 +439,7 @@ def _launch_rope(
         DIM=dim,
         PAGE=page_size,
         NORM=qk_norm is not None,
+        LAST=last and qk_norm is not None,
         PAGED=tables is not None,
         ROUNDED=isinstance(own, RoundedPool),
         MIRRORED=isinstance(pool, MirroredPool),

@@ -23,7 +23,7 @@ def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
     several = device == "cuda" and settings.tensor_parallel_size > 1
     if settings.all_reduce in ("two-shot", "joined") and not several:
         raise FieldError("all_reduce", "is only for several GPUs")
-    if settings.disaggregated and resolve(settings.model, settings.load_format).spec().delta:
+    if settings.disaggregated and resolve(settings.model, settings.load_format).spec().state:
         raise FieldError("disaggregated", "does not carry the states of linear attention yet")
     if device == "cpu":
         kind = RankedCpuMachine if settings.tensor_parallel_size > 1 else CpuMachine

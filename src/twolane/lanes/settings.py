@@ -43,7 +43,7 @@ class LaneSizes(msgspec.Struct, frozen=True):
 
 def without_adapters(spec: ModelSpec) -> str | None:
     """Return why LoRA adapters of a model are not served; None: they are."""
-    if spec.delta is not None:
+    if spec.state is not None:
         return "adapters of models with linear attention are not served yet"
     return None
 
@@ -76,8 +76,13 @@ def load_shard(
     Raises:
         ValueError: a setting is wrong, or the model.
     """
+    source = resolve(settings.model, settings.load_format)
+    if source.spec().convolution is not None and device.startswith("cuda"):
+        raise FieldError(
+            "model", f"{settings.model} has short convolutions, which are not built for GPUs yet"
+        )
     return load_weights(
-        resolve(settings.model, settings.load_format),
+        source,
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantization=settings.quantization,

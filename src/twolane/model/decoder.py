@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model.attention import Batch, KVCache
-from twolane.model.linear_attention import DeltaWeights, attend
+from twolane.model.linear_attention import DeltaWeights, attend, convolve
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Mlp
 from twolane.model.products import Products
@@ -31,7 +31,8 @@ class LayerWeights:
     """The norm of what attention reads, [hidden], or None."""
     qkv: Matrix
     """[qkv_rows, hidden]: the rows of q and k, in the order of `pair_rows`, of v, and of output
-    gates; in linear attention [projected, hidden]: those of q, k, v and gates."""
+    gates; in linear attention [projected, hidden]: those of q, k, v and gates; in a short
+    convolution [3 * channels, hidden]: those of both gates and what is convolved."""
     qkv_bias: torch.Tensor | None
     """[qkv_rows], in the order of the rows of `qkv`, or None."""
     qk_norm: torch.Tensor | None
@@ -39,7 +40,8 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None
     """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
-    """[hidden, q_size], in linear attention [hidden, value_size]."""
+    """[hidden, q_size], in linear attention [hidden, value_size], in a short convolution
+    [hidden, channels]."""
     o_bias: torch.Tensor | None
     """[hidden] or None."""
     mlp_norm: torch.Tensor | None
@@ -48,7 +50,10 @@ class LayerWeights:
     mlp_out_norm: torch.Tensor | None
     """The norm of what the MLP adds to the residual stream, [hidden], or None."""
     delta: DeltaWeights | None = None
-    """What linear attention has beside `qkv` and `o`; None: the layer has softmax attention."""
+    """What linear attention has beside `qkv` and `o`; None: the layer has none."""
+    taps: torch.Tensor | None = None
+    """The taps of a short convolution in the place of attention, [channels, taps], the latest last;
+    None: the layer has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +142,7 @@ class Decoder:
         """
         spec, w, products = self.spec, self.weights.layers[i], products or self.products
         attend = self._attended if w.delta is None else self._attended_linearly
+        attend = attend if w.taps is None else self._convolved
         attended = attend(i, self._read(hidden, w.input_norm), batch, kv, products)
         if self.group.size == 1 and not spec.norms_outputs:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
@@ -170,6 +176,17 @@ class Decoder:
         projected, rates = products.linear(x, w.qkv), products.linear(x, w.delta.rates)
         rows = batch.state_rows
         return attend(projected, rates, w.delta, spec.delta, rows, kv.states, i, spec.norm_eps)
+
+    def _convolved(
+        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
+    ) -> torch.Tensor:
+        """Return the short convolution of the normalised rows `x` [T, hidden], [T, channels]."""
+        w, rows = self.weights.layers[i], batch.state_rows
+        assert w.taps is not None
+        before, after, values = products.linear(x, w.qkv).chunk(3, dim=1)
+        if len(rows.fresh):
+            kv.states.begin(i, rows.fresh)
+        return after * convolve(before * values, w.taps, rows, kv.states.conv[i])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.
@@ -212,7 +229,9 @@ class Decoder:
     def _rotate(self, qk: torch.Tensor, i: int, batch: Batch) -> None:
         """Normalise and rotate, in place, `qk` [T, heads + kv_heads, head_dim] of layer `i`."""
         spec, weight, x = self.spec, self.weights.layers[i].qk_norm, qk
-        if weight is not None:
+        if weight is not None and spec.norms_rotated:
+            x = self._normalised_heads(qk)  # a rotation leaves the root mean square as it is
+        elif weight is not None:
             normal = self._normalised_whole if spec.qk_norm == "whole" else self._normalised_heads
             x = normal(qk) * weight
         rope = spec.rope_of(i)
@@ -220,5 +239,7 @@ class Decoder:
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
+        if weight is not None and spec.norms_rotated:
+            qk *= weight
         if rope.query_beta:
             qk[:, : spec.heads] *= query_scales(rope, batch.positions).to(qk.dtype)

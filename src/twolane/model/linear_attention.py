@@ -23,7 +23,7 @@ from torch.nn import functional
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.model.matrix import Matrix
 from twolane.model.sharding import Shard
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, ShortConvolution
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -91,6 +91,18 @@ def delta_rows(shard: Shard) -> DeltaRows:
     )
 
 
+def _mixed(state: DeltaRule | ShortConvolution) -> int:
+    """Return the channels of the convolution."""
+    return state.mixed_size if isinstance(state, DeltaRule) else state.channels
+
+
+def convolution_rows(shard: Shard) -> Tensor:
+    """Return a rank's rows of the projections of B, C and x of a short convolution, int64."""
+    hidden, channels = shard.spec.hidden_size, shard.spec.hidden_size // shard.size
+    own = torch.arange(shard.rank * channels, (shard.rank + 1) * channels)
+    return torch.cat([own + part * hidden for part in range(3)])
+
+
 class StatePool:
     """The states of all layers of linear attention, one of each for every slot.
 
@@ -111,12 +123,13 @@ class StatePool:
         keys and values have no slots."""
         self.rule: list[Tensor] = []
         """The states of the rule, float32 or wider [slots, value_heads, key_dim, value_dim]."""
-        delta = spec.delta or DeltaRule(1, 1, 1, 1, 2)
-        wide = torch.promote_types(dtype, torch.float32)
+        delta, wide = spec.delta, torch.promote_types(dtype, torch.float32)
+        shape = (0, 0, 0) if delta is None else (delta.value_heads, delta.key_dim, delta.value_dim)
+        mixed = 0 if spec.state is None else _mixed(spec.state)
+        taps = 1 if spec.state is None else spec.state.taps
         for i in range(spec.layers):
             count = slots if spec.is_linear(i) else 0
-            inputs = count, delta.mixed_size, delta.taps - 1
-            state = count, delta.value_heads, delta.key_dim, delta.value_dim
+            inputs, state = (count, mixed, taps - 1), (count, *shape)
             self.conv.append(torch.empty(inputs, dtype=dtype, device=device))
             self.rule.append(torch.empty(state, dtype=wide, device=device))
 
@@ -211,16 +224,31 @@ def attend(
         return DeltaInputs(*heads, g[where], beta[where])
 
     out = rule.new_empty(len(x), delta.value_heads, delta.value_dim)
+    convolved = convolve(mixed, weights.conv, rows, conv)
     if len(single := rows.single):
-        slots = rows.single_slots
-        convolved = _convolve_rows(mixed[single], weights.conv, conv, slots)
-        out[single] = recurrent(inputs(single, convolved), rule, slots)
+        out[single] = recurrent(inputs(single, convolved[single]), rule, rows.single_slots)
     for where, slot in rows.chunks:
-        convolved = _convolve(mixed[where], weights.conv, conv[slot])
-        out[where] = chunked(inputs(where, convolved), rule[slot])
+        out[where] = chunked(inputs(where, convolved[where]), rule[slot])
     normal = functional.rms_norm(out, (delta.value_dim,), None, eps).to(x.dtype) * weights.norm
     opened = functional.silu(gates.to(rule.dtype)).view_as(normal)
     return (normal * opened).to(x.dtype).flatten(1)
+
+
+def convolve(mixed: Tensor, taps: Tensor, rows: StateRows, inputs: Tensor) -> Tensor:
+    """Return the causal convolution of each channel, [T, channels], and keep the last inputs.
+
+    Args:
+        mixed: The inputs of the new tokens, [T, channels].
+        taps: [channels, taps], the latest last.
+        rows: Which rows belong to which slot.
+        inputs: The inputs of all slots that came before, [slots, channels, taps - 1].
+    """
+    out = torch.empty_like(mixed)
+    if len(single := rows.single):
+        out[single] = _convolve_rows(mixed[single], taps, inputs, rows.single_slots)
+    for where, slot in rows.chunks:
+        out[where] = _convolve(mixed[where], taps, inputs[slot])
+    return out
 
 
 def _convolve_rows(new: Tensor, taps: Tensor, inputs: Tensor, slots: Tensor) -> Tensor:

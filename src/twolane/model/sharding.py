@@ -49,6 +49,8 @@ class Shard:
             counts["MLP columns"] = spec.intermediate_size
         if spec.delta is not None:
             counts["key heads of linear attention"] = spec.delta.key_heads
+        if spec.convolution is not None:
+            counts["channels of a short convolution"] = spec.convolution.channels
         if spec.moe is not None:
             counts["columns of an expert"] = spec.moe.intermediate_size
         for what, count in counts.items():
@@ -67,10 +69,14 @@ class Shard:
         if delta is not None:
             keys, values = delta.key_heads // self.size, delta.value_heads // self.size
             delta = replace(delta, key_heads=keys, value_heads=values)
+        convolution = spec.convolution
+        if convolution is not None:
+            convolution = replace(convolution, channels=convolution.channels // self.size)
         return replace(
             spec,
             moe=moe,
             delta=delta,
+            convolution=convolution,
             heads=spec.heads // self.size,
             kv_heads=max(1, spec.kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
@@ -107,7 +113,7 @@ class Shard:
             "q_proj": (0, local.q_rows),
             "q_norm": (0, local.q_size),
             "o_proj": (1, local.q_size),
-            "out_proj": (1, 0 if local.delta is None else local.delta.value_size),
+            "out_proj": (1, _state_outputs(local)),
             **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (0, inner)),
             **dict.fromkeys(("down_proj", "w2"), (1, inner)),
         }
@@ -128,6 +134,13 @@ class Shard:
     def left_out(self, name: str) -> bool:
         """Return whether another rank adds this tensor: rank 0 adds a bias to a sum, once."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
+
+
+def _state_outputs(spec: ModelSpec) -> int:
+    """Return what a token's linear attention or short convolution gives to the projection back."""
+    if spec.delta is not None:
+        return spec.delta.value_size
+    return 0 if spec.convolution is None else spec.convolution.channels
 
 
 def _refusal(problem: str) -> FieldError:

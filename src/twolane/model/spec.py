@@ -109,6 +109,31 @@ LINEAR = LayerKind(attention="linear")
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """The shape of layers with a short causal convolution between two gates (LFM2).
+
+    Of the projected B, C and x, all as wide as the channels, such a layer makes C * conv(B * x).
+    """
+
+    channels: int
+    """Channels of a rank; those of all ranks are the hidden size."""
+    taps: int
+    """Tokens that the convolution sees, the current one among them."""
+
+    def __post_init__(self) -> None:
+        if self.taps < 2:
+            raise ValueError(f"short convolutions need 2 taps, not {self.taps}")
+
+    def parameters(self, hidden_size: int) -> int:
+        """Return the weights of one layer's convolution and its projections."""
+        return 4 * self.channels * hidden_size + self.taps * self.channels
+
+    def state_bytes(self, itemsize: float) -> int:
+        """Return the bytes of one request's state in one layer: activations of `itemsize`."""
+        return round(itemsize * self.channels * (self.taps - 1))
+
+
+@dataclass(frozen=True)
 class MoeSpec:
     """The experts of a mixture-of-experts model."""
 
@@ -205,6 +230,8 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
     """What queries and keys are normalised over; None: they are not."""
+    norms_rotated: bool = False
+    """Whether they are normalised after their rotation (Hunyuan); over each head only."""
     norms: tuple[LayerNorm, ...] = ("input_norm", "mlp_norm")
     """The norms of a layer."""
     activation: str = "silu"
@@ -227,6 +254,9 @@ class ModelSpec:
     projection of the queries has, too."""
     delta: DeltaRule | None = None
     """The shape of the layers of linear attention, or None where there are none."""
+    convolution: ShortConvolution | None = None
+    """The shape of the layers that have a short convolution in the place of attention, or None
+    where there are none."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "vocab_size", "kv_heads", "head_dim"):
@@ -246,10 +276,10 @@ class ModelSpec:
             raise ValueError(
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
             )
-        if (self.delta is None) != (self.linear_layers == 0):
-            raise ValueError(
-                "layers of linear attention need a delta rule, and the other way round"
-            )
+        states = [state for state in (self.delta, self.convolution) if state is not None]
+        if len(states) != min(self.linear_layers, 1):
+            needed = "a delta rule or a short convolution"
+            raise ValueError(f"layers of linear attention need {needed}, and the other way round")
         self._check_factors()
 
     def _check_factors(self) -> None:
@@ -287,6 +317,11 @@ class ModelSpec:
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer."""
         return self.kinds[layer] if self.kinds else FULL
+
+    @property
+    def state(self) -> DeltaRule | ShortConvolution | None:
+        """What layers with a state in the place of keys and values compute, if there are any."""
+        return self.delta or self.convolution
 
     def is_linear(self, layer: int) -> bool:
         """Return whether a layer keeps a state in the place of keys and values."""
@@ -364,10 +399,10 @@ class ModelSpec:
         """Weights in the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         dense = embeddings + self.layers * self.layer_parameters + self.hidden_size
-        if self.delta is not None:
+        if self.state is not None:
             replaced = (self.qkv_rows + self.q_size) * self.hidden_size
             replaced += 2 * self.head_dim if self.qk_norm == "head" else 0
-            more = self.delta.parameters(self.hidden_size) - replaced
+            more = self.state.parameters(self.hidden_size) - replaced
             dense += self.linear_layers * more
         if self.moe is None:
             return dense
@@ -382,7 +417,7 @@ class ModelSpec:
 
     def state_bytes(self, itemsize: float) -> int:
         """Return the bytes of a request's states in all layers that keep one; see `DeltaRule`."""
-        return 0 if self.delta is None else self.linear_layers * self.delta.state_bytes(itemsize)
+        return 0 if self.state is None else self.linear_layers * self.state.state_bytes(itemsize)
 
     def kv_itemsize(self, cache: str, itemsize: int) -> float:
         """Return bytes of an element of the KV cache.

@@ -29,6 +29,11 @@ ToolForm = Literal[
     "deepseek_v3",
     "deepseek_v31",
     "glm4_0414",
+    "glm45",
+    "minimax_m2",
+    "hunyuan_a13b",
+    "lfm2",
+    "olmo3",
     "pythonic",
 ]
 """The names of `frontend.parsers.tool_calls.FORMATS`."""

@@ -61,7 +61,7 @@ class SimulatedMachine:
         tp: int = 1,
         seed: int = 0,
     ) -> None:
-        if spec.delta is not None:
+        if spec.state is not None:
             raise FieldError("model", "layers of linear attention are not simulated yet")
         self.spec = spec
         self._storage = storage = storage_of(config, spec)

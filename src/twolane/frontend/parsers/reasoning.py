@@ -27,6 +27,8 @@ KNOWN_MARKS = (
 """Known marks: those of most models, of Mistral's, of Granite 3.2, and of Seed-OSS."""
 AROUND_ANSWER = ("<response>", "</response>")
 """Marks around the answers of Granite 3.3, after thinking."""
+ANSWER = ("<answer>", "</answer>")
+"""Those around the answers of Hunyuan."""
 
 
 class ReasoningParser:
@@ -212,8 +214,12 @@ def thinking_of(template: str | None) -> ThinkingMarks | None:
     found = next(
         (marks for marks in KNOWN_MARKS if template is not None and marks.end in template), None
     )
-    if found is not None and "".join(AROUND_ANSWER) in (template or ""):
+    if found is None or template is None:
+        return found
+    if "".join(AROUND_ANSWER) in template:
         return msgspec.structs.replace(found, around_answer=AROUND_ANSWER)
+    if all(mark in template for mark in ANSWER):
+        return msgspec.structs.replace(found, around_answer=ANSWER)
     return found
 
 

@@ -6,6 +6,7 @@ from string import ascii_letters
 from types import MappingProxyType
 
 from twolane.frontend.parsers.json_call import WHITE
+from twolane.frontend.parsers.marked_call import glm45_call, minimax_call
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -91,6 +92,24 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "glm4_0414": CallFormat(
             NamedLine, ("\n", "<|assistant|>"), ("<|assistant|>", "<|observation|>"), bare=True
         ),
+        "glm45": CallFormat(glm45_call, ("<tool_call>",), ("</tool_call>",)),
+        "minimax_m2": CallFormat(
+            minimax_call, ("<minimax:tool_call>",), ("</minimax:tool_call>",), again="<"
+        ),
+        "hunyuan_a13b": in_list(("<tool_calls>",), ("</tool_calls>",)),
+        "lfm2": CallFormat(
+            PythonicCall,
+            ("<|tool_call_start|>[",),
+            ("]", "<|tool_call_end|>"),
+            separators=", \t\r\n",
+            again=ascii_letters + "_",
+        ),
+        "olmo3": CallFormat(
+            PythonicCall,
+            ("<function_calls>",),
+            ("</function_calls>",),
+            again=ascii_letters + "_",
+        ),
         "pythonic": CallFormat(
             PythonicCall,
             ("[", "<|python_tag|>["),
@@ -111,6 +130,13 @@ def format_of(template: str | None) -> str | None:
     """Return the name of the format in a chat template; None: it has none."""
     marks = (
         ("<seed:tool_call>", "seed_oss"),
+        ("<minimax:tool_call>", "minimax_m2"),
+        ("<arg_key>", "glm45"),
+        ("<tool_calls>", "hunyuan_a13b"),
+        ("<|tool_call_start|>", "lfm2"),
+        ("<|tool_list_start|>", "lfm2"),
+        ("List of tools: [", "lfm2"),
+        ("<function_calls>", "olmo3"),
         ("<function=", "qwen3_coder"),
         ("<tool_call>", "hermes"),
         ("[ARGS]", "mistral_args"),

@@ -271,12 +271,42 @@ def _xml_call(begin: str, end: str) -> Callable[[Tool, _Marks], str]:
         whole = tool.schema
         body = [] if "properties" in whole else [marks.any_parameters()]
         for name, schema, needed in _parameters(whole):
-            opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, whole, marks)
+            opened = json.dumps(f"<parameter={name}>\n")
+            value = _xml_value(schema, whole, marks, END_PARAMETER)
             body.append(f"({opened} {value})" + ("" if needed else "?"))
         head = marks.of(begin) + " " + json.dumps(f"\n<function={tool.name}>\n")
         return f"{head} {' '.join(body)} {json.dumps('</function>')} {json.dumps(chr(10))} " + (
             marks.of(end)
         )
+
+    return call
+
+
+def _marked_call(
+    head: str, key: str, end: str, tail: str, begin: str = ""
+) -> Callable[[Tool, _Marks], str]:
+    """Return a rule for a call whose arguments are plain text between marks.
+
+    Args:
+        head: What is before the arguments, with NAME for the tool's name.
+        key: What is before a value, with NAME for the parameter's.
+        end: What is after a value.
+        tail: What is after the last one.
+        begin: The mark before all of it.
+    """
+
+    def call(tool: Tool, marks: _Marks) -> str:
+        whole = tool.schema
+        before, _, after = key.partition("NAME")
+        any_one = f'{json.dumps(before)} /[^<>\\n"]+/ {json.dumps(after)} {marks.text_until(end)}'
+        body = [] if "properties" in whole else [f"({any_one})*"]
+        for name, schema, needed in _parameters(whole):
+            opened = json.dumps(key.replace("NAME", name))
+            value = _xml_value(schema, whole, marks, end)
+            body.append(f"({opened} {value})" + ("" if needed else "?"))
+        named = json.dumps(head.replace("NAME", tool.name))
+        closed = marks.of(tail) if begin else json.dumps(tail)
+        return f"{marks.of(begin)} {named} {' '.join(body)} {closed}".strip()
 
     return call
 
@@ -328,17 +358,17 @@ def _alone(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
     return defined if schema is True else {**schema, **defined}
 
 
-def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
+def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks, end: str) -> str:
     """Return a rule for a parameter's value and its end; `whole` is the schema of all parameters. A
     value that may be text is written unquoted, as the parser reads it."""
     known = resolved(schema, whole)
     if "string" not in KindFinder().kinds_of(known, whole):
-        return f"{marks.json(_alone(schema, whole))} {json.dumps(END_PARAMETER)}"
+        return f"{marks.json(_alone(schema, whole))} {json.dumps(end)}"
     values = values_of(known)
     if values is None:
-        return marks.text_until(END_PARAMETER)
+        return marks.text_until(end)
     written = [value if isinstance(value, str) else json.dumps(value) for value in values]
-    return f"({' | '.join(json.dumps(each) for each in written)}) {json.dumps(END_PARAMETER)}"
+    return f"({' | '.join(json.dumps(each) for each in written)}) {json.dumps(end)}"
 
 
 DEFINITIONS = frozenset(("$defs", "definitions"))
@@ -360,6 +390,19 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
     "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
     "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
     "glm4_0414": _named_call("NAME\n", tail=()),
+    "glm45": _marked_call(
+        "NAME\n",
+        "<arg_key>NAME</arg_key>\n<arg_value>",
+        "</arg_value>\n",
+        "</tool_call>",
+        begin="<tool_call>",
+    ),
+    "minimax_m2": _marked_call(
+        '<invoke name="NAME">\n', '<parameter name="NAME">', "</parameter>\n", "</invoke>"
+    ),
+    "hunyuan_a13b": _json_call("arguments", "", ""),
+    "lfm2": _pythonic_call,
+    "olmo3": _pythonic_call,
     "pythonic": _pythonic_call,
 }
 """Makers of the rule of one call, by the names of `tool_calls.FORMATS`."""
@@ -376,6 +419,11 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
     "glm4_0414": ((), (ASSISTANT,), ()),
+    "glm45": ((), ("\n",), ()),
+    "minimax_m2": (("<minimax:tool_call>", "\n"), ("\n",), ("\n", "</minimax:tool_call>")),
+    "hunyuan_a13b": (("<tool_calls>", "["), (", ",), ("]", "</tool_calls>")),
+    "lfm2": (("<|tool_call_start|>", "["), (", ",), ("]", "<|tool_call_end|>")),
+    "olmo3": (("<function_calls>", "\n"), ("\n",), ("\n", "</function_calls>")),
     "pythonic": (("[",), (", ",), ("]",)),
 }
 """Marks before, between and after the calls of an answer."""
@@ -391,6 +439,11 @@ OPENINGS: Mapping[str, tuple[str, ...]] = {
     "llama_nemotron_json": ("<TOOLCALL>",),
     "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
+    "glm45": ("<tool_call>",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "hunyuan_a13b": ("<tool_calls>",),
+    "lfm2": ("<|tool_call_start|>",),
+    "olmo3": ("<function_calls>",),
 }
 """Marks of the first call in an answer that may have text before it; the first one is what
 `LISTS` and `CALLS` begin with."""

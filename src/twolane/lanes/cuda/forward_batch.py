@@ -38,8 +38,9 @@ class PromptRows:
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `KVWriter.write`."""
-        turning = self.decoder.turning(layer)
-        fused.qkv_rope_write(qkv, self.positions, *turning, q, pool, self.write_slots)
+        turning, last = self.decoder.turning(layer), self.decoder.spec.norms_rotated
+        rows = qkv, self.positions, *turning, q, pool
+        fused.qkv_rope_write(*rows, self.write_slots, norm_last=last)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,9 @@ class DecodeRows:
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
         where = (self.tables, self.slots, self.lengths)
-        turning = self.decoder.turning(layer)
-        fused.qkv_rope_write_decode(qkv, self.positions, *turning, q, pool, *where)
+        turning, last = self.decoder.turning(layer), self.decoder.spec.norms_rotated
+        rows = qkv, self.positions, *turning, q, pool
+        fused.qkv_rope_write_decode(*rows, *where, norm_last=last)
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""

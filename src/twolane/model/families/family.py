@@ -296,6 +296,9 @@ class Family:
     """The fields that are read of its `config.json`, with its defaults."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other values of `model_type`, with the defaults that differ."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names of tensors in safetensors files, and what is in their place in the names that
+    most families have; an earlier one is replaced first."""
     norms_less_1: bool = False
     """Whether safetensors files store what norms multiply with less 1."""
     norms: Mapping[LayerNorm, str] = field(default_factory=lambda: PRE_NORMS)
@@ -371,6 +374,12 @@ class Family:
             "kinds": kinds,
         }
         return ModelSpec(self.name, **{**self.constants, **fields, **config.own_fields()})
+
+    def usual_name(self, name: str) -> str:
+        """Return the name that most families have for a tensor of a checkpoint of this one."""
+        for part, usual in self.renamed.items():
+            name = name.replace(part, usual)
+        return name
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -23,7 +23,16 @@ _REASONS = {
         "mamba nemotronh granitemoehybrid granitehybrid bamba falconh1 falconmamba jamba zamba "
         "zaya plamo2 rwkv arwkv xlstm recurrentgemma"
     ),
-    "short convolutions between attention layers are not built": "lfm2 lfm3",
+    "of LFM, the text models LFM2 and LFM2.5 are built": "lfm2vl lfm3",
+    "heads that differ by layer, with gates of attention's output, are not built": (
+        "laguna step3p5 step3p7"
+    ),
+    "soft caps of logits, with norms that have an epsilon of their own, are not built": (
+        "museglimmer"
+    ),
+    "its layers are described by code in its repository alone, and are not built": (
+        "interns2 plamo3"
+    ),
     "attention in chunks is not built": "llama4",
     "LayerNorm is not built": (
         "gpt2 gptneo gptj gptbigcode optfor bloom falcon mpt phifor phi2 phimoe stablelm "

@@ -95,6 +95,11 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
 def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     """Return the linear modules of a layer's attention."""
     spec, hidden, delta = facts.spec, facts.spec.hidden_size, facts.spec.delta
+    if spec.convolution is not None and spec.is_linear(layer):
+        return {
+            "short_conv.in_proj": LinearModule(3 * hidden, hidden, bias=False),
+            "short_conv.out_proj": LinearModule(hidden, hidden, bias=False),
+        }
     if delta is None or not spec.is_linear(layer):
         return {
             "self_attn.q_proj": LinearModule(spec.q_rows, hidden, spec.qkv_bias),
@@ -129,6 +134,8 @@ def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
             f"{attention}.dt_bias": heads,
             f"{attention}.norm.weight": (spec.delta.value_dim,),
         }
+    if spec.convolution is not None and spec.is_linear(layer):
+        return {"short_conv.conv.weight": (spec.hidden_size, 1, spec.convolution.taps)}
     if spec.qk_norm is None:
         return {}
     sizes = {"q_norm": spec.q_size, "k_norm": spec.kv_size}

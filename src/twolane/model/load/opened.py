@@ -65,6 +65,9 @@ def _open_directory(
     """
     less_1 = facts.family.norms_less_1
     tensors = Safetensors(path, stack, vision=facts.vision, norms_less_1=less_1)
+    for name in tensors.names() if facts.family.renamed else ():
+        if (usual := facts.family.usual_name(name)) != name:
+            tensors.rename(name, usual)
     if not facts.spec.tie_embeddings:  # without an index, the embeddings might be meant
         lacking = {HEAD} & tensors.indexed - {*tensors.names()}
         refuse_tensors(facts.name, "missing", sorted(lacking))

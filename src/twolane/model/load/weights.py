@@ -16,7 +16,7 @@ from twolane.common.resources import free_memory
 from twolane.devices import OnProgress
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
-from twolane.model.linear_attention import DeltaWeights, delta_rows
+from twolane.model.linear_attention import DeltaWeights, convolution_rows, delta_rows
 from twolane.model.load.checkpoint import (
     EMBEDDING,
     Place,
@@ -392,26 +392,41 @@ class _Loader:
         names = self.facts.family.norms
         norms = {field: self._get(f"{prefix}.{name}.weight") for field, name in names.items()}
         attention, linear = f"{prefix}.self_attn", spec.is_linear(i)
+        convolved = linear and spec.convolution is not None
+        back = "short_conv.out_proj" if convolved else "linear_attn.out_proj"
         return LayerWeights(
             input_norm=norms.get("input_norm"),
-            qkv=self._delta_projections(prefix) if linear else self._qkv(prefix, rope),
+            qkv=self._state_projections(prefix) if linear else self._qkv(prefix, rope),
             qkv_bias=self._qkv_bias(attention, rope) if spec.qkv_bias and not linear else None,
             qk_norm=self._qk_norm(attention, rope) if spec.qk_norm and not linear else None,
-            o=self._fused(prefix, "linear_attn.out_proj" if linear else "self_attn.o_proj"),
+            o=self._fused(prefix, back if linear else "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias and not linear, f"{attention}.o_proj"),
             attention_out_norm=norms.get("attention_out_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
             mlp=self._experts(prefix) if spec.has_experts(i) else self._dense(prefix),
-            delta=self._delta(prefix) if linear else None,
+            delta=self._delta(prefix) if linear and not convolved else None,
+            taps=self._taps(prefix) if convolved else None,
         )
 
-    def _delta_projections(self, prefix: str) -> Matrix:
-        """Load the rank's projections of queries, keys, values and gates of linear attention.
+    def _taps(self, prefix: str) -> Tensor:
+        """Load the rank's taps of a short convolution."""
+        taps = self._get(f"{prefix}.short_conv.conv.weight").squeeze(1)
+        own = convolution_rows(self.shard).chunk(3)[0]
+        return taps[own.to(self.device)]
+
+    def _state_projections(self, prefix: str) -> Matrix:
+        """Load the rank's projections of queries, keys, values and gates of linear attention, or of
+        gates and inputs of a short convolution.
 
         Raises:
             WeightsError: they are not stored alike.
         """
+        if self.spec.convolution is not None:
+            name = "short_conv.in_proj"
+            [whole] = self._modules(prefix, (name,))
+            own = whole.reordered(convolution_rows(self.shard).to(self.device))
+            return self._joined(prefix, (name,), [own])
         rows = delta_rows(self.shard)
         ends = ("qkvz",) if self.facts.family.grouped_delta else ("qkv", "z")
         names = [f"linear_attn.in_proj_{end}" for end in ends]
