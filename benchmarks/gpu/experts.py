@@ -10,12 +10,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from harness import Report, read_rate
 from measured import Figure, at_least, at_most
 from rig import PAGE, RankedRig, Rig, decode_seconds, finished, pass_seconds, prompt_rates
 
 from twolane.lanes.work import DecodeWork
+from twolane.model.gpu_decoder import layer_matrices
 
 MODEL = "qwen3-30b-a3b"
 MAX_MS = {"qwen3-235b-a22b": {8: 8.0, 64: 17.6}}
@@ -30,11 +30,10 @@ def step_bytes(rig: Rig, rows: int) -> float:
     """Return bytes that a decode step must read: weights of attention and active experts, head,
     KV."""
     moe, weights = rig.spec.moe, rig.machine.decoder.weights
-    active = moe.active(rows) / moe.experts
+    active = moe.active(rows) / moe.rule.stored
     moved = weights.head.nbytes + rows * CONTEXT * rig.machine.page_token_bytes
-    for layer in weights.layers:
-        experts = layer.mlp.gate_up.nbytes + layer.mlp.down.nbytes
-        moved += layer.qkv.nbytes + layer.o.nbytes + layer.mlp.router.nbytes + active * experts
+    for operation, matrix in (each for layer in weights.layers for each in layer_matrices(layer)):
+        moved += matrix.nbytes * (active if operation == "experts" else 1.0)
     return moved
 
 
@@ -107,7 +106,8 @@ def options(add: Callable[..., Any]) -> None:
     add("--model", default=MODEL)
     add("--ranks", type=int, default=1, help="GPUs that share the model")
     add("--router-skew", type=float, default=0.0, help="see `twolane serve`")
-    add("--quantization", choices=("fp8",), help="see `twolane serve`")
+    add("--quantization", choices=("fp8", "int4"), help="see `twolane serve`")
+    add("--pages", type=int, default=12_000, help="pages of KV; 64 rows need 5,200")
 
 
 def started(given: argparse.Namespace) -> Rig:
@@ -115,8 +115,7 @@ def started(given: argparse.Namespace) -> Rig:
     if given.ranks > 1:
         return RankedRig(given.model, given.ranks, "nccl", quantization=given.quantization)
     form = {"quantization": given.quantization, "router_skew": given.router_skew}
-    roomy = torch.cuda.mem_get_info()[1] > 100e9
-    return Rig(given.model, (24, 32, 48), pages=12_000 if roomy else 1_500, **form)
+    return Rig(given.model, (24, 32, 48), pages=given.pages, **form)
 
 
 def main(report: Report, given: argparse.Namespace) -> None:
