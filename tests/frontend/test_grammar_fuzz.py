@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from twolane import LLM, SamplingParams
 from twolane.common.errors import FieldError
 from twolane.engine.constrained.constraints import GrammarError, Grammars, Masks
 from twolane.engine.messages import Output
@@ -31,12 +32,15 @@ from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.output_reader import OutputReader, TextOptions
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.frontend.text.vocabulary import byte_alphabet
-from twolane.sampling import SamplingParams
+
+from ..server.serving import write_tiny_model
 
 QUICK, LONG, ANSWERS, TOKENS = 30, 340, 5, 120
 """Grammars of each vocabulary in the short form and of each seed in the long one, answers to each,
 and their most tokens. The long form has 15,300 answers, of which 14,084 end, and takes 80 s of
 CPU."""
+SERVED = 500
+"""Answers of a real engine over each vocabulary, in the long form."""
 SPECIAL = ("<unk>", "<s>", "</s>", "<|end|>")
 EOS, END = 2, 3
 PIECES = (
@@ -268,3 +272,57 @@ def test_what_ends_is_what_the_grammar_says_in_many_cases(kind, seed):
     print(kind, seed, dict(sorted(fuzz.counts.items())))
     ended = sum(count for name, count in fuzz.counts.items() if name.endswith(" ended"))
     assert ended >= LONG
+
+
+def served(path, kind):
+    """A checkpoint of random weights with the vocabulary of a kind, and its size."""
+    made = tokenizer(kind).backend
+    size = made.get_vocab_size() + 9
+    write_tiny_model(path, vocab_size=size, eos_token_id=[EOS, END])
+    made.save(str(path / "tokenizer.json"))
+    beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[EOS]}
+    (path / "tokenizer_config.json").write_text(json.dumps(beside))
+    return path
+
+
+FORMS = {"schema": "json", "regex": "regex", "choice": "choice", "gbnf": "grammar"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_engine_ends_is_what_the_grammar_says(kind, tmp_path):
+    """Through all of the program: the fields, the grammar's process, the engine and its masks.
+
+    Tokens are sampled, and biased towards those that end something or are of a name or literal.
+    """
+    codec, chance, counts = TextCodec(tokenizer(kind)), random.Random(f"{kind} engine"), Counter()
+    texts = codec.vocabulary().texts
+    ends = {token: 6.0 for token, text in enumerate(texts) if text and text in b'"}]'}
+    ends |= {EOS: 8.0, END: 8.0}
+    given = {"max_tokens": TOKENS, "temperature": 1.0}
+    model = str(served(tmp_path / "m", kind))
+    with LLM(model, load_format="dummy", device="cpu", kv_tokens=8192) as llm:
+        while counts.total() < SERVED:
+            form, what, _, check = request(chance, codec)
+            if form not in FORMS:
+                continue
+            aims = spellings(what)
+            bias = {t: 5.0 for t, text in enumerate(texts) if any(text in aim for aim in aims)}
+            params = [
+                SamplingParams(**given, seed=seed, logit_bias={**bias, **ends} if seed % 4 else {})
+                for seed in range(ANSWERS)
+            ]
+            wanted = {FORMS[form]: what}
+            try:
+                answers = llm.generate(["a"] * ANSWERS, params, structured_outputs=wanted)
+            except ValueError as error:
+                counts[f"{form} refused"] += 1
+                assert "structured_outputs" in str(error)
+                continue
+            for answer in answers:
+                ended = answer.finish_reason == "stop"
+                counts[f"{form} {'ended' if ended else 'not ended'}"] += 1
+                assert not ended or check(answer.text), (what, answer.text)
+    print(kind, dict(sorted(counts.items())))
+    assert sum(count for name, count in counts.items() if name.endswith(" ended")) > SERVED / 2

@@ -3,29 +3,39 @@
 A program of its own: `python -m tests.hardening.combinations --seconds N [--seed S]`. Each round
 draws requests, has them answered one by one by a server with its defaults, whose prefix cache is
 emptied before each, and all together by a server with other settings. In float32 the answers are
-the same. A line tells of each round, and of each answer that differs with the seed of its request.
+the same. With keys and values in FP8, a difference in the last bits may become one of an eighth of
+a number: there, greedy answers may part where the reference's two best tokens are near each other,
+as `tests.parity.judge` finds. A line tells of each round, and of each answer that differs with the
+seed of its request; the last line is a summary in JSON.
 """
 
 import argparse
 import copy
 import importlib.util
 import json
+import math
 import random
 import socket
 import sys
 import tempfile
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
+
 from ..model.adapters import make_adapter
-from ..model.checkpoints import make_checkpoint
+from ..model.checkpoints import VOCAB, make_checkpoint
 from ..model.quantised_checkpoints import write
+from ..parity.judge import Judge
 from ..server.serving import PATIENCE, Served, serving
 from .checkpoint import add_text
 
@@ -33,6 +43,8 @@ Json = dict[str, Any]
 Server = Callable[..., AbstractContextManager[Served]]
 NEAR = 1e-3
 """Largest difference of two log-probabilities that are the same."""
+TOLD = 20
+"""Most log-probabilities that a server tells of a token."""
 AT_ONCE = 12
 REQUESTS = 40
 """Requests of a round."""
@@ -72,6 +84,8 @@ class Setting(NamedTuple):
     options: Sequence[str] = ()
     fleet: bool = False
     adapters: bool = False
+    rounded: bool = False
+    """Whether both servers keep keys and values in FP8."""
 
 
 SHORT = ("--kv-tokens", "1152")
@@ -86,7 +100,20 @@ SETTINGS: Mapping[str, Setting] = {
     "windows": Setting("mistral", ("--system", "drift", *SHORT)),
     "experts": Setting("qwen3-moe", ("--system", "duetserve", *SHORT)),
     "no cache": Setting("qwen3", ("--no-prefix-cache", "--max-running", "5", *SHORT)),
+    "hybrid windows": Setting("gemma3", ("--system", "muxwise", *SHORT)),
+    "states": Setting("qwen3-next", ("--system", "bullet", *SHORT)),
+    "fp8": Setting("llama2", ("--system", "muxwise", *SHORT), adapters=True, rounded=True),
+    "fp8 windows": Setting("mistral", ("--system", "bullet", *SHORT), rounded=True),
 }
+CHOOSING = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("allowed_token_ids", "min_tokens", "ignore_eos", "seed", "top_k", "echo", "prompt_logprobs"),
+    *(name for form in FORMATS for name in form),
+)
+"""Fields by which a token is not the model's best one, or that show what is rounded."""
+SURE = 0.1
+"""Where the two best log-probabilities of rounded keys and values are nearer than this, either
+token is right."""
 
 
 class Asked(NamedTuple):
@@ -137,8 +164,16 @@ SAMPLED: Mapping[str, tuple[float, Callable[[random.Random], Any]]] = {
 """Chance and value of each field of both endpoints."""
 
 
-def draw(seed: int, adapters: bool) -> Asked:
+def draw(seed: int, setting: Setting) -> Asked:
     """Return the request of a seed."""
+    asked = drawn(seed, setting.adapters)
+    if not setting.rounded:
+        return asked
+    body = {name: value for name, value in asked.body.items() if name not in CHOOSING}
+    return asked._replace(body={**body, "temperature": 0})
+
+
+def drawn(seed: int, adapters: bool) -> Asked:
     r = random.Random(seed)
     chat = r.random() < 0.4
     body: Json = {"model": "m", "return_token_ids": True, "max_tokens": r.choice((1, 4, 12, 40))}
@@ -238,18 +273,21 @@ def said(choice: Json) -> Json:
     }
 
 
-def near(first: Any, second: Any) -> bool:
-    """Return whether two values are the same, numbers nearly so."""
+def near(first: Any, second: Any, most: float) -> bool:
+    """Return whether two values are the same, numbers up to a difference."""
     if isinstance(first, float) and isinstance(second, float):
-        return abs(first - second) <= NEAR
+        return abs(first - second) <= most
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(near(first[k], second[k]) for k in first)
+        return first.keys() == second.keys() and all(near(first[k], second[k], most) for k in first)
     if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(near, first, second))
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(near(*pair, most) for pair in pairs)
     return bool(first == second)
 
 
-def difference(asked: Asked, alone: Sequence[Json | None], found: Json | None) -> str | None:
+def difference(
+    asked: Asked, alone: Sequence[Json | None], found: Json | None, setting: Setting
+) -> str | None:
     """Return how an answer differs from those of its parts; None: it does not."""
     if found is None:
         return None
@@ -266,19 +304,80 @@ def difference(asked: Asked, alone: Sequence[Json | None], found: Json | None) -
     given = [said(choice) for choice in found["choices"]]
     for place, (want, got) in enumerate(zip(wanted, given, strict=True)):
         for name in want:
-            if not near(want[name], got[name]):
+            if not near(want[name], got[name], SURE if setting.rounded else NEAR):
                 return f"{name} of answer {place}: {want[name]!r:.200} alone, {got[name]!r:.200}"
     return None
 
 
+class Told:
+    """The model of a `Judge`: a server that tells the log-probabilities of tokens.
+
+    Args:
+        served: the server.
+        model: the name of the model or adapter.
+    """
+
+    def __init__(self, served: Served, model: str) -> None:
+        self._ask = partial(served.request, "/v1/completions")
+        self._body = {"model": model, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+
+    def __call__(self, whole: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
+        """Return the logits after the last tokens, as `transformers` does."""
+        more = {"prompt_logprobs": TOLD, "logprobs": TOLD, "return_tokens_as_token_ids": True}
+        status, _, answer = self._ask({**self._body, **more, "prompt": whole[0].tolist()})
+        assert status == 200, answer
+        [choice] = answer["choices"]
+        last = choice["logprobs"]["top_logprobs"][0]
+        logits = torch.full((1, logits_to_keep, VOCAB), -math.inf)
+        told = [*choice["prompt_logprobs"][1:], last][-logits_to_keep:]
+        for row, each in zip(logits[0], told, strict=True):
+            for token, value in each.items():
+                row[int(token.removeprefix("token_id:"))] = (
+                    value if each is last else value["logprob"]
+                )
+        return SimpleNamespace(logits=logits)
+
+
+def near_tie(
+    reference: Served, asked: Asked, alone: Sequence[Json | None], found: Json | None
+) -> int | None:
+    """Return how many tokens of a greedy answer, which has others than it has alone, are not the
+    best of several that are near each other; None: one is not the best where the reference is sure,
+    or it is not tokens that differ."""
+    parts = [one for one in alone if one is not None and "choices" in one]
+    if found is None or "choices" not in found or len(parts) != len(found["choices"]):
+        return None
+    given = [choice["token_ids"] for choice in found["choices"]]
+    if given == [part["choices"][0]["token_ids"] for part in parts]:
+        return None
+    judge, count = Judge(Told(reference, asked.body["model"]), SURE), 0
+    for part, tokens in zip(parts, given, strict=True):
+        prompt = part.get("prompt_token_ids") or part["choices"][0]["prompt_token_ids"]
+        try:
+            count += judge.forgiven(prompt, tokens)
+        except AssertionError as error:
+            print(f"  {error}", flush=True)
+            return None
+    return count
+
+
 def round_of(served: Served, reference: Served, seed: int, setting: Setting) -> list[str]:
     """Return the differences of a round."""
-    asked = [draw(seed + place, setting.adapters) for place in range(REQUESTS)]
+    asked = [draw(seed + place, setting) for place in range(REQUESTS)]
     alone = [[one_by_one(reference, part) for part in apart(each)] for each in asked]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         together = list(pool.map(lambda each: ask(served, each), asked))
-    found = zip(asked, map(difference, asked, alone, together), strict=True)
-    return [f"seed {each.seed}, {each.path}: {text}" for each, text in found if text]
+    lines = []
+    for each, parts, found in zip(asked, alone, together, strict=True):
+        if (text := difference(each, parts, found, setting)) is None:
+            continue
+        if setting.rounded:
+            count = near_tie(reference, each, parts, found)
+            if count is not None:
+                print(f"  seed {each.seed}: parts at a near-tie, {count} tokens", flush=True)
+                continue
+        lines.append(f"seed {each.seed}, {each.path}: {text}")
+    return lines
 
 
 def one_by_one(served: Served, asked: Asked) -> Json | None:
@@ -288,7 +387,7 @@ def one_by_one(served: Served, asked: Asked) -> Json | None:
 
 def make_models(folder: Path) -> None:
     """Write the models of all settings, and two adapters."""
-    for family in ("llama2", "mistral", "qwen3-moe", "qwen3"):
+    for family in {each.model for each in SETTINGS.values()} - {"gptq"}:
         add_text(make_checkpoint(family, folder / family))
     write(folder / "gptq", folder / "floats", "gptq")
     add_text(folder / "gptq")
@@ -300,19 +399,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", help="names of rounds, by commas; all by default")
     options = parser.parse_args()
     ends = time.monotonic() + options.seconds
     names = [name for name, each in SETTINGS.items() if not each.fleet or HAS_FLEET]
-    rounds = differ = 0
+    names = options.kinds.split(",") if options.kinds else names
+    rounds, differ = Counter[str](), 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         make_models(folder)
         adapters = [word for name in "ab" for word in ("--lora", f"{name}={folder}/lora/{name}")]
         while time.monotonic() < ends:
-            name = names[(options.seed + rounds) % len(names)]
+            name = names[(options.seed + rounds.total()) % len(names)]
             setting = SETTINGS[name]
             common = [str(folder / setting.model), "--served-model-name", "m"]
             common += adapters if setting.adapters else []
+            common += ["--kv-cache-dtype", "fp8"] if setting.rounded else []
             start: Server = serving
             if setting.fleet:
                 from ..fleet.test_fleet import fleet as start
@@ -320,12 +422,14 @@ def main() -> int:
                 serving(*common, "--admin-endpoints") as reference,
                 start(*common, *setting.options) as served,
             ):
-                seed = (options.seed * 1000 + rounds) * REQUESTS
+                seed = (options.seed * 1000 + rounds.total()) * REQUESTS
                 found = round_of(served, reference, seed, setting)
-            rounds, differ = rounds + 1, differ + len(found)
+            rounds[name] += 1
+            differ += len(found)
             print(f"{name}: {REQUESTS} requests from {seed} on, {len(found)} differ", flush=True)
             print(*(f"  {line}\n" for line in found), sep="", end="", flush=True)
-    print(f"{rounds * REQUESTS} requests, {differ} differ", flush=True)
+    done = {"requests": rounds.total() * REQUESTS, "differ": differ, "rounds": rounds}
+    print(json.dumps({"seed": options.seed, **done}), flush=True)
     return int(differ > 0)
 
 
