@@ -4,6 +4,7 @@ import http.client
 import json
 import urllib.parse
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -48,8 +49,14 @@ def call(
 
 
 @pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twolane.server.service.late_guard.time.monotonic", lambda: 100.0)
+def still(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Stops the clock at 100 s; call it to set another time."""
+
+    def stop(at: float) -> None:
+        monkeypatch.setattr("twolane.server.service.late_guard.time.monotonic", lambda: at)
+
+    stop(100.0)
+    return stop
 
 
 def refuses(made: LateGuard, tokens: int, asked: SimpleNamespace, reused: int = 0) -> bool:
@@ -120,19 +127,21 @@ def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16
     return refused
 
 
-@pytest.mark.usefixtures("still")
-def test_what_late_bodies_came_to_refuses_the_next_ones_unread() -> None:
+def test_what_late_bodies_came_to_refuses_the_next_ones_unread(still) -> None:
     made = guard({None: 450})
     assert unread(made, 500) == 0
     for tokens in (90, 110) * 4:  # 0.9 and 1.1 tokens for five bytes
         assert refuses(made, tokens, call(length=500))
-    assert unread(made, 500) == 15  # one of sixteen is read
+    assert unread(made, 500) == 15  # the first one is read
+    still(100.05)
+    assert unread(made, 500) == 16
+    still(100.11)
+    assert unread(made, 500) == 15
     assert unread(made, 260) == 0  # 47 to 57 tokens, of which 50 are in time
     assert unread(made, 500, key=1) == 0  # of whose bodies nothing is known
 
 
-@pytest.mark.usefixtures("still")
-def test_bodies_whose_prompts_are_cached_are_read_again() -> None:
+def test_bodies_whose_prompts_are_cached_are_read_again(still) -> None:
     made = guard({None: 450})
     for _ in range(8):
         assert refuses(made, 100, call(length=500))
@@ -141,7 +150,7 @@ def test_bodies_whose_prompts_are_cached_are_read_again() -> None:
     assert unread(made, 500) == 0
     for _ in range(32):  # no later one is cached
         assert refuses(made, 100, call(length=500))
-    assert unread(made, 500) == 15
+    assert unread(made, 500) == 16
 
 
 @pytest.mark.usefixtures("still")
@@ -150,6 +159,7 @@ def test_a_bound_that_grows_with_the_prompt_is_kept_to_by_its_least_and_its_most
     for _ in range(8):
         assert refuses(made, 100, call(length=500))
     headers = {"content-length": "500"}
+    made.check_arrival(headers, call(), None)  # which is read all the same
     with pytest.raises(ApiError):
         made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=1e-3)), None)
     made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=2e-3)), None)

@@ -10,6 +10,7 @@ predicts most of the next ones by their length alone.
 """
 
 import contextlib
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from twolane.slo import Slo
 
 MIN_BODIES, MAX_BODIES = 8, 32
 """Bodies of a key from which the work of its next ones is predicted, and the most that count."""
-READ_ANYWAY = 16
-"""One of this many requests that only the length of their bodies refuses is read all the same, so
-that the prediction follows what the bodies hold."""
+READ_SECONDS = 0.1
+"""Seconds after which a key's request that only the length of its body refuses is read all the
+same, so that the prediction follows what the bodies hold. To read one takes about 3 ms."""
 
 
 class Expected(NamedTuple):
@@ -50,6 +51,8 @@ class BodyWork:
         self._noted: deque[PromptWork] = deque(maxlen=MAX_BODIES)
         # Until bodies are known: a prompt has no more tokens than its body has bytes.
         self._range = PromptWork(), PromptWork(tokens=1.0)
+        self.read_at = -math.inf
+        """Time at which one was last read that its length refuses, in seconds."""
 
     @property
     def known(self) -> bool:
@@ -85,8 +88,6 @@ class LateGuard:
         self._correction = TtftCorrection()
         self._bodies = defaultdict[int | None, BodyWork](BodyWork)
         """By API key."""
-        self._unread = 0
-        """Requests that were refused by the predicted work of their bodies."""
 
     def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
         """Refuse a request by its headers, before its body is read, if it would be late whichever
@@ -108,9 +109,9 @@ class LateGuard:
             )
             if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
                 return
-            self._unread += bodies.known
-            if not bodies.known or self._unread % READ_ANYWAY:
+            if not bodies.known or now < bodies.read_at + READ_SECONDS:
                 raise self._late(least)
+            bodies.read_at = now
 
     def check(
         self, prepared: Prepared, call: Call, reused: Callable[[list[int]], int]
