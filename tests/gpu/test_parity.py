@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import FAMILIES, HYBRIDS, LAYERS, ON_CPUS, make_checkpoint, reference
+from tests.model.checkpoints import FAMILIES, HYBRIDS, LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.schedules import schedules
@@ -36,7 +36,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
 
 
 @pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in ON_CPUS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) -> None:
     machine, judge = machines(family)
     turn = FAMILIES.index(family) + list(schedules(LAYERS)).index(schedule)

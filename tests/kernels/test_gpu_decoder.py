@@ -32,7 +32,7 @@ PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
 FAMILIES = (
-    "hunyuan-moe",
+    *("hunyuan-moe", "lfm2", "lfm2-moe"),
     *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5"),
     pytest.param("qwen3-next", marks=pytest.mark.full),
     *(

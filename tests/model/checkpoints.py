@@ -54,8 +54,6 @@ FAMILIES = tuple(_FIXTURES)
 """The fixtures of every family: itself, and options that change what is computed."""
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
 """Those with layers that keep a state."""
-ON_CPUS = ("lfm2", "lfm2-moe")
-"""Those that GPUs do not serve yet."""
 
 
 def config_of(

@@ -76,13 +76,8 @@ def load_shard(
     Raises:
         ValueError: a setting is wrong, or the model.
     """
-    source = resolve(settings.model, settings.load_format)
-    if source.spec().convolution is not None and device.startswith("cuda"):
-        raise FieldError(
-            "model", f"{settings.model} has short convolutions, which are not built for GPUs yet"
-        )
     return load_weights(
-        source,
+        resolve(settings.model, settings.load_format),
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantization=settings.quantization,

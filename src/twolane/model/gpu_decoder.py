@@ -55,14 +55,18 @@ class GpuStatePool:
     def __init__(
         self, spec: ModelSpec, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        delta = spec.delta
+        delta, convolution = spec.delta, spec.convolution
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         """The last inputs of a layer's convolution, [slots, taps - 1, mixed_size], and its states
-        of the rule, float32 [slots, value_heads, key_dim, value_dim], by its index."""
-        if delta is None:
-            return
-        inputs = slots, delta.taps - 1, delta.mixed_size
-        state = slots, delta.value_heads, delta.key_dim, delta.value_dim
+        of the rule, float32 [slots, value_heads, key_dim, value_dim], by its index. Short
+        convolutions have no rule."""
+        inputs: tuple[int, ...] = (0,)
+        state: tuple[int, ...] = (0,)
+        if delta is not None:
+            inputs = slots, delta.taps - 1, delta.mixed_size
+            state = slots, delta.value_heads, delta.key_dim, delta.value_dim
+        if convolution is not None:
+            inputs = slots, convolution.taps - 1, convolution.channels
         for i in filter(spec.is_linear, range(spec.layers)):
             conv = torch.empty(inputs, dtype=dtype, device=device)
             self.layers[i] = conv, torch.empty(state, dtype=torch.float32, device=device)
@@ -145,7 +149,7 @@ class DeltaBuffers(NamedTuple):
     scores: Tensor
     """Room for their scores, [T, value_heads * CHUNK]."""
     out: Tensor
-    """The output, [T, value_size]."""
+    """The output, [T, value_size]; short convolutions have `x` and `out` alone."""
 
     def part(self, first: int, last: int) -> "DeltaBuffers":
         """Return the rows `first:last`."""
@@ -283,6 +287,11 @@ class Workspace:
         }
         if spec.delta is not None:
             self._sizes |= _delta_sizes(spec.hidden_size, spec.delta)
+        self._convolves = spec.convolution is not None
+        if spec.convolution is not None:
+            channels = spec.convolution.channels
+            self._sizes |= {"conv_x": 3 * channels, "conv_out": channels}
+            self._sizes |= {"conv_rounded": channels, "conv_rounded_scales": 1}
         if channel is not None or spec.norms_outputs:
             self._sizes["partial"] = spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
@@ -328,7 +337,10 @@ class Workspace:
         )
 
     def delta(self, rows: int) -> DeltaBuffers:
-        """Buffers for linear attention of this many tokens."""
+        """Buffers for linear attention of this many tokens, or for short convolutions."""
+        if self._convolves:
+            x, out = self.get("conv_x", rows), self.get("conv_out", rows)
+            return DeltaBuffers(x, x, x, x, x, out)
         return DeltaBuffers(*(self.get(f"delta_{name}", rows) for name in DeltaBuffers._fields))
 
     def routing(self, rows: int) -> Routing:
@@ -465,6 +477,12 @@ class GpuDecoder:
         assert parameters is not None
         return LinearLayer(parameters, delta, *states.layers[layer], self.spec.norm_eps)
 
+    def convolution(self, layer: int, states: GpuStatePool) -> tuple[Tensor, Tensor]:
+        """Return the taps of a layer's short convolution, and what the slots keep for it."""
+        taps = self.weights.layers[layer].taps
+        assert taps is not None
+        return taps, states.layers[layer][0]
+
     def layers(
         self,
         first: int,
@@ -501,7 +519,7 @@ class GpuDecoder:
 
         `count`: rows that `before_attention` has prepared.
         """
-        if self.weights.layers[i].delta is not None:
+        if self.spec.is_linear(i):
             rows.attend_linearly(i, workspace.delta(count), kv.states)
             return
         q, qkv, out = self.attended(workspace, count)
@@ -531,6 +549,10 @@ class GpuDecoder:
         w = self.weights.layers[i]
         if w.delta is not None:
             self._project(w, w.delta, residual, workspace, products, pending)
+            return
+        if w.taps is not None:
+            x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
+            products.linear(x, w.qkv, None, workspace.get("conv_x", len(residual)))
             return
         q, qkv, _ = self.attended(workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
@@ -608,6 +630,9 @@ class GpuDecoder:
         if w.delta is not None:
             attended = workspace.get("delta_out", count)
             room = workspace.input("delta_rounded", count, w.o.scheme)
+        elif w.taps is not None:
+            attended = workspace.get("conv_out", count)
+            room = workspace.input("conv_rounded", count, w.o.scheme)
         else:
             attended = workspace.get("attended", count)
             room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more

@@ -15,6 +15,7 @@ from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.pool import Pool, WrittenPool
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
+from twolane.kernels.short_convolution import convolve_prompts, convolve_step
 from twolane.lanes.cuda.slots import Ints
 from twolane.lanes.work import PromptChunk, PromptRow
 from twolane.model.gpu_decoder import DeltaBuffers, GpuDecoder, GpuStatePool
@@ -93,6 +94,10 @@ class MixedRows(PromptRows):
     ) -> None:
         """Linear attention of the prompts' rows alone."""
         assert self.prompts is not None
+        if self.decoder.spec.convolution is not None:
+            taps, kept = self.decoder.convolution(layer, states)
+            convolve_prompts(buffers.x, taps, kept, self.prompts, buffers.out)
+            return
         x, rates, mixed, inverse, scores, out = buffers
         linear, room = self.decoder.linear(layer, states), (mixed, inverse, scores)
         prompt_pass(x, rates, linear, self.prompts, room, out)
@@ -159,8 +164,11 @@ class DecodeRows:
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
         """See `Rows.attend_linearly`; of the first rows."""
-        own, linear = buffers.part(0, len(self.slots)), self.decoder.linear(layer, states)
-        rows = self.slots, self.lengths
+        own, rows = buffers.part(0, len(self.slots)), (self.slots, self.lengths)
+        if self.decoder.spec.convolution is not None:
+            convolve_step(own.x, *self.decoder.convolution(layer, states), *rows, own.out)
+            return
+        linear = self.decoder.linear(layer, states)
         decode_step(own.x, own.rates, linear, *rows, own.mixed, own.out)
 
 

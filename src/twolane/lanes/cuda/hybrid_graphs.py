@@ -38,7 +38,7 @@ def served(decoder: GpuDecoder) -> bool:
     """Return whether attention of this model can be in a graph."""
     spec = decoder.spec
     backend, _ = choose(decoder.dtype, spec.head_dim, decoder.device)
-    plain = spec.delta is None and not any(spec.window(i) for i in range(spec.layers))
+    plain = spec.state is None and not any(spec.window(i) for i in range(spec.layers))
     return backend == "flashinfer" and plain
 
 

@@ -339,7 +339,7 @@ class CudaRunner:
 
     def _prompts(self, rows: Sequence[PromptRow]) -> PromptStates | None:
         """Return the rows by their states, if the model has layers of linear attention."""
-        if self._decoder.spec.delta is None:
+        if self._decoder.spec.state is None:
             return None
         lists = prompt_lists([(row.slot, row.start, row.count) for row in rows])
         _, (segments, chunks) = upload_parts(lists, self._decoder.device)
