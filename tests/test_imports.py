@@ -25,6 +25,7 @@ SHARED = ("common", "devices", "playout", "sampling", "slo")
 """Packages and modules that all others may import."""
 MESSAGES = (
     *("engine.messages", "engine.config", "engine.settings", "engine.prompt_work"),
+    "engine.lateness",
     *("engine.kv.page_hash", "engine.kv.prefix_digest", "engine.constrained.matching"),
 )
 """What the API process and routers know of the engine: messages, settings, and how prefixes are

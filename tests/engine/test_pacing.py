@@ -12,7 +12,7 @@ from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.devices import LaneName
 from twolane.engine.messages import Abort, ToEngine
-from twolane.engine.pacing import Pacer
+from twolane.engine.pacing import LEAST_PACE, Pacer
 from twolane.engine.request import Phase, Request
 from twolane.lanes.base import Sampled, Ticket
 from twolane.lanes.work import DecodeWork, Work
@@ -68,6 +68,20 @@ def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
     due = [scheduled(pacer, request, at) for at in (0.0, 0.008, 0.016, 0.030, 0.045, 0.070)]
     even = [0.028 + i * PACE_FRACTION * 0.010 for i in (1, 2)]
     assert due == pytest.approx([0.012, 0.020, 0.028, *even, 0.072])
+
+
+def test_tokens_are_due_sooner_where_deliveries_are_late_unevenly() -> None:
+    """Gaps vary by twice the spread. A greater one counts at once and is forgotten slowly; short
+    bounds have no room."""
+    pacer = Pacer(0.02, 0.0005)
+    assert pacer.pace(0.020) == pytest.approx(PACE_FRACTION * 0.020)
+    pacer.hear(0.0008)
+    assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.0016)
+    pacer.hear(0.0)
+    assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.9 * 0.0016)
+    pacer.hear(1.0)
+    assert pacer.pace(0.020) == pytest.approx(LEAST_PACE * 0.020)
+    assert pacer.pace(0.009) == pytest.approx(PACE_FRACTION * 0.009)
 
 
 def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:

@@ -17,6 +17,7 @@ from twolane.engine.launches.overlap import lane_waits
 from twolane.engine.launches.reap import learn, reap
 from twolane.engine.messages import (
     Abort,
+    DeliveryLateness,
     FinishReason,
     ForgetPrefixes,
     LoadAdapter,
@@ -109,6 +110,8 @@ class Engine:
                 self.adapters.load(message.name, message.path)
             elif isinstance(message, UnloadAdapter):
                 self.adapters.unload(message.name)
+            elif isinstance(message, DeliveryLateness):
+                self.state.pacer.hear(message.spread)
             elif isinstance(message, Ping):
                 self._pinged = True
             else:

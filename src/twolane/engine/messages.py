@@ -1,11 +1,10 @@
 """Messages between the API process and the engine process: msgspec structs over ZeroMQ.
 
-A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
-`Vocabulary`, `Abort`, `Finish`, `Watch`, `LoadAdapter`, `UnloadAdapter` and `Ping`; the engine
-sends `Progress` while it starts, `Ready` once, then one `Outputs` for every turn of its loop that
-has results. For every `Submit` the engine sends exactly one ending: an `Output` with a `finish`
-reason, or a `Refused`; after an `Abort` it sends nothing more for that request except the `Output`
-with finish "abort".
+A message is one msgpack-encoded struct, tagged with its type. The API process sends those of
+`ToEngine`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for every
+turn of its loop that has results. For every `Submit` the engine sends exactly one ending: an
+`Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
+request except the `Output` with finish "abort".
 """
 
 from typing import Literal
@@ -103,6 +102,13 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for `Outputs` with `waits`, which shows that the loop makes turns."""
+
+
+class DeliveryLateness(msgspec.Struct, frozen=True, tag=True):
+    """By how much tokens with a due time were written late in the last second."""
+
+    spread: float
+    """P99 minus median, in seconds."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -308,6 +314,7 @@ ToEngine = (
     | LoadAdapter
     | UnloadAdapter
     | Ping
+    | DeliveryLateness
 )
 FromEngine = Progress | Ready | Outputs | Fatal
 

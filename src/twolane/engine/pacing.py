@@ -16,6 +16,14 @@ from twolane.playout import PACE_FRACTION, first_shown, next_shown
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
+LEAST_PACE = 0.92
+"""Tokens are due no closer together than this fraction of the TBT bound."""
+LEAST_LEARNT = 0.0115
+"""TBT bounds below this, in seconds, are paced alike on all hosts: a shorter pace would make more
+tokens late than it saves."""
+SPREAD_KEPT = 0.9
+"""A spread of late deliveries counts for this fraction of it a second later."""
+
 
 class Gaps:
     """The seconds between two tokens of a request, as clients see them if nothing delays delivery.
@@ -25,8 +33,8 @@ class Gaps:
 
     def __init__(self) -> None:
         self.total = 0
-        # The number of latest gaps between tokens that are remembered.
-        self._latest: deque[float] = deque(maxlen=512)
+        # More than the gaps of a tenth of a second, after which the margin looks at them.
+        self._latest: deque[float] = deque(maxlen=8192)
 
     def add(self, seconds: float) -> None:
         """Remember a new gap."""
@@ -59,6 +67,8 @@ class Pacer:
         self._transport = transport
         self._delay = min(transport, buffer)
         self._held: dict[Request, Sampled] = {}
+        self._spread = 0.0
+        """Spread of late deliveries in seconds: the latest, or what is left of greater ones."""
 
     @property
     def held(self) -> Collection[Request]:
@@ -68,6 +78,21 @@ class Pacer:
     def planned(self, slo: Slo) -> Slo:
         """Return the bounds that systems plan for: transport takes its part of the TBT bound."""
         return slo.sooner(self._transport)
+
+    def hear(self, spread: float) -> None:
+        """Learn how unevenly tokens were delivered in the last second: see `DeliveryLateness`."""
+        self._spread = max(spread, SPREAD_KEPT * self._spread)
+
+    def pace(self, bound: float) -> float:
+        """Return the seconds from one due time to the next under a TBT bound.
+
+        The client reads tokens about as unevenly as the server writes them, so that gaps vary by
+        twice the spread; the time for transport covers a part of it.
+        """
+        most, least = PACE_FRACTION * bound, LEAST_PACE * bound
+        if bound < LEAST_LEARNT:
+            return most
+        return max(least, min(most, bound + self._transport - 2 * self._spread))
 
     def schedule(self, request: Request, at: float) -> None:
         """Set when the request's next token, which the device made at `at` seconds, is due."""
@@ -122,7 +147,7 @@ class Pacer:
         hold = min(self._buffer, bound)
         if request.due is None:
             return first_shown(at, hold, request.deadline)
-        return next_shown(at, request.due, PACE_FRACTION * bound, hold)
+        return next_shown(at, request.due, self.pace(bound), hold)
 
     def _too_early(self, request: Request, now: float, in_flight: Sequence[InFlightLaunch]) -> bool:
         """Return whether the second token would be late by prediction if the first were sent now.

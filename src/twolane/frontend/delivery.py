@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 
+from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Output
 
 TIMER_SECONDS = 0.001
@@ -25,10 +26,14 @@ class DeliveryQueue:
 
     Args:
         deliver: takes an output whose time has come. An exception of it keeps nobody else waiting.
+        report: told the `spread` of late deliveries once a second.
     """
 
-    def __init__(self, deliver: Callable[[Output], None]) -> None:
+    def __init__(self, deliver: Callable[[Output], None], report: Callable[[float], None]) -> None:
+        self.lateness = Lateness()
+        """By how much outputs with a due time were written late."""
         self._deliver = deliver
+        self._report = report
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, Output]] = []
         """Heap of outputs by due time and order of arrival."""
@@ -63,10 +68,18 @@ class DeliveryQueue:
         until = self._loop.time() if until is None else until
         try:
             while self._waiting and self._waiting[0][0] <= until:
-                self._deliver(heapq.heappop(self._waiting)[-1])
+                output = heapq.heappop(self._waiting)[-1]
+                self._deliver(output)
+                if output.due is not None:
+                    self._note(output.due)
         finally:
             if self._waiting:
                 self._wait(self._waiting[0][0])
+
+    def _note(self, due: float) -> None:
+        spread = self.lateness.add(due, self._loop.time())
+        if spread is not None:
+            self._report(spread)
 
     def _wait(self, due: float) -> None:
         if due - self._loop.time() > TIMER_SECONDS:

@@ -19,8 +19,10 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import without_secrets
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.kv.prefix_digest import PrefixBook
+from twolane.engine.lateness import Lateness
 from twolane.engine.messages import (
     Abort,
+    DeliveryLateness,
     Fatal,
     Finish,
     ForgetPrefixes,
@@ -124,7 +126,7 @@ class EngineClient:
         self._submitted = 0
         self._uncounted: deque[PromptWork] = deque()
         """Work of the latest submitted requests, which `stats` does not count yet."""
-        self._delivery = DeliveryQueue(self._deliver)
+        self._delivery = DeliveryQueue(self._deliver, self._report_lateness)
         self._closing = False
         self._heard = 0
         """Number of messages received from the engine."""
@@ -239,6 +241,16 @@ class EngineClient:
     async def wait_for_gap(self) -> None:
         """Wait until work for a new request delays no token: see `DeliveryQueue`."""
         await self._delivery.wait_for_gap()
+
+    @property
+    def lateness(self) -> Lateness:
+        """By how much tokens with a due time were written late."""
+        return self._delivery.lateness
+
+    def _report_lateness(self, spread: float) -> None:
+        if self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(DeliveryLateness(spread))
 
     def end_all(self, message: str) -> None:
         """End the streams of all open requests with `message` and abort them in the engine."""

@@ -54,6 +54,9 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     NVLink on this GPU."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
+    host_factor: Annotated[float, Option(DEVICE, least=0)] = 0.0
+    """How many times slower than a fast host the simulated API process and client are; 0: tokens
+    reach the client when they are due."""
     uneven: Unevenness | None = None
     """Deviation of an emulated GPU from the engine's profile; None simulates a smooth GPU."""
 

@@ -105,7 +105,7 @@ def simulate(
     ledger = Ledger(requests, on_record, on_tokens)
     built.engine.state.watched_until = math.inf  # so that it tells of all launches
     assert isinstance(built.lanes, SimLanes)
-    port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
+    port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear, config.host_factor)
     ledger.stop = lambda: setattr(port, "stopped", True)
     try:
         with gc_disabled():  # a tenth of the time; what the loop drops has no cycles

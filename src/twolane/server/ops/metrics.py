@@ -5,6 +5,7 @@ request.
 """
 
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,16 @@ from typing import Any, TypeVar
 import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from twolane.common.checked_json import read_tables
+from twolane.engine.lateness import LATE_BUCKETS, Lateness
 from twolane.engine.messages import FinishReason, Stats, Times
 from twolane.frontend.liveness import Liveness
 from twolane.server.ops.vllm_names import OURS, Scrape
@@ -154,6 +161,31 @@ class EngineCollector(Collector):
         return family
 
 
+class LatenessCollector(Collector):
+    """Collects by how much tokens were written late.
+
+    Args:
+        lateness: counts it.
+        model_name: the label of all figures.
+    """
+
+    def __init__(self, lateness: Lateness, model_name: str) -> None:
+        self._lateness = lateness
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram."""
+        name, late = "delivery_lateness_seconds", self._lateness
+        bounds = *map(str, LATE_BUCKETS), "+Inf"
+        counts = list(zip(bounds, itertools.accumulate(late.counts), strict=True))
+        family = HistogramMetricFamily(PREFIX + name, ABOUT[name].help, labels=["model_name"])
+        family.add_metric([self._model_name], counts, late.total)
+        yield family
+
+    # The registry finds the histogram by its name.
+    describe = collect
+
+
 class ServerMetrics:
     """Metrics of one server, in a registry of their own.
 
@@ -166,6 +198,7 @@ class ServerMetrics:
         prefix: names that `render` uses.
         kv_cache_dtype: the format of the KV pool, as it was asked for.
         prefix_cache: Whether prompts reuse what earlier ones have computed.
+        lateness: counts by how many seconds tokens were written late.
     """
 
     def __init__(
@@ -179,6 +212,7 @@ class ServerMetrics:
         kv_cache_dtype: str = "auto",
         *,
         prefix_cache: bool = True,
+        lateness: Lateness | None = None,
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
@@ -188,6 +222,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         pool = page_size, kv_cache_dtype, prefix_cache
         self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
+        self.registry.register(LatenessCollector(lateness or Lateness(), model_name))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self._prefix: MetricsPrefix = prefix

@@ -32,5 +32,6 @@ class Monitoring(NamedTuple):
             prefix,
             engine.ready.kv_cache_dtype,
             prefix_cache=engine.ready.prefix_cache,
+            lateness=engine.lateness,
         )
         return cls(metrics, Dashboard(engine, metrics))

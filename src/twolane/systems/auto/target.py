@@ -15,6 +15,11 @@ USABLE_SLACK_FRACTION = 0.33
 """This fraction of the time for which tokens are held back is added to the TBT SLO. The rest is for
 launches that take longer than predicted; once it is used up, every request is late."""
 
+MAX_RESERVE_SECONDS, RESERVE_FRACTION = 0.006, 0.3
+"""Slack that is never planned with: this many seconds, but at most this fraction of the bound."""
+LEAST_RESERVED = 0.0115
+"""All slack is planned with under TBT bounds below this, in seconds: they leave too little."""
+
 
 @dataclass(frozen=True, slots=True)
 class TbtTarget:
@@ -42,8 +47,14 @@ def target_tbt(
     bound = _tightest_bound(view, rows, step)
     slack = ((_slo(r), r.slack) for r in view.decoding if r.last_token_at is not None)
     latest = min((slo + held for slo, held in slack if slo and slo >= bound), default=bound)
-    planned = fraction * (bound + USABLE_SLACK_FRACTION * (latest - bound))
+    usable = USABLE_SLACK_FRACTION * max(0.0, latest - bound - _reserve(bound))
+    planned = fraction * (bound + usable)
     return TbtTarget(bound, planned, latest)
+
+
+def _reserve(bound: float) -> float:
+    """Return the slack in seconds that is left for launches that stall and late deliveries."""
+    return min(MAX_RESERVE_SECONDS, RESERVE_FRACTION * bound) if bound >= LEAST_RESERVED else 0.0
 
 
 def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from twolane.engine.lateness import LATE_BUCKETS
 from twolane.engine.messages import Stats
 from twolane.server.ops.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, ServerMetrics
 
@@ -25,6 +26,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 LATENCIES = {
     "ttft": (f"{PREFIX}time_to_first_token_seconds_bucket", START_BUCKETS),
     "tbt": (f"{PREFIX}inter_token_latency_seconds_bucket", GAP_BUCKETS),
+    "late": (f"{PREFIX}delivery_lateness_seconds_bucket", LATE_BUCKETS),
 }
 TOTALS = {
     f"{PREFIX}requests_received_total": "received",
@@ -134,7 +136,7 @@ class Span:
         return self._last.totals.get(name, 0.0) - self._first.totals.get(name, 0.0)
 
     def quantiles(self, latency: str) -> list[float | None]:
-        """Return the `QUANTILES` of "ttft" or "tbt", in seconds."""
+        """Return the `QUANTILES` of one of `LATENCIES`, in seconds."""
         before, after = (r.buckets[latency] for r in (self._first, self._last))
         counts = [b - a for a, b in zip(before, after, strict=True)]
         return [quantile(q, LATENCIES[latency][1], counts) for q in QUANTILES]
@@ -165,6 +167,7 @@ class Span:
             "seconds": self.seconds,
             "ttft": self.quantiles("ttft"),
             "tbt": self.quantiles("tbt"),
+            "late": self.quantiles("late"),
             "attainment": {slo: self.attainment(slo) for slo in ("ttft", "tbt", "tpot")},
             "totals": {name: self.total(name) for name in TOTALS.values()},
             "prefix_hits": self.prefix_hits(),

@@ -125,6 +125,8 @@ function figures(data) {
     ["P50", "P90", "P99"].forEach((q, k) => line(`${name.toUpperCase()} ${q}`,
       names.map((n) => seconds(windows[n][name][k])), slo[name] == null ? "" : boundText(data, name),
       (i) => k === 2 && broken(data, name, names[i])));
+  if (names.some((n) => windows[n].late[2] != null))
+    line("Written late, P99", names.map((n) => seconds(windows[n].late[2])));
   for (const name of ["ttft", "tbt", "tpot"].filter((n) => hasBound(data, n)))
     line(`${name.toUpperCase()} attainment`, names.map((n) => share(windows[n].attainment[name])), "99 %",
       (i) => windows[names[i]].attainment[name] != null && windows[names[i]].attainment[name] < 0.99);
