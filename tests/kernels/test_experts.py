@@ -110,9 +110,10 @@ def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
     router = Matrix.plain(random(EXPERTS, hidden))
     gate_up = stored(random(EXPERTS * 2 * inner, hidden, seed=1) / 6, scheme)
     down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
-    mlp = Experts(router, gate_up, down, RULE, None, activation="silu")
+    here = [matrix.to(torch.device("cpu")) for matrix in (router, gate_up, down)]
+    mlp = Experts(*here, RULE, None, activation="silu")
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
-    expected, there = mlp.add(residual, x, Products()), active.marks > 0
+    expected, there = mlp.add(residual.cpu(), x.cpu(), Products()).to(DEVICE), active.marks > 0
     room = buffers(rows, hidden, inner, gate_up.scheme)
     close = {"atol": 1e-5, "rtol": 1e-5} if scheme is None else {"atol": 2e-2, "rtol": 1e-2}
     for _ in range(2):

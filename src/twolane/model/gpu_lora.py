@@ -68,6 +68,9 @@ class GpuAdapterPool:
         """The adapters' matrices for each matrix of the base model."""
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._lock = Lock()
+        if self._stream is not None:
+            # The rooms are empty before that stream fills one.
+            self._stream.wait_stream(torch.cuda.current_stream(like.device))
 
     def _room(self, product: _Product, like: Tensor, ranks: Tensor) -> AdapterMatrices:
         sections = len(product.ends)
