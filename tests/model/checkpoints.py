@@ -103,22 +103,28 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             _initialise(name, parameter, model.config.tie_word_embeddings)
             if "gemma" in config.model_type:
-                _for_gemma(name, parameter, float(parameter.shape[-1]) ** 0.5)
+                _for_gemma(name, parameter, fourth="gemma4" in config.model_type)
             if config.model_type.startswith(("qwen3_5", "qwen3_next")):
                 _for_hybrid(name, parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.2)
     return model
 
 
-def _for_gemma(name: str, parameter: torch.Tensor, scale: float) -> None:
-    """Undo that the model multiplies embeddings with `scale`, and adds 1 to norms."""
+def _for_gemma(name: str, parameter: torch.Tensor, *, fourth: bool) -> None:
+    """Undo that the model multiplies embeddings with the root of their size, and that Gemma 3 adds
+    1 to norms, and that Gemma 4 divides no scores by the root of the heads' size."""
+    scale = float(parameter.shape[-1]) ** 0.5
     if name.endswith("embed_tokens.weight"):
         parameter /= scale
     if name in FINAL_NORMS:
         parameter *= scale
-    if name.endswith("norm.weight"):
+    if fourth and name.endswith("q_norm.weight"):
+        parameter /= scale
+    if not fourth and name.endswith("norm.weight"):
         parameter -= 1.0
 
 
@@ -141,8 +147,10 @@ def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
         parameter.uniform_(*((4.0, 12.0) if tied else (0.5, 1.5)))
     elif name.endswith(("q_norm.weight", "k_norm.weight", "query_layernorm.weight")):
         parameter.uniform_(0.7, 1.9)
-    elif name.endswith("norm.weight"):
+    elif name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "_scale")):
         parameter.uniform_(0.5, 1.5)
+    elif name.endswith("router.scale"):  # the model divides it by the root of its size
+        parameter.uniform_(4.0, 12.0)
     elif name.endswith("bias"):
         parameter.normal_(0.0, 0.3)
     elif name.endswith(("embed_tokens.weight", "lm_head.weight")):

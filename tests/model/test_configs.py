@@ -39,6 +39,8 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "glm-4.5-air": 106_852_251_264,
+    "gemma-3-27b": 27_009_346_304,
+    "gemma-4-26b-a4b": 25_233_141_790,
     "smollm2-135m-instruct": 134_515_008,
     "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-35b-a3b": 34_660_610_688,
@@ -343,6 +345,26 @@ def test_yarn_of_deepseek_leaves_the_scale_of_attention_alone():
     assert spec.rope.attention_factor == pytest.approx(1.0)
 
 
+def test_gemma_4_has_layers_of_two_shapes():
+    """E2B's config: the last layers read the keys and values of the last of their kind before."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    raw = {"architectures": ["Gemma4ForCausalLM"], "layer_types": kinds, "num_hidden_layers": 35}
+    raw |= {"hidden_size": 1536, "num_key_value_heads": 1, "num_kv_shared_layers": 20}
+    spec = spec_from_config({**raw, "use_double_wide_mlp": True})
+    assert spec.kv_layers == list(range(15))
+    assert [spec.kv_layer(i) for i in (0, 4, 15, 18, 19, 34)] == [0, 4, 13, 13, 14, 14]
+    assert [spec.at(i).head_dim for i in (3, 4, 33, 34)] == [256, 512, 256, 512]
+    assert [spec.at(i).intermediate_size for i in (14, 15)] == [9216, 18432]
+    assert spec.kv_bytes_per_token(2) == 2 * 2 * (12 * 256 + 3 * 512)
+    assert spec.kv_itemsize("fp8", 2) == 1 + 15 / (12 * 256 + 3 * 512)
+    with pytest.raises(ValueError, match="num_kv_shared_layers must be 0 to 34, not 35"):
+        spec_from_config({**raw, "num_kv_shared_layers": 35})
+    with pytest.raises(UnsupportedModel, match="use_bidirectional_attention 'all'"):
+        spec_from_config({**raw, "use_bidirectional_attention": "all"})
+    with pytest.raises(ValueError, match="finds no keys and values"):
+        spec_from_config({**raw, "num_kv_shared_layers": 32})
+
+
 def test_attention_in_two_kinds_of_chunks_is_served_within_one():
     """Qwen2.5-7B-Instruct-1M: positions within a chunk are those of every attention."""
     chunks = {"chunk_size": 262_144, "local_size": 8192}
@@ -356,7 +378,7 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
     [
         (
             named(GemmaConfig(), "GemmaForCausalLM"),
-            "'GemmaForCausalLM': of Gemma, the third is built",
+            "'GemmaForCausalLM': of Gemma, the third and the fourth are built",
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5631},
@@ -454,6 +476,7 @@ ROPES = (
     {"rope_theta": 3e4, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
     {"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}, "rope_scaling": None},
 )
+GEMMA_4 = "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"
 MAY_BE_LEFT_OUT = {
     "vocab_size": 320,
     "hidden_size": 256,
@@ -489,7 +512,11 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
     # `transformers` gives Phi-3 no other stretching than its own, which is refused here.
     assume(architecture != "Phi3ForCausalLM" or "yarn" not in str(rope))
     assume(architecture != "Phi3ForCausalLM" or "rope_scaling" not in rope)
-    assume(architecture != "MellumForCausalLM" or not rope)  # it has one for each type of layers
+    # These have a rotation for each type of layers.
+    by_type = "MellumForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", *GEMMA_4
+    assume(not rope or architecture not in by_type)
+    # Without inputs of each layer, for they are those of the default vocabulary.
+    assume("vocab_size" not in said or architecture not in GEMMA_4)
     read = AutoConfig.for_model(ARCHITECTURES[architecture].name, **copy.deepcopy(raw)).to_dict()
     named = {"architectures": [architecture]}
     assert spec_from_config(raw | named) == spec_from_config(read | named)

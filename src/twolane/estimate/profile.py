@@ -34,7 +34,7 @@ _SIZES = (
     "vocab_size",
 )
 _SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
-_NEWER_OF_EXPERTS = ("skew", "sigmoid", "biased", "scale", "shared", "gated")
+_NEWER_OF_EXPERTS = ("skew", "sigmoid", "biased", "scale", "shared", "gated", "beside_dense")
 _ROPE_FIELDS = (
     *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors"),
@@ -349,6 +349,8 @@ def model_digest(shape: ModelSpec) -> str:
         fields["output_gate"] = True
     if shape.activation != "silu":
         fields["activation"] = shape.activation
+    more = {name: getattr(shape, name) for name in ("v_norm", "layer_scales", "layer_inputs")}
+    fields |= {name: value for name, value in more.items() if value}
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
 
 

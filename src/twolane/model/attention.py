@@ -55,7 +55,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class KVCache:
-    """Keys and values of all layers, in pages that the engine hands out.
+    """Keys and values of all layers, in pages that the engine hands out. Layers that read those of
+    another one have its pool.
 
     `k[i]` and `v[i]` are [pages * page_size, kv_heads, head_dim]: the two halves of `layers[i]`,
     which is [pages * page_size, 2 * kv_heads, head_dim] so that one call writes or gathers both.
@@ -86,18 +87,18 @@ class KVCache:
         self.page_size = page_size
         self.states = StatePool(spec, requests, dtype)
 
-        def layer(i: int) -> Pool:
+        def layer(i: int, at: ModelSpec) -> Pool:
             count = 0 if spec.is_linear(i) else pages
-            shape = (count * page_size, 2 * spec.kv_heads, spec.head_dim)
+            shape = (count * page_size, 2 * at.kv_heads, at.head_dim)
             values = allocate(shape, fp8.E4M3 if rounded else dtype)
             if not rounded:
                 return values
             return CpuRoundedPool(values, allocate(shape[:2], torch.int8), dtype)
 
-        self.layers = [layer(i) for i in range(spec.layers)]
+        own = {i: layer(i, at) for i, at in enumerate(spec.each) if spec.kv_layer(i) == i}
+        self.layers = [own[spec.kv_layer(i)] for i in range(spec.layers)]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
-        self.k = [values[:, : spec.kv_heads] for values in stored]
-        self.v = [values[:, spec.kv_heads :] for values in stored]
+        self.k, self.v = zip(*(values.chunk(2, dim=1) for values in stored), strict=True)
 
     def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Put keys, then values, [T, 2 * kv_heads, head_dim], of tokens into their slots, [T].

@@ -15,7 +15,7 @@ from torch.nn import functional
 from twolane.model.attention import Batch, KVCache
 from twolane.model.linear_attention import DeltaWeights, attend, convolve
 from twolane.model.matrix import Matrix
-from twolane.model.mlp import Mlp
+from twolane.model.mlp import ACTIVATIONS, Experts, Mlp
 from twolane.model.products import Products
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
@@ -31,12 +31,14 @@ class LayerWeights:
     """The norm of what attention reads, [hidden], or None."""
     qkv: Matrix
     """[qkv_rows, hidden]: the rows of q and k, in the order of `pair_rows`, of v, and of output
-    gates; in linear attention [projected, hidden]: those of q, k, v and gates; in a short
+    gates; [q_rows, hidden] where the layer reads the keys and values of another one; in linear
+    attention [projected, hidden]: those of q, k, v and gates; in a short
     convolution [3 * channels, hidden]: those of both gates and what is convolved."""
     qkv_bias: torch.Tensor | None
     """[qkv_rows], in the order of the rows of `qkv`, or None."""
     qk_norm: torch.Tensor | None
-    """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None."""
+    """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None; [heads, head_dim] where
+    the layer has no keys of its own."""
     attention_out_norm: torch.Tensor | None
     """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
@@ -54,6 +56,59 @@ class LayerWeights:
     taps: torch.Tensor | None = None
     """The taps of a short convolution in the place of attention, [channels, taps], the latest last;
     None: the layer has none."""
+    side: "SideExperts | None" = None
+    """The experts of a layer that has a dense MLP, too."""
+    inputs: "LayerInputs | None" = None
+    """What adds the layer's own inputs of each token to the residual stream."""
+    scale: torch.Tensor | None = None
+    """The factor of what the layer returns, [1], or None."""
+
+    @property
+    def matrices(self) -> Sequence[Matrix]:
+        """The matrices that rows are multiplied with."""
+        mlps = (self.mlp,) if self.side is None else (self.mlp, self.side.experts)
+        own = () if self.inputs is None else (self.inputs.gate, self.inputs.projection)
+        return self.qkv, self.o, *(m for mlp in mlps for _, m in mlp.matrices()), *own
+
+
+@dataclass(frozen=True, eq=False)
+class SideExperts:
+    """The experts beside a dense MLP, and the norms of both (see `MoeSpec.beside_dense`)."""
+
+    experts: Experts
+    norm: torch.Tensor
+    """The norm of what the experts read, [hidden]."""
+    router_norm: torch.Tensor
+    """The norm of what the router reads, [hidden]."""
+    out_norm: torch.Tensor
+    """The norm of the experts' output, [hidden]."""
+    mlp_out_norm: torch.Tensor
+    """The norm of the dense MLP's output, [hidden]."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """The module that adds a layer's own inputs to the residual stream: its gate multiplies them,
+    and they are projected and normalised before they are added."""
+
+    gate: Matrix
+    """[layer_inputs, hidden]"""
+    projection: Matrix
+    """[hidden, layer_inputs]"""
+    norm: torch.Tensor
+    """The norm of what is added, [hidden]."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInputs:
+    """The inputs of all layers that follow from a token and its embedding."""
+
+    embedding: torch.Tensor
+    """[vocab, layers * layer_inputs], times the embeddings' factor."""
+    projection: Matrix
+    """[layers * layer_inputs, hidden]"""
+    norm: torch.Tensor
+    """The norm of the projection's part for each layer, [layer_inputs]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +122,13 @@ class Weights:
     """The norm of what the head reads, [hidden], times `ModelSpec.logit_scale`."""
     head: Matrix
     """[vocab, hidden]; its values are the embedding itself where the two are tied."""
+    inputs: TokenInputs | None = None
+    """What makes the layers' own inputs, if they have any."""
 
     @property
     def matrix_itemsize(self) -> float:
         """Bytes of an element of the layers' matrices, scales included."""
-        matrices = [
-            matrix
-            for layer in self.layers
-            for matrix in (layer.qkv, layer.o, *(m for _, m in layer.mlp.matrices()))
-        ]
+        matrices = [matrix for layer in self.layers for matrix in layer.matrices]
         return sum(m.nbytes for m in matrices) / sum(math.prod(m.shape) for m in matrices)
 
 
@@ -103,19 +156,33 @@ class Decoder:
         self.products = Products()
         """Computes the products of passes whose rows have no adapters."""
         self._rotations = rotations(spec, self.device)
-        self._gates = self.spec.heads if spec.output_gate else 0
-        """Heads of output gates in a layer's projections."""
+        self._shapes = self.spec.each
+        """The shapes of this rank's part of each layer."""
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden] of token ids, int64 [T]."""
+        """Hidden states [T, stream] of token ids, int64 [T]: the residual stream, and after it the
+        layers' own inputs, if they have any."""
         scale = self.spec.stream_scale
         if self.group.size == 1:
             rows = functional.embedding(tokens, self.weights.embedding)
-            return rows if scale == 1.0 else rows * scale
-        vocab = self.shard.vocab
-        ours = (tokens >= vocab.start) & (tokens < vocab.stop)
-        rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
-        return self.group.all_reduce(rows * ours[:, None] * scale)
+            rows = rows if scale == 1.0 else rows * scale
+        else:
+            vocab = self.shard.vocab
+            ours = (tokens >= vocab.start) & (tokens < vocab.stop)
+            rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
+            rows = self.group.all_reduce(rows * ours[:, None] * scale)
+        return rows if self.weights.inputs is None else self._with_inputs(tokens, rows)
+
+    def _with_inputs(self, tokens: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream with the layers' inputs after it, [T, stream]: the mean, times
+        the square root of two, of a token's own and of those that its embedding is projected to."""
+        w, spec = self.weights.inputs, self.spec
+        assert w is not None
+        own = functional.embedding(tokens, w.embedding)
+        projected = self.products.linear(stream, w.projection) * spec.hidden_size**-0.5
+        parts = projected.view(len(tokens), -1, spec.layer_inputs)
+        normal = self._normalised(parts, w.norm, spec.norm_eps).flatten(1)
+        return torch.cat([stream, (normal + own) * 0.5**0.5], dim=1)
 
     def layer(
         self,
@@ -132,39 +199,72 @@ class Decoder:
 
         Args:
             i: layer index.
-            hidden: [T, hidden] from `embed` or the layer before; left as it is.
+            hidden: [T, stream] from `embed` or the layer before; left as it is.
             batch: the T tokens, in the order of `hidden`.
             kv: the pool that the batch's pages belong to.
             products: the decoder's own, with what adapters add to them; None: without.
 
         Returns:
-            [T, hidden]
+            [T, stream]
         """
-        spec, w, products = self.spec, self.weights.layers[i], products or self.products
+        w, products = self.weights.layers[i], products or self.products
+        inputs = hidden[:, self.spec.hidden_size :]
+        hidden = hidden[:, : self.spec.hidden_size]
         attend = self._attended if w.delta is None else self._attended_linearly
         attend = attend if w.taps is None else self._convolved
         attended = attend(i, self._read(hidden, w.input_norm), batch, kv, products)
-        if self.group.size == 1 and not spec.norms_outputs:
+        if self.group.size == 1 and not self.spec.norms_outputs:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
-            return w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
-        out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
-        hidden = hidden + self._normalised(out, w.attention_out_norm, spec.norm_eps)
-        x, nothing = self._read(hidden, w.mlp_norm), torch.zeros_like(hidden)
-        out = self.group.all_reduce(w.mlp.add(nothing, x, products))
-        return hidden + self._normalised(out, w.mlp_out_norm, spec.norm_eps)
+            hidden = w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
+        else:
+            out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
+            hidden = hidden + self._normalised(out, w.attention_out_norm, self.spec.norm_eps)
+            hidden = hidden + self._mlp_output(w, hidden, products)
+        if w.inputs is not None:
+            own = inputs.view(len(inputs), self.spec.layers, -1)[:, i]
+            hidden = hidden + self._of_inputs(w.inputs, hidden, own, products)
+        hidden = hidden if w.scale is None else hidden * w.scale
+        return torch.cat([hidden, inputs], dim=1) if inputs.shape[1] else hidden
 
     def _attended(
         self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
     ) -> torch.Tensor:
         """Return the softmax attention of the normalised rows `x` [T, hidden], [T, q_size]."""
-        spec, w = self.spec, self.weights.layers[i]
-        heads = products.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, spec.head_dim)
-        self._rotate(heads[:, : spec.heads + spec.kv_heads], i, batch)
-        parts = [spec.heads, 2 * spec.kv_heads, self._gates]
-        q, new, gates = torch.split(heads, parts, dim=1)
-        new = kv.write(i, batch.write_slots, new)
-        attended = batch.attend(q, new, kv.layers[i], spec.window(i))
-        return attended * gates.flatten(1).sigmoid() if self._gates else attended
+        shape, w, own = self._shapes[i], self.weights.layers[i], not self.spec.kind(i).reads_earlier
+        heads = products.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, shape.head_dim)
+        kv_heads, gated = shape.kv_heads if own else 0, shape.heads if shape.output_gate else 0
+        self._rotate(heads[:, : shape.heads + kv_heads], i, batch)
+        q, new, gates = torch.split(heads, [shape.heads, 2 * kv_heads, gated], dim=1)
+        if not own:
+            new = kv.layers[i].index_select(0, batch.write_slots)
+        else:
+            if self.spec.v_norm:
+                new[:, kv_heads:] = self._normalised_heads(new[:, kv_heads:])
+            new = kv.write(i, batch.write_slots, new)
+        attended = batch.attend(q, new, kv.layers[i], self.spec.window(i))
+        return attended * gates.flatten(1).sigmoid() if gated else attended
+
+    def _mlp_output(
+        self, w: LayerWeights, hidden: torch.Tensor, products: Products
+    ) -> torch.Tensor:
+        """Return what the MLP adds to the residual stream [T, hidden], of all ranks."""
+        eps, side, nothing = self.spec.norm_eps, w.side, torch.zeros_like(hidden)
+        x = self._read(hidden, w.mlp_norm)
+        out = self.group.all_reduce(w.mlp.add(nothing, x, products))
+        if side is not None:
+            x, routed = self._read(hidden, side.norm), self._read(hidden, side.router_norm)
+            experts = self.group.all_reduce(side.experts.add(nothing, x, products, routed))
+            out = self._normalised(out, side.mlp_out_norm, eps)
+            out = out + self._normalised(experts, side.out_norm, eps)
+        return self._normalised(out, w.mlp_out_norm, eps)
+
+    def _of_inputs(
+        self, w: LayerInputs, hidden: torch.Tensor, inputs: torch.Tensor, products: Products
+    ) -> torch.Tensor:
+        """Return what a layer's own inputs [T, layer_inputs] add to the residual stream."""
+        gate = ACTIVATIONS[self.spec.activation](products.linear(hidden, w.gate))
+        out = products.linear(gate * inputs, w.projection)
+        return self._normalised(out, w.norm, self.spec.norm_eps)
 
     def _attended_linearly(
         self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
@@ -189,17 +289,18 @@ class Decoder:
         return after * convolve(before * values, w.taps, rows, kv.states.conv[i])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.
+        """Logits, float32 [R, vocab], of hidden states [R, stream] after the last layer.
 
         On a rank other than 0 those of its part of the vocabulary.
         """
         x = self.last(hidden)
         logits = self.group.gather_columns(self.products.linear(x, self.weights.head).float())
-        return logits[:, : self.spec.vocab_size]
+        logits, cap = logits[:, : self.spec.vocab_size], self.spec.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def last(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [R, hidden] after the last layer's norm, which the classifier reads."""
-        return self._read(hidden, self.weights.norm)
+        return self._read(hidden[:, : self.spec.hidden_size], self.weights.norm)
 
     def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return a block's input from the residual stream."""
@@ -208,9 +309,9 @@ class Decoder:
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
-    def _normalised_heads(self, qk: torch.Tensor) -> torch.Tensor:
-        """Return each head of queries and keys over its root mean square."""
-        return functional.rms_norm(qk, qk.shape[-1:], None, self.spec.norm_eps)
+    def _normalised_heads(self, heads: torch.Tensor) -> torch.Tensor:
+        """Return each head [T, heads, head_dim] over its root mean square."""
+        return functional.rms_norm(heads, heads.shape[-1:], None, self.spec.norm_eps)
 
     def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
         """Return all heads' queries, then keys, of all ranks, over their root mean squares."""
@@ -235,11 +336,11 @@ class Decoder:
             normal = self._normalised_whole if spec.qk_norm == "whole" else self._normalised_heads
             x = normal(qk) * weight
         rope = spec.rope_of(i)
-        turn = batch.rotation(self._rotations[rope], rope)
+        turn = batch.rotation(self._rotations[rope, qk.shape[-1]], rope)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
         if weight is not None and spec.norms_rotated:
             qk *= weight
         if rope.query_beta:
-            qk[:, : spec.heads] *= query_scales(rope, batch.positions).to(qk.dtype)
+            qk[:, : self._shapes[i].heads] *= query_scales(rope, batch.positions).to(qk.dtype)

@@ -449,9 +449,11 @@ class GpuDecoder:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._rotary = {
-            rope: fused.rotary_table(*turn, spec.max_positions)
-            for rope, turn in rotations(spec, self.device).items()
+            key: fused.rotary_table(*turn, spec.max_positions)
+            for key, turn in rotations(spec, self.device).items()
         }
+        self.shapes = self.spec.each
+        """The shapes of this rank's part of each layer."""
 
     def embed(self, tokens: Tensor, channel: Channel | None) -> Tensor:
         """Queue the embeddings [T, hidden] of token ids, int [T], the same on all ranks."""
@@ -468,7 +470,8 @@ class GpuDecoder:
         """Return the rotation of a layer's queries and keys: norms of its heads, their epsilon, and
         cosines and sines, float32 [positions, head_dim / 2, 2]."""
         norm = self.weights.layers[layer].qk_norm if self.spec.qk_norm == "head" else None
-        return norm, self.spec.norm_eps, self._rotary[self.spec.rope_of(layer)]
+        table = self._rotary[self.spec.rope_of(layer), self.shapes[layer].head_dim]
+        return norm, self.spec.norm_eps, table
 
     def linear(self, layer: int, states: GpuStatePool) -> LinearLayer:
         """Return a layer of linear attention with the states of all slots."""
@@ -768,12 +771,14 @@ class GpuDecoder:
         norm = self.last(hidden, workspace.get("norm", rows))
         if (channel := workspace.channel) is None:
             products.logits(norm, self.weights.head, logits)
-            return
-        parts = workspace.logit_parts(rows)
-        products.logits(norm, self.weights.head, parts[0])
-        channel.gather(parts)
-        if channel.rank == 0:
-            fused.side_by_side(parts, logits)
+        else:
+            parts = workspace.logit_parts(rows)
+            products.logits(norm, self.weights.head, parts[0])
+            channel.gather(parts)
+            if channel.rank == 0:
+                fused.side_by_side(parts, logits)
+        if (cap := self.spec.logit_cap) is not None and not self.follows:
+            logits.div_(cap).tanh_().mul_(cap)
 
 
 def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:

@@ -141,6 +141,12 @@ class Matrix:
         held = [None if part is None else part.contiguous() for part in parts]
         return Matrix(self.values.contiguous(), self.scheme, *held)
 
+    def times(self, factor: float) -> "Matrix":
+        """Return the matrix with every number multiplied by a factor."""
+        if self.scales is None:
+            return replace(self, values=self.values * factor)
+        return replace(self, scales=self.scales * factor)
+
     def reordered(self, order: Tensor) -> "Matrix":
         """Return the matrix with its rows in another order, int64 [rows]."""
         if self.scheme == "fp8_block128":

@@ -148,9 +148,14 @@ class Experts:
         """See `Mlp.scheme`."""
         return self.router.scheme
 
-    def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
-        """See `Mlp.add`. A row's experts are summed by rank, whatever other rows there are."""
-        logits = products.linear(x, self.router)
+    def add(
+        self, residual: Tensor, x: Tensor, products: Products, routed: Tensor | None = None
+    ) -> Tensor:
+        """See `Mlp.add`. A row's experts are summed by rank, whatever other rows there are.
+
+        `routed`: The rows that the router reads, [T, hidden]; None: `x`.
+        """
+        logits = products.linear(x if routed is None else routed, self.router)
         weights, chosen = route(logits, self.rule, self.bias)
         outs = x.new_empty(len(x), self.rule.entries, x.shape[1])
         for number in sorted(set(chosen.flatten().tolist())):

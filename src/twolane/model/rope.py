@@ -22,10 +22,11 @@ class Rotation(NamedTuple):
         return Rotation(self.frequencies.to(device), self.scales.to(device))
 
 
-def rotations(spec: ModelSpec, device: torch.device) -> dict[RopeSpec, Rotation]:
-    """Return the rotation of each rotary embedding that layers of a model have."""
-    ropes = dict.fromkeys(map(spec.rope_of, range(spec.layers)))
-    return {rope: rotation(spec, rope).to(device) for rope in ropes}
+def rotations(spec: ModelSpec, device: torch.device) -> dict[tuple[RopeSpec, int], Rotation]:
+    """Return the rotation of each rotary embedding that layers of a model have, by the dimensions
+    of their heads, too."""
+    shapes = {(spec.rope_of(i), at.head_dim): at for i, at in enumerate(spec.each)}
+    return {key: rotation(at, key[0]).to(device) for key, at in shapes.items()}
 
 
 def rotation(spec: ModelSpec, rope: RopeSpec) -> Rotation:
@@ -91,6 +92,9 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
             return plain
         case "linear":
             return plain / rope.factor
+        case "proportional":
+            turned = int(rope.share * rotated // 2)
+            return torch.where(torch.arange(rotated // 2) < turned, plain / rope.factor, 0.0)
         case "factors":
             return plain / torch.tensor(rope.divisors, dtype=torch.float32)
         case "longrope":

@@ -7,10 +7,11 @@ there are more ranks than KV heads.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from twolane.common.errors import FieldError
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import Heads, LayerKind, ModelSpec
 
 
 class Cut(NamedTuple):
@@ -44,30 +45,32 @@ class Shard:
 
     def __post_init__(self) -> None:
         spec, size = self.spec, self.size
-        counts = {"attention heads": spec.heads}
-        if not all(map(spec.has_experts, range(spec.layers))):
-            counts["MLP columns"] = spec.intermediate_size
+        counts = [(at.heads, "attention heads") for at in spec.each]
+        for i, at in enumerate(spec.each):
+            if spec.has_dense(i):
+                counts.append((at.intermediate_size, "MLP columns"))
         if spec.delta is not None:
-            counts["key heads of linear attention"] = spec.delta.key_heads
+            counts.append((spec.delta.key_heads, "key heads of linear attention"))
         if spec.convolution is not None:
-            counts["channels of a short convolution"] = spec.convolution.channels
+            counts.append((spec.convolution.channels, "channels of a short convolution"))
         if spec.moe is not None:
-            counts["columns of an expert"] = spec.moe.intermediate_size
-        for what, count in counts.items():
+            counts.append((spec.moe.intermediate_size, "columns of an expert"))
+        for count, what in counts:
             if count % size:
                 raise _refusal(f"{size} does not divide the model's {count} {what}")
-        if spec.kv_heads % size and size % spec.kv_heads:
-            raise _refusal(f"{size} ranks cannot share {spec.kv_heads} KV heads evenly")
+        for count in {at.kv_heads for at in spec.each}:
+            if count % size and size % count:
+                raise _refusal(f"{size} ranks cannot share {count} KV heads evenly")
 
-    @property
+    @cached_property
     def local(self) -> ModelSpec:
         """The shape of what this rank computes; vocabulary and hidden size are the model's."""
-        spec, moe = self.spec, self.spec.moe
+        spec, moe, size = self.spec, self.spec.moe, self.size
         if moe is not None:
-            moe = replace(moe, intermediate_size=moe.intermediate_size // self.size)
+            moe = replace(moe, intermediate_size=moe.intermediate_size // size)
         delta = spec.delta
         if delta is not None:
-            keys, values = delta.key_heads // self.size, delta.value_heads // self.size
+            keys, values = delta.key_heads // size, delta.value_heads // size
             delta = replace(delta, key_heads=keys, value_heads=values)
         convolution = spec.convolution
         if convolution is not None:
@@ -77,9 +80,10 @@ class Shard:
             moe=moe,
             delta=delta,
             convolution=convolution,
-            heads=spec.heads // self.size,
-            kv_heads=max(1, spec.kv_heads // self.size),
-            intermediate_size=spec.intermediate_size // self.size,
+            heads=spec.heads // size,
+            kv_heads=max(1, spec.kv_heads // size),
+            intermediate_size=spec.intermediate_size // size,
+            kinds=tuple(_local(kind, size) for kind in spec.kinds),
         )
 
     @property
@@ -95,7 +99,10 @@ class Shard:
 
     def cut(self, name: str) -> Cut | None:
         """Return the part of the tensor of this Hugging Face name; None: all of it."""
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
         spec, local = self.spec, self.local
+        if layer is not None:
+            spec, local = spec.at(layer), local.at(layer)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return Cut(0, self.vocab.start, self.vocab.stop)
         kind = name.split(".")[-2]
@@ -141,6 +148,14 @@ def _state_outputs(spec: ModelSpec) -> int:
     if spec.delta is not None:
         return spec.delta.value_size
     return 0 if spec.convolution is None else spec.convolution.channels
+
+
+def _local(kind: LayerKind, size: int) -> LayerKind:
+    """Return a rank's part of the layers of a kind."""
+    heads, width = kind.heads, kind.intermediate_size
+    if heads is not None:
+        heads = Heads(heads.queries // size, max(1, heads.keys // size), heads.dim)
+    return replace(kind, heads=heads, intermediate_size=width and width // size)
 
 
 def _refusal(problem: str) -> FieldError:

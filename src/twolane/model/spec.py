@@ -1,7 +1,7 @@
 """The shape of a model, without its weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
@@ -10,7 +10,17 @@ from twolane.common.errors import FieldError
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.kernels.experts.rule import RoutingRule
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "none"]
+RopeType = Literal[
+    "default",
+    "linear",
+    "dynamic",
+    "llama3",
+    "yarn",
+    "factors",
+    "longrope",
+    "proportional",
+    "none",
+]
 LayerNorm = Literal["input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"]
 """Places of norms in a layer, by the fields of `LayerWeights`: before and after each block."""
 QkNorm = Literal["head", "whole"]
@@ -19,7 +29,7 @@ queries and all heads of keys (OLMo 2)."""
 Attention = Literal["softmax", "linear"]
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-"""Activations of MLPs that lanes compute; those of experts are SiLU."""
+"""Activations of MLPs that lanes compute."""
 
 MAX_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
@@ -45,8 +55,8 @@ class RopeSpec:
     "linear" divides all frequencies by `factor`; "dynamic" raises the base of a model that serves
     more than `original_positions` to that of its longest sequence; "llama3" and "yarn" stretch the
     low frequencies (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF
-    files store it; "longrope" does so by one of two lists (arXiv:2402.13753). "none" rotates
-    nothing.
+    files store it; "longrope" does so by one of two lists (arXiv:2402.13753); "proportional" turns
+    the first `share` of the pairs of whole heads (Gemma 4). "none" rotates nothing.
     """
 
     theta: float = 10_000.0
@@ -71,6 +81,8 @@ class RopeSpec:
     """The first dimensions of each head that are rotated; None: all of them."""
     interleaved: bool = False
     """Whether checkpoints have the dimensions that turn together as neighbours (GLM)."""
+    share: float = 1.0
+    """The share of pairs that turn (proportional)."""
     query_beta: float = 0.0
     """Growth of queries with the logarithm of their position in units of `original_positions`
     (Ministral 3); 0: none."""
@@ -100,6 +112,13 @@ class LayerKind:
     """The rotation of queries and keys; None: that of the model."""
     heads: Heads | None = None
     """The heads; None: those of the model."""
+    intermediate_size: int | None = None
+    """The width of the dense MLP; None: that of the model."""
+    reads_earlier: bool = False
+    """Whether keys and values are those of the last layer before it that has its own and the same
+    window."""
+    keys_are_values: bool = False
+    """Whether values are the keys before their norm and rotation (Gemma 4)."""
 
 
 FULL = LayerKind()
@@ -156,6 +175,9 @@ class MoeSpec:
     shared: int = 0
     """Experts of the same width that all tokens go to; one that is wider counts as several."""
     gated: bool = False
+    beside_dense: bool = False
+    """Whether layers have a dense MLP beside their experts. Both read the residual stream by norms
+    of their own, and so does the router; their outputs are normalised, then added (Gemma 4)."""
 
     @property
     def rule(self) -> RoutingRule:
@@ -232,6 +254,8 @@ class ModelSpec:
     """What queries and keys are normalised over; None: they are not."""
     norms_rotated: bool = False
     """Whether they are normalised after their rotation (Hunyuan); over each head only."""
+    v_norm: bool = False
+    """Whether each head of values is divided by its root mean square."""
     norms: tuple[LayerNorm, ...] = ("input_norm", "mlp_norm")
     """The norms of a layer."""
     activation: str = "silu"
@@ -246,6 +270,13 @@ class ModelSpec:
     """Factor of what attention and MLP add to the residual stream (Granite)."""
     logit_scale: float = 1.0
     """Factor of the logits (Granite)."""
+    logit_cap: float | None = None
+    """Logits are cap * tanh(logits / cap), if there is a cap (Gemma 4)."""
+    layer_scales: bool = False
+    """Whether what each layer returns is multiplied by a number of the checkpoint."""
+    layer_inputs: int = 0
+    """Numbers that each layer is given of every token, beside the residual stream (Gemma 4's
+    per-layer embeddings); 0: none."""
     eos_token_ids: tuple[int, ...] = ()
     moe: MoeSpec | None = None
     """The experts, or None where every layer has a dense MLP."""
@@ -272,6 +303,8 @@ class ModelSpec:
             raise ValueError(f"heads of {self.head_dim} cannot have {self.rope.rotated} rotated")
         if len(self.kinds) not in (0, self.layers):
             raise ValueError(f"{len(self.kinds)} kinds of layers are given for {self.layers}")
+        for layer in range(len(self.kinds)):
+            self.kv_layer(layer)
         if self.moe is not None and not 0 < self.moe.per_token <= self.moe.experts:
             raise ValueError(
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
@@ -295,6 +328,7 @@ class ModelSpec:
             ("embedding_scale", self.embedding_scale),
             ("residual_scale", self.residual_scale),
             ("logit_scale", self.logit_scale),
+            ("logit_cap", 1.0 if self.logit_cap is None else self.logit_cap),
         )
         for name, factor in factors:
             if not 0.0 < factor < math.inf:
@@ -303,6 +337,10 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def has_dense(self, layer: int) -> bool:
+        """Return whether a layer has a dense MLP."""
+        return not self.has_experts(layer) or (self.moe is not None and self.moe.beside_dense)
 
     @property
     def expert_layers(self) -> int:
@@ -331,6 +369,53 @@ class ModelSpec:
     def linear_layers(self) -> int:
         """Number of layers that keep a state."""
         return sum(kind.attention == "linear" for kind in self.kinds)
+
+    def at(self, layer: int) -> "ModelSpec":
+        """Return the spec of a model all of whose layers have the heads and MLP of this layer."""
+        kind = self.kind(layer)
+        if kind.heads is None and kind.intermediate_size is None:
+            return self
+        heads = kind.heads or Heads(self.heads, self.kv_heads, self.head_dim)
+        return replace(
+            self,
+            heads=heads.queries,
+            kv_heads=heads.keys,
+            head_dim=heads.dim,
+            intermediate_size=kind.intermediate_size or self.intermediate_size,
+            kinds=(),
+        )
+
+    @property
+    def each(self) -> Sequence["ModelSpec"]:
+        """The specs of `at`, one for each layer."""
+        specs = {kind: self.at(self.kinds.index(kind)) for kind in dict.fromkeys(self.kinds)}
+        return [specs[kind] for kind in self.kinds] or [self] * self.layers
+
+    @property
+    def alike(self) -> bool:
+        """Whether the matrices of attention and dense MLP have the same shapes in all layers."""
+        own = {(k.heads, k.intermediate_size, k.reads_earlier) for k in self.kinds}
+        return len(own) <= 1 and not any(kind.keys_are_values for kind in self.kinds)
+
+    def kv_layer(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads: itself, unless it `reads_earlier`.
+
+        Raises:
+            ValueError: no layer before it has its window, and keys and values of its own.
+        """
+        if not (kind := self.kind(layer)).reads_earlier:
+            return layer
+        for other in range(layer - 1, -1, -1):
+            own = self.kind(other)
+            if not own.reads_earlier and own.window == kind.window:
+                return other
+        raise ValueError(f"layer {layer} finds no keys and values in the layers before it")
+
+    @property
+    def kv_layers(self) -> Sequence[int]:
+        """The layers that have keys and values of their own."""
+        layers = range(self.layers)
+        return [i for i in layers if not self.kind(i).reads_earlier and not self.is_linear(i)]
 
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None where all tokens are seen."""
@@ -379,41 +464,48 @@ class ModelSpec:
         """Elements of one token's keys (or values) in one layer."""
         return self.kv_heads * self.head_dim
 
+    def layer_parameters(self, layer: int) -> int:
+        """Return the number of weights in a layer."""
+        at, kind, hidden = self.at(layer), self.kind(layer), self.hidden_size
+        stored = 0 if kind.reads_earlier else 1 if kind.keys_are_values else 2
+        qkv = at.q_rows + stored * at.kv_size
+        own = min(stored, 1)
+        heads = {None: 0, "head": (1 + own) * at.head_dim, "whole": at.q_size + own * at.kv_size}
+        norms = len(self.norms) * hidden + heads[self.qk_norm]
+        biases = (qkv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
+        inputs = 2 * self.layer_inputs * hidden + hidden if self.layer_inputs else 0
+        total = norms + biases + inputs + self.layer_scales
+        if self.state is not None and self.is_linear(layer):
+            total += self.state.parameters(hidden) - (heads["head"] if self.qk_norm else 0)
+        else:
+            total += (qkv + at.q_size) * hidden
+        if self.has_dense(layer):
+            width, more = at.intermediate_size, 2 * at.intermediate_size + hidden
+            total += 3 * width * hidden + (more if self.mlp_bias else 0)
+        return total + (self._expert_parameters if self.has_experts(layer) else 0)
+
     @property
-    def layer_parameters(self) -> int:
-        """Weights in one layer with softmax attention and a dense MLP."""
-        qkv = self.qkv_rows
-        attention = (qkv + self.q_size) * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        heads = {None: 0, "head": 2 * self.head_dim, "whole": self.q_size + self.kv_size}
-        norms = len(self.norms) * self.hidden_size + heads[self.qk_norm]
-        biases = (
-            (qkv if self.qkv_bias else 0)
-            + (self.hidden_size if self.o_bias else 0)
-            + (2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0)
-        )
-        return attention + mlp + norms + biases
+    def _expert_parameters(self) -> int:
+        """Weights of a layer's experts and their router."""
+        assert self.moe is not None
+        rule, hidden = self.moe.rule, self.hidden_size
+        weights = rule.stored * 3 * self.moe.intermediate_size + rule.logits
+        beside = 4 * hidden + rule.experts if self.moe.beside_dense else 0  # norms and scales
+        return hidden * weights + (rule.experts if rule.biased else 0) + beside
 
     @property
     def parameters(self) -> int:
         """Weights in the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        dense = embeddings + self.layers * self.layer_parameters + self.hidden_size
-        if self.state is not None:
-            replaced = (self.qkv_rows + self.q_size) * self.hidden_size
-            replaced += 2 * self.head_dim if self.qk_norm == "head" else 0
-            more = self.state.parameters(self.hidden_size) - replaced
-            dense += self.linear_layers * more
-        if self.moe is None:
-            return dense
-        rule, width = self.moe.rule, 3 * self.moe.intermediate_size
-        experts = rule.stored * width + rule.logits  # the router has a row for each logit
-        more = self.hidden_size * (experts - 3 * self.intermediate_size)
-        return dense + (more + (rule.experts if rule.biased else 0)) * self.expert_layers
+        width = self.layer_inputs
+        inputs = width * self.layers * (self.vocab_size + self.hidden_size) + width
+        layers = sum(map(self.layer_parameters, range(self.layers)))
+        return embeddings + inputs + layers + self.hidden_size
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
         """Return the bytes of a token's keys and values, at `itemsize` bytes an element."""
-        return round(2 * (self.layers - self.linear_layers) * self.kv_size * itemsize)
+        each = self.each
+        return round(2 * sum(each[i].kv_size for i in self.kv_layers) * itemsize)
 
     def state_bytes(self, itemsize: float) -> int:
         """Return the bytes of a request's states in all layers that keep one; see `DeltaRule`."""
@@ -427,7 +519,10 @@ class ModelSpec:
                 wide as activations.
             itemsize: bytes of an element of activations.
         """
-        return 1 + 1 / self.head_dim if cache == "fp8" else itemsize
+        if cache != "fp8":
+            return itemsize
+        own = [self.each[i] for i in self.kv_layers]
+        return 1 + sum(at.kv_heads for at in own) / sum(at.kv_size for at in own)
 
 
 def check_served(spec: ModelSpec) -> None:
@@ -436,12 +531,8 @@ def check_served(spec: ModelSpec) -> None:
     Raises:
         UnsupportedModel: it does; the message says what.
     """
-    works = ACTIVATIONS if spec.moe is None else ACTIVATIONS[:1]
-    if spec.activation not in works:
-        raise UnsupportedModel.because("activation", spec.activation, works)
-    for kind in dict.fromkeys(spec.kinds):
-        if kind.heads is not None:
-            raise UnsupportedModel(f"unsupported model {spec.family!r}: heads differ by layer")
+    if spec.activation not in ACTIVATIONS:
+        raise UnsupportedModel.because("activation", spec.activation, ACTIVATIONS)
 
 
 def skewed(spec: ModelSpec, skew: float) -> ModelSpec:

@@ -70,7 +70,8 @@ class SimulatedMachine:
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
-        self.page_token_bytes = spec.kv_bytes_per_token(storage.kv) // kv_parts(spec, tp)
+        own = sum(spec.each[i].kv_size // kv_parts(spec.each[i], tp) for i in spec.kv_layers)
+        self.page_token_bytes = round(2 * own * storage.kv)
         self.state_bytes = 0
         self.tp = tp
         self.revision = revision(gpu)

@@ -69,17 +69,21 @@ def kv_parts(spec: ModelSpec, tp: int) -> int:
 
 
 def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerShapes:
-    """Return the shapes of one GPU's part of a model."""
-    h, q, kv = spec.hidden_size, spec.q_size, spec.kv_size / kv_parts(spec, tp)
-    mlp = 0 if spec.moe is not None else spec.intermediate_size
-    wide = (q + 2 * mlp) / tp + 2 * kv
-    products = ((h, q / tp + 2 * kv), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
+    """Return the shapes of one GPU's part of a model: those of a layer of mean size."""
+    layers, h = list(enumerate(spec.each)), spec.hidden_size
+    q = sum(at.q_size for _, at in layers) / spec.layers
+    each = [at.kv_size / kv_parts(at, tp) for _, at in layers]
+    kv, own = sum(each) / spec.layers, sum(each[i] for i in spec.kv_layers) / spec.layers
+    dense = spec.moe is None or spec.moe.beside_dense
+    mlp = sum(at.intermediate_size for _, at in layers) / spec.layers if dense else 0
+    wide = (q + 2 * mlp) / tp + 2 * own
+    products = ((h, q / tp + 2 * own), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
     return LayerShapes(
         layers=spec.layers,
         products=products,
         weights=sum(inputs * outputs for inputs, outputs in products),
         product_width=4 * h + wide + (q + mlp) / tp,
-        small_bytes=ITEM * (8 * h + 4 * kv + (2 * q + 3 * mlp) / tp),
+        small_bytes=ITEM * (8 * h + 4 * own + (2 * q + 3 * mlp) / tp),
         q_size=q / tp,
         kv_bytes=2 * kv * storage.kv,
         head=h * spec.vocab_size / tp,

@@ -1,5 +1,6 @@
 """FLOPs and bytes of a forward pass's operators, which the rooflines are made of."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,14 @@ class Operators:
         return Operators(self.flops + other.flops, self.bytes + other.bytes)
 
 
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean of a number over the layers of a model."""
+    each = list(values)
+    return sum(each) / len(each)
+
+
 class Shape:
-    """A model's shape on one of this many GPUs, as the formulas need it.
+    """A model's shape on one of this many GPUs, as the formulas need it: a layer of mean size.
 
     Args:
         spec: the model.
@@ -48,14 +55,13 @@ class Shape:
     ) -> None:
         self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
         self._weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
-        d, q = spec.hidden_size, spec.q_size
-        share, dense = 1.0 / tensor_parallel, 1.0 - spec.expert_share
-        m = dense * spec.intermediate_size
+        d, share, layers = spec.hidden_size, 1.0 / tensor_parallel, list(enumerate(spec.each))
+        q = _mean(at.q_size for _, at in layers)
+        m = _mean(at.intermediate_size * spec.has_dense(i) for i, at in layers)
         inputs = d, q * share, d, m * share
-        kv_heads = max(
-            1.0, spec.kv_heads * share
-        )  # a head is on several ranks where there are more
-        qkv = q * share + 2 * spec.head_dim * kv_heads
+        # A KV head is on several ranks where there are more.
+        kv = {i: at.head_dim * max(1.0, at.kv_heads * share) for i, at in layers}
+        qkv = q * share + 2 * sum(kv[i] for i in spec.kv_layers) / spec.layers
         outputs = qkv, d, 2 * m * share, d
         self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
         """Weights of each linear operator, and the elements it reads and writes for a token."""
@@ -67,11 +73,10 @@ class Shape:
             self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
             inner *= spec.moe.entries
         self._small = 4.0 * d, 4.0 * d, 3.0 * (m * share + inner)
-        heads, dim = spec.heads * share, spec.head_dim
-        self._pair_flops = (4.0 * dim + 2.0) * heads
-        self._query_bytes = 2.0 * dim * itemsize * heads
+        self._pair_flops = (4.0 * q + 2.0 * spec.heads) * share
+        self._query_bytes = 2.0 * q * itemsize * share
         kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
-        self._context_bytes = 2.0 * dim * kv_itemsize * kv_heads
+        self._context_bytes = 2.0 * kv_itemsize * _mean(kv.values())
         weights, wide = (sum(parts) for parts in zip(*self._products, strict=True))
         self._weights, self._wide = float(weights), float(wide)
 

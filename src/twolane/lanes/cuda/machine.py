@@ -96,6 +96,7 @@ class CudaMachine:
         self.min_free: int | None = None
         """`free_bytes` of the rank that has the fewest, when it is known."""
         self.decoder = GpuDecoder(spec, weights, rank, self.tp)
+        _check_built(spec)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
         self.spec = spec
@@ -310,6 +311,21 @@ def _check_schemes(weights: Weights) -> None:
                 f"quantization: {what} stored as {scheme} are not served on a GPU yet; "
                 f"these are: {', '.join(SERVED_SCHEMES)}"
             )
+
+
+def _check_built(spec: ModelSpec) -> None:
+    """Refuse what the decoder on a GPU does not compute."""
+    beside = spec.moe is not None and spec.moe.beside_dense
+    lacking = {
+        "heads or MLPs that differ by layer": not spec.alike,
+        "values that are normalised": spec.v_norm,
+        "layers whose output has a factor": spec.layer_scales,
+        "inputs of each layer": bool(spec.layer_inputs),
+        "experts beside a dense MLP": beside,
+        f"experts with {spec.activation}": spec.moe is not None and spec.activation != "silu",
+    }
+    if missing := [what for what, lacks in lacking.items() if lacks]:
+        raise ValueError(f"model: not served on a GPU yet: {', '.join(missing)}")
 
 
 def _check_heads(spec: ModelSpec) -> None:

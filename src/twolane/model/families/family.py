@@ -22,7 +22,7 @@ from twolane.model.spec import (
 )
 
 ROPE_TYPES: Mapping[str, RopeType] = {
-    name: name for name in get_args(RopeType) if name not in ("factors", "none")
+    name: name for name in get_args(RopeType) if name not in ("factors", "none", "proportional")
 }
 
 
@@ -243,6 +243,12 @@ class ExpertNames:
     """Name of the MLP that all tokens go to."""
     shared_gate: str = "mlp.shared_expert_gate"
     """Name of the module whose sigmoid the output of that is multiplied with."""
+    stack: str = "mlp.experts"
+    """Name of all experts in checkpoints that store them as one tensor."""
+    side: Mapping[str, str] = field(default_factory=dict)
+    """Names of the tensors of `SideExperts` by its fields, where experts are beside a dense MLP."""
+    scales: str = "router.per_expert_scale"
+    """Name of the factors of the experts' outputs there, one for each expert."""
 
 
 Key = Callable[[str, float], float]

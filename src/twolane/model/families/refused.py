@@ -5,9 +5,9 @@ import re
 _REASONS = {
     "attention sinks and experts in MXFP4 are not built": "gptoss",
     "attention sinks are not built": "mimov2 mimo2",
-    "heads of 512 and keys that layers share are not built": "gemma4 gemma3n",
+    "predictions of several activations at a time (AltUp) are not built": "gemma3n",
     "soft caps of scores and logits are not built": "gemma2 vaultgemma",
-    "of Gemma, the third is built": "gemmafor gemma$ t5gemma paligemma",
+    "of Gemma, the third and the fourth are built": "gemmafor gemma$ t5gemma paligemma",
     "diffusion of text is not built": "diffusiongemma dream llada",
     "linear attention, which keeps a state in place of keys and values, is not built": (
         "qwen38 qwen4 kimilinear olmohybrid bailinghybrid minimaxfor minimaxm1 minimaxtext glm5next"

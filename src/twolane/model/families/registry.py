@@ -7,6 +7,7 @@ from twolane.model.families import (
     ernie4_5_moe,
     exaone4,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -39,7 +40,7 @@ from twolane.model.spec import UnsupportedModel
 
 _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3),
+    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3, gemma4),
     *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum, lfm2, lfm2_moe),
     *(hunyuan_v1_dense, hunyuan_v1_moe),
     *(qwen3_next, qwen3_5, qwen3_5_moe),

@@ -62,6 +62,8 @@ def read_rope(
     share = 1.0 if given is None else float(given)
     if not 0.0 < share <= 1.0:
         raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
+    if rope.type == "proportional":
+        return replace(rope, share=share)
     if share != 1.0 and not partly:
         raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
     rotated = int(head_dim * share)
@@ -100,6 +102,8 @@ def _stretched(
                 return RopeSpec(theta)
             case "linear":
                 return RopeSpec(theta, "linear", float(rope["factor"]))
+            case "proportional":
+                return RopeSpec(theta, "proportional", float(rope.get("factor") or 1.0))
             case "dynamic":
                 factor = float(rope["factor"])
                 return RopeSpec(theta, "dynamic", factor, original_positions=positions)

@@ -20,6 +20,13 @@ _IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "si
 _ZEROS = (".bias", "_zero_point")
 """Ends of the names of tensors that mean nothing where they are zeros."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INPUTS_EMBEDDING = "model.embed_tokens_per_layer.weight"
+INPUTS_PROJECTION = "model.per_layer_model_projection"
+INPUTS_NORM = "model.per_layer_projection_norm.weight"
+INPUT_GATE, INPUT_PROJECTION = "per_layer_input_gate", "per_layer_projection"
+INPUT_NORM, LAYER_SCALE = "post_per_layer_input_norm.weight", "layer_scalar"
+"""Names of what makes the layers' own inputs, of what each of them makes of its own, and of the
+factors of layers (Gemma 4)."""
 
 
 class WeightsError(ValueError):
@@ -67,15 +74,20 @@ def place_of(name: str, facts: ModelFacts) -> Place | None:
 
 def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     """Return the linear modules of a layer, those of its experts and their router among them."""
-    spec, hidden = facts.spec, facts.spec.hidden_size
+    spec, hidden = facts.spec.at(layer), facts.spec.hidden_size
     linears = _attention(facts, layer)
-    if spec.moe is None or not spec.has_experts(layer):
+    if inputs := spec.layer_inputs:
+        linears[INPUT_GATE] = LinearModule(inputs, hidden, bias=False)
+        linears[INPUT_PROJECTION] = LinearModule(hidden, inputs, bias=False)
+    if facts.spec.has_dense(layer):
         mlp, bias = spec.intermediate_size, spec.mlp_bias
-        return linears | {
+        linears |= {
             "mlp.gate_proj": LinearModule(mlp, hidden, bias),
             "mlp.up_proj": LinearModule(mlp, hidden, bias),
             "mlp.down_proj": LinearModule(hidden, mlp, bias),
         }
+    if spec.moe is None or not spec.has_experts(layer):
+        return linears
     names, width = facts.family.experts, spec.moe.intermediate_size
     for expert in map(names.expert.format, range(spec.moe.experts)):
         linears[f"{expert}.{names.gate}"] = LinearModule(width, hidden, bias=False)
@@ -94,17 +106,21 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
 
 def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     """Return the linear modules of a layer's attention."""
-    spec, hidden, delta = facts.spec, facts.spec.hidden_size, facts.spec.delta
-    if spec.convolution is not None and spec.is_linear(layer):
+    spec, kind, hidden = facts.spec.at(layer), facts.spec.kind(layer), facts.spec.hidden_size
+    delta = spec.delta
+    if spec.convolution is not None and facts.spec.is_linear(layer):
         return {
             "short_conv.in_proj": LinearModule(3 * hidden, hidden, bias=False),
             "short_conv.out_proj": LinearModule(hidden, hidden, bias=False),
         }
-    if delta is None or not spec.is_linear(layer):
+    if delta is None or not facts.spec.is_linear(layer):
+        own = () if kind.reads_earlier else ("k",) if kind.keys_are_values else ("k", "v")
         return {
             "self_attn.q_proj": LinearModule(spec.q_rows, hidden, spec.qkv_bias),
-            "self_attn.k_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
-            "self_attn.v_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias),
+            **{
+                f"self_attn.{n}_proj": LinearModule(spec.kv_size, hidden, spec.qkv_bias)
+                for n in own
+            },
             "self_attn.o_proj": LinearModule(hidden, spec.q_size, spec.o_bias),
         }
     apart = {
@@ -138,10 +154,12 @@ def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         return {"short_conv.conv.weight": (spec.hidden_size, 1, spec.convolution.taps)}
     if spec.qk_norm is None:
         return {}
-    sizes = {"q_norm": spec.q_size, "k_norm": spec.kv_size}
-    whole = spec.qk_norm == "whole"
+    at, whole = spec.at(layer), spec.qk_norm == "whole"
+    sizes = {"q_norm": at.q_size, "k_norm": at.kv_size}
+    if spec.kind(layer).reads_earlier:
+        del sizes["k_norm"]
     return {
-        f"self_attn.{name}.weight": (size if whole else spec.head_dim,)
+        f"self_attn.{name}.weight": (size if whole else at.head_dim,)
         for name, size in sizes.items()
     }
 
@@ -191,7 +209,27 @@ def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
             count = spec.moe.experts
             bias = StoredTensor(((count,), (1, count)))
             stored[f"{prefix}.{facts.family.experts.bias}"] = bias
+        stored.update(_added_tensors(facts, i))
+    if width := spec.layer_inputs:
+        joined = LinearModule(spec.layers * width, spec.hidden_size, bias=False)
+        stored[INPUTS_EMBEDDING] = StoredTensor(((spec.vocab_size, joined.rows),))
+        linear(INPUTS_PROJECTION, joined)
+        stored[INPUTS_NORM] = StoredTensor(((width,),))
     return stored
+
+
+def _added_tensors(facts: ModelFacts, layer: int) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield what layers have beside matrices, biases and the norms of their family."""
+    spec, names, prefix = facts.spec, facts.family.experts, f"model.layers.{layer}"
+    norm = StoredTensor(((spec.hidden_size,),))
+    if spec.layer_scales:
+        yield f"{prefix}.{LAYER_SCALE}", StoredTensor(((1,), ()))
+    if spec.layer_inputs:
+        yield f"{prefix}.{INPUT_NORM}", norm
+    if spec.moe is not None and spec.moe.beside_dense and spec.has_experts(layer):
+        for name in names.side.values():
+            yield f"{prefix}.{name}", norm
+        yield f"{prefix}.{names.scales}", StoredTensor(((spec.moe.experts,),))
 
 
 def module_tensors(name: str, module: LinearModule, form: Format | None) -> dict[str, StoredTensor]:

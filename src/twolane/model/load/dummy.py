@@ -52,10 +52,10 @@ class Dummy:
 
     def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """See `TensorSource.get`; the whole tensor is drawn, so that parts fit together."""
-        if name.endswith("norm.weight"):
-            return torch.ones(self._shapes[name], device=self._device)
         if name.endswith("correction_bias"):  # all experts are liked alike
             return torch.zeros(self._shapes[name], device=self._device)
+        if len(self._shapes[name]) == 1 and not name.endswith(".bias"):  # norms, and other factors
+            return torch.ones(self._shapes[name], device=self._device)
         tensor = torch.empty(self._shapes[name], device=self._device)
         tensor.normal_(0.0, self._deviations.get(name, STD), generator=self._generator)
         if name in self._routers and self._scales is not None:

@@ -19,7 +19,7 @@ from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
 from twolane.model.spec import MoeSpec
 
-_STACKS = ("experts.gate_up_proj", "experts.down_proj")
+_STACKS = ("gate_up_proj", "down_proj")
 
 
 class StoredPart(NamedTuple):
@@ -108,8 +108,8 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     Raises:
         WeightsError: a stack has another shape than the config says, or is quantised.
     """
-    names, moe = source.names(), facts.spec.moe
-    stacked = [name for name in names if any(f".mlp.{stack}" in name for stack in _STACKS)]
+    names, moe, where = source.names(), facts.spec.moe, f".{facts.family.experts.stack}."
+    stacked = [name for name in names if any(f"{where}{stack}" in name for stack in _STACKS)]
     if moe is None or not stacked:
         return source
     if others := [name for name in stacked if not name.endswith(_STACKS)]:
@@ -131,8 +131,8 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     ]
     refuse_tensors(facts.name, "misshapen", sorted(wrong))
     parts = dict(_of_experts(facts, moe, set(stacked), turned=turned))
-    own, prefixes = facts.family.experts.router, {name.split(".mlp.")[0] for name in stacked}
-    if own != "mlp.gate":
+    own, prefixes = facts.family.experts.router, {name.split(where)[0] for name in stacked}
+    if own != "mlp.gate" and where.startswith(".mlp."):
         parts |= {f"{p}.{own}.weight": StoredPart(f"{p}.mlp.gate.weight") for p in prefixes}
         bias, stored = facts.family.experts.bias, "mlp.e_score_correction_bias"
         if moe.biased:
@@ -177,7 +177,7 @@ def _of_experts(
     for layer in range(facts.spec.layers):
         prefix = f"model.layers.{layer}"
         for module, stack, first, rows in places:
-            if (whole := f"{prefix}.mlp.{stack}") in stacked:
+            if (whole := f"{prefix}.{names.stack}.{stack}") in stacked:
                 for number in range(moe.experts):
                     weight = f"{prefix}.{names.expert.format(number)}.{module}.weight"
                     yield weight, StoredPart(whole, first, rows, number, turned)

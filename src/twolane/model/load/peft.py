@@ -138,6 +138,8 @@ def read_adapter(
 def _read(
     path: Path, shard: Shard, dtype: torch.dtype, max_rank: int, digest: bytes | None
 ) -> Adapter:
+    if not shard.spec.alike:
+        raise AdapterError("adapters are served with models whose layers are alike in shape")
     if not is_folder(path):
         raise AdapterError(f"{path} is no directory")
     modules = _modules(shard.spec)

@@ -2,10 +2,11 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,11 +15,24 @@ from torch.nn import functional
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.devices import OnProgress
-from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.decoder import (
+    LayerInputs,
+    LayerWeights,
+    SideExperts,
+    TokenInputs,
+    Weights,
+)
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
 from twolane.model.linear_attention import DeltaWeights, convolution_rows, delta_rows
 from twolane.model.load.checkpoint import (
     EMBEDDING,
+    INPUT_GATE,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUTS_EMBEDDING,
+    INPUTS_NORM,
+    INPUTS_PROJECTION,
+    LAYER_SCALE,
     Place,
     WeightsError,
     check_tensors,
@@ -35,7 +49,7 @@ from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
-from twolane.model.spec import ModelSpec, MoeSpec, RopeSpec
+from twolane.model.spec import ModelSpec, MoeSpec
 
 log = logging.getLogger("twolane.model")
 
@@ -225,7 +239,7 @@ class _Loader:
         if not even:
             head = Matrix.plain(self._filled(head.values))
         norm = self._get("model.norm.weight") * self.spec.logit_scale
-        weights = Weights(embedding, tuple(layers), norm, head)
+        weights = Weights(embedding, tuple(layers), norm, head, self._token_inputs())
         progress("weights", 1.0)
         return weights
 
@@ -326,6 +340,8 @@ class _Loader:
     def _shape(self, name: str) -> tuple[int, int]:
         if name == "lm_head":
             return self.spec.vocab_size, self.spec.hidden_size
+        if name == INPUTS_PROJECTION:
+            return self.spec.layers * self.spec.layer_inputs, self.spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
         linear = linears_of(self.facts, int(layer))[rest]
         return linear.rows, linear.columns
@@ -338,26 +354,32 @@ class _Loader:
         """
         return self._joined(prefix, names, self._modules(prefix, names))
 
-    def _qkv(self, prefix: str, rope: RopeSpec) -> Matrix:
-        """Load the projections of queries and keys, in the order of `pair_rows`, of values, and of
-        output gates, whose rows follow those of the queries of their head in checkpoints.
+    def _qkv(self, prefix: str, i: int) -> Matrix:
+        """Load the projections of queries and keys of layer i, in the order of `pair_rows`, of
+        values, and of output gates, whose rows follow those of the queries of their head in
+        checkpoints.
 
         Raises:
             WeightsError: they are not stored alike.
         """
-        names, spec, gates = PARTS[JOINED_QKV], self.spec, []
-        q, k, v = self._modules(prefix, names)
+        spec, kind, names = self.spec.at(i), self.spec.kind(i), PARTS[JOINED_QKV]
+        if kind.reads_earlier or kind.keys_are_values:
+            names = names[: 1 if kind.reads_earlier else 2]
+        q, *kv = self._modules(prefix, names)
+        gates = []
         if spec.output_gate:
             rows = torch.arange(spec.q_rows, device=self.device).view(spec.heads, 2, -1)
             parted = q.reordered(rows.transpose(0, 1).flatten())
             q, gates = parted.part(0, spec.q_size), [parted.part(spec.q_size, spec.q_rows)]
-        q, k = (
-            each.reordered(
-                pair_rows(torch.arange(each.shape[0], device=self.device), spec.head_dim, rope)
-            )
-            for each in (q, k)
-        )
-        return self._joined(prefix, names, [q, k, v, *gates])
+        values = kv if kind.keys_are_values else kv[1:]
+        turned = [self._paired(each, i) for each in (q, *kv[:1])]
+        return self._joined(prefix, names, [*turned, *values, *gates])
+
+    def _paired(self, matrix: Matrix, i: int) -> Matrix:
+        """Return queries or keys of layer i with rows in the order of `pair_rows`."""
+        rows = torch.arange(matrix.shape[0], device=self.device)
+        dim, rope = self.spec.at(i).head_dim, self.spec.rope_of(i)
+        return matrix.reordered(pair_rows(rows, dim, rope))
 
     def _joined(
         self,
@@ -388,7 +410,7 @@ class _Loader:
         return served
 
     def _layer(self, i: int) -> LayerWeights:
-        spec, prefix, rope = self.spec, f"model.layers.{i}", self.spec.rope_of(i)
+        spec, prefix = self.spec, f"model.layers.{i}"
         names = self.facts.family.norms
         norms = {field: self._get(f"{prefix}.{name}.weight") for field, name in names.items()}
         attention, linear = f"{prefix}.self_attn", spec.is_linear(i)
@@ -396,16 +418,19 @@ class _Loader:
         back = "short_conv.out_proj" if convolved else "linear_attn.out_proj"
         return LayerWeights(
             input_norm=norms.get("input_norm"),
-            qkv=self._state_projections(prefix) if linear else self._qkv(prefix, rope),
-            qkv_bias=self._qkv_bias(attention, rope) if spec.qkv_bias and not linear else None,
-            qk_norm=self._qk_norm(attention, rope) if spec.qk_norm and not linear else None,
+            qkv=self._state_projections(prefix) if linear else self._qkv(prefix, i),
+            qkv_bias=self._qkv_bias(attention, i) if spec.qkv_bias and not linear else None,
+            qk_norm=self._qk_norm(attention, i) if spec.qk_norm and not linear else None,
             o=self._fused(prefix, back if linear else "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias and not linear, f"{attention}.o_proj"),
             attention_out_norm=norms.get("attention_out_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
-            mlp=self._experts(prefix) if spec.has_experts(i) else self._dense(prefix),
+            mlp=self._dense(prefix) if spec.has_dense(i) else self._experts(prefix),
             delta=self._delta(prefix) if linear and not convolved else None,
+            side=self._side(prefix) if spec.has_dense(i) and spec.has_experts(i) else None,
+            inputs=self._layer_inputs(prefix) if spec.layer_inputs else None,
+            scale=self._get(f"{prefix}.{LAYER_SCALE}").view(1) if spec.layer_scales else None,
             taps=self._taps(prefix) if convolved else None,
         )
 
@@ -454,6 +479,26 @@ class _Loader:
             norm=self._get(f"{attention}.norm.weight"),
         )
 
+    def _side(self, prefix: str) -> SideExperts:
+        names, hidden = self.facts.family.experts.side, self.spec.hidden_size
+        norms = {field: self._get(f"{prefix}.{name}") for field, name in names.items()}
+        norms["router_norm"] = norms["router_norm"] * hidden**-0.5
+        return SideExperts(self._experts(prefix), **norms)
+
+    def _layer_inputs(self, prefix: str) -> LayerInputs:
+        gate, projection = (
+            self._fused(prefix, module) for module in (INPUT_GATE, INPUT_PROJECTION)
+        )
+        return LayerInputs(gate, projection, self._get(f"{prefix}.{INPUT_NORM}"))
+
+    def _token_inputs(self) -> TokenInputs | None:
+        """Load what makes the layers' own inputs, if they have any."""
+        if not self.spec.layer_inputs:
+            return None
+        embedding = self._get(INPUTS_EMBEDDING) * self.spec.layer_inputs**0.5
+        projection = self._alone(INPUTS_PROJECTION, plain=True)
+        return TokenInputs(embedding, projection, self._get(INPUTS_NORM))
+
     def _dense(self, prefix: str) -> DenseMlp:
         biased, mlp = self.spec.mlp_bias, f"{prefix}.mlp"
         return DenseMlp(
@@ -475,8 +520,11 @@ class _Loader:
         )
         columns = spec.hidden_size, moe.intermediate_size
         both = all(each % 128 == 0 for each in columns)  # both products or neither have four bits
+        scales = self._expert_scales(prefix) if moe.beside_dense else {}
         gate_up, down = (
-            self._joined(prefix, stack, [*self._modules(prefix, stack), *shared], four_bits=both)
+            self._joined(
+                prefix, stack, [*self._modules(prefix, stack, scales), *shared], four_bits=both
+            )
             for stack, shared in zip(stacks, self._shared(prefix, moe), strict=True)
         )
         router = self._alone(f"{prefix}.{names.router}", plain=True)
@@ -493,8 +541,22 @@ class _Loader:
             activation=spec.activation,
         )
 
-    def _modules(self, prefix: str, names: Iterable[str]) -> list[Matrix]:
-        return [self._module(f"{prefix}.{name}", self.scheme) for name in names]
+    def _expert_scales(self, prefix: str) -> dict[str, float]:
+        """Return the factors of experts' outputs, by the names of the modules that make these."""
+        names = self.facts.family.experts
+        scales = torch.as_tensor(self.tensors.get(f"{prefix}.{names.scales}")).float().tolist()
+        modules = (f"{names.expert.format(i)}.{names.down}" for i in range(len(scales)))
+        return dict(zip(modules, scales, strict=True))
+
+    def _modules(
+        self,
+        prefix: str,
+        names: Iterable[str],
+        scales: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[Matrix]:
+        """Load modules of a layer, times the factors that some of them have."""
+        modules = {name: self._module(f"{prefix}.{name}", self.scheme) for name in names}
+        return [m.times(scales[n]) if n in scales else m for n, m in modules.items()]
 
     def _shared(self, prefix: str, moe: MoeSpec) -> tuple[list[Matrix], list[Matrix]]:
         """Load the MLP that all tokens go to, cut into experts as wide as the others.
@@ -511,15 +573,19 @@ class _Loader:
         gate_up = [each.part(i, i + width) for i in firsts for each in (gate, up)]
         return gate_up, [down.columns(i, i + width) for i in firsts]
 
-    def _qkv_bias(self, attention: str, rope: RopeSpec) -> Tensor:
+    def _qkv_bias(self, attention: str, i: int) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")
-        dim = self.spec.head_dim
+        dim, rope = self.spec.at(i).head_dim, self.spec.rope_of(i)
         return torch.cat([pair_rows(q, dim, rope), pair_rows(k, dim, rope), v])
 
-    def _qk_norm(self, attention: str, rope: RopeSpec) -> Tensor:
-        spec = self.spec
-        norms = (self._get(f"{attention}.{n}_norm.weight") for n in "qk")
-        q, k = (pair_rows(norm, spec.head_dim, rope) for norm in norms)
+    def _qk_norm(self, attention: str, i: int) -> Tensor:
+        spec, rope = self.spec.at(i), self.spec.rope_of(i)
+        heads = {"q": spec.heads, "k": spec.kv_heads}
+        if self.spec.kind(i).reads_earlier:
+            del heads["k"]
+        norms = (self._get(f"{attention}.{n}_norm.weight") for n in heads)
+        parts = [pair_rows(norm, spec.head_dim, rope) for norm in norms]
         if spec.qk_norm == "whole":
-            return torch.cat([q, k]).view(-1, spec.head_dim)
-        return torch.cat([q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)])
+            return torch.cat(parts).view(-1, spec.head_dim)
+        counts = zip(parts, heads.values(), strict=True)
+        return torch.cat([part.expand(count, -1) for part, count in counts])

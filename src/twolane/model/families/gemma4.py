@@ -1,0 +1,186 @@
+"""Gemma 4: larger heads in the layers without a window, experts beside dense MLPs, layers that read
+the keys and values of earlier ones, and inputs of each token for each layer."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from twolane.model.families.family import ROPE_TYPES, ExpertNames, Family, HFConfig
+from twolane.model.spec import Heads, LayerKind, MoeSpec, RopeType, UnsupportedModel
+
+_ROPES: Mapping[str, Mapping[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        **{"rope_type": "proportional", "rope_theta": 1_000_000.0},
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+
+class Gemma4Config(HFConfig, kw_only=True):
+    """Gemma 4's fields and defaults."""
+
+    ropes_by_type: ClassVar[bool] = True
+    rope_types: ClassVar[Mapping[str, RopeType]] = {**ROPE_TYPES, "proportional": "proportional"}
+
+    vocab_size: int = 262_144
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = 256
+    global_head_dim: int | None = 512
+    """Dimensions of a head in layers without a window."""
+    num_global_key_value_heads: int | None = None
+    """Heads of keys there, if `attention_k_eq_v` says that they differ."""
+    per_layer_config: dict[str, dict[str, Any]] | None = None
+    """The same by layer, in the place of both, as newer versions of `transformers` write it."""
+    hidden_activation: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = 131_072
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 1
+    sliding_window: int | None = 512
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: str | bool | None = None
+    vocab_size_per_layer_input: int = 262_144
+    hidden_size_per_layer_input: int | None = 256
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    enable_moe_block: bool = False
+    use_double_wide_mlp: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
+
+    def check(self) -> None:
+        """See `HFConfig.check`."""
+        super().check()
+        if self.use_bidirectional_attention not in (None, False, "vision"):
+            direction, works = self.use_bidirectional_attention, ("none", "vision")
+            raise UnsupportedModel.because("use_bidirectional_attention", direction, works)
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input != self.vocab_size:
+            name, value = "vocab_size_per_layer_input", self.vocab_size_per_layer_input
+            raise UnsupportedModel.because(name, value, (f"vocab_size {self.vocab_size}",))
+        if not 0 <= self.num_kv_shared_layers < self.num_hidden_layers:
+            problem = f"must be 0 to {self.num_hidden_layers - 1}, not {self.num_kv_shared_layers}"
+            raise ValueError(f"config.json: num_kv_shared_layers {problem}")
+
+    def stated_rope(self) -> dict[str, Any]:
+        """See `HFConfig.stated_rope`."""
+        own = (self.rope_parameters or {}).get("full_attention") or {}
+        return {**_ROPES["full_attention"], **own}
+
+    def sliding_rope(self) -> dict[str, Any] | None:
+        """See `HFConfig.sliding_rope`."""
+        return {**_ROPES["sliding_attention"], **(super().sliding_rope() or {})}
+
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """See `HFConfig.kinds`. The last layer never has a window."""
+        count = self.num_hidden_layers
+        sliding = {*self.typed_layers(otherwise=self.all_but_each(6))} - {count - 1}
+        return tuple(self._kind(i, sliding=i in sliding) for i in range(count))
+
+    def _kind(self, layer: int, *, sliding: bool) -> LayerKind:
+        reads_earlier = layer >= self.num_hidden_layers - self.num_kv_shared_layers
+        wide = self.use_double_wide_mlp and reads_earlier
+        return LayerKind(
+            window=self.sliding_window if sliding else None,
+            heads=self._heads(layer, sliding=sliding),
+            intermediate_size=2 * self.intermediate_size if wide else None,
+            reads_earlier=reads_earlier,
+            keys_are_values=self.attention_k_eq_v and not sliding,
+        )
+
+    def _heads(self, layer: int, *, sliding: bool) -> Heads | None:
+        """Return the heads of a layer; None: they are those of the model."""
+        usual = self.num_key_value_heads or self.num_attention_heads
+        keys, dim = usual, self.head_size()
+        if self.per_layer_config is not None:
+            own = {int(key): each for key, each in self.per_layer_config.items()}.get(layer, {})
+            keys, dim = own.get("num_key_value_heads") or keys, own.get("head_dim") or dim
+        elif not sliding:
+            keys = (self.num_global_key_value_heads if self.attention_k_eq_v else None) or keys
+            dim = self.global_head_dim or dim
+        if self.num_attention_heads % keys:
+            problem = f"{self.num_attention_heads} heads cannot share {keys} key-value heads"
+            raise ValueError(f"config.json: {problem} in layer {layer}")
+        same = (keys, dim) == (usual, self.head_size())
+        return None if same else Heads(self.num_attention_heads, keys, dim)
+
+    def own_fields(self) -> dict[str, Any]:
+        """See `HFConfig.own_fields`."""
+        return {
+            "activation": self.hidden_activation,
+            "attention_scale": 1.0,
+            "embedding_scale": math.sqrt(self.hidden_size),
+            "v_norm": True,
+            "layer_scales": True,
+            "logit_cap": self.final_logit_softcapping,
+            "layer_inputs": self.hidden_size_per_layer_input or 0,
+            "moe": self._experts() if self.enable_moe_block else None,
+        }
+
+    def _experts(self) -> MoeSpec:
+        sizes = self.num_experts, self.top_k_experts, self.moe_intermediate_size
+        if None in sizes:
+            names = "num_experts, top_k_experts and moe_intermediate_size"
+            raise ValueError(f"config.json: enable_moe_block needs {names}")
+        experts, each, width = (size or 0 for size in sizes)
+        return MoeSpec(experts, each, width, beside_dense=True)
+
+
+_UNIFIED = {
+    **{"max_position_embeddings": 262_144, "sliding_window": 1024},
+    "hidden_size_per_layer_input": 0,
+}
+_TINY = {
+    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24},
+    **{"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+_ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+
+FAMILY = Family(
+    name="gemma4_text",
+    architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    vision={
+        "Gemma4ForConditionalGeneration": "gemma4",
+        "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+    },
+    config=Gemma4Config,
+    variants={"gemma4_unified_text": _UNIFIED},
+    norms={
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    qk_norm="head",
+    experts=ExpertNames(
+        router="router.proj",
+        expert="experts.{}",
+        stack="experts",
+        side={
+            "norm": "pre_feedforward_layernorm_2.weight",
+            "router_norm": "router.scale",
+            "out_norm": "post_feedforward_layernorm_2.weight",
+            "mlp_out_norm": "post_feedforward_layernorm_1.weight",
+        },
+    ),
+    fixtures={
+        "gemma4": {**_TINY, **_ONE_HEAD},
+        "gemma4-moe": {
+            **{**_TINY, **_ONE_HEAD, "enable_moe_block": True},
+            **{"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64},
+        },
+        "gemma4-inputs": {
+            **{**_TINY, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        },
+        "gemma4-unified": {
+            **{"model_type": "gemma4_unified", "vision_config": None, "audio_config": None},
+            "text_config": {**_TINY, **_ONE_HEAD},
+        },
+    },
+)
