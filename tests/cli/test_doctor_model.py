@@ -123,6 +123,10 @@ def test_what_is_not_served_is_refused_as_by_serve(tmp_path, capsys):
             ask()
     report(str(folder), "a", None)
     assert capsys.readouterr().out.split() == [str(3 + ord("a")), "a", "'a'"]
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UnsupportedModel, match=f"^unsupported {said}$"):
+        report(str(folder), None, None)
 
 
 def test_what_has_no_tokenizer_is_refused(tmp_path):

@@ -117,11 +117,8 @@ def turn(program: str, arguments: Sequence[str], **environment: str) -> bool:
     if not works:
         print(run.stdout[-3000:], run.stderr[-3000:], sep="\n")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    name = Path(program).name
-    print(
-        f"{name} (npm) {version.stdout.strip()} | turn | {'works' if works else 'FAILS'}",
-        flush=True,
-    )
+    name, shown = Path(program).name, (version.stdout or version.stderr).strip()
+    print(f"{name} (npm) {shown} | turn | {'works' if works else 'FAILS'}", flush=True)
     return works
 
 

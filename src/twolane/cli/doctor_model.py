@@ -37,11 +37,11 @@ def report(name: str, tokens: str | None, chat_template: str | None) -> None:
         PullError: it could not be fetched.
     """
     source = resolve(name)
+    if tokens is None:
+        [*formats(source)]  # before the tokenizer, so that the reason is the one of `serve`
     if source.tokenizer is None:
         raise ValueError(f"{name} has no tokenizer")
     source = source.with_chat_template(chat_template)
-    if tokens is None:
-        [*formats(source)]  # before the tokenizer, so that the reason is the one of `serve`
     file, tokenizer = load_both(source)
     rows = describe(source, file, tokenizer)
     if tokens is not None:
