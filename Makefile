@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs pictures lint package lock audit clean
+.PHONY: help demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet docs pictures lint package check-root lock audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,10 @@ package: .package/.ready ## build wheel and source archive and check them
 	.package/bin/python -m twine check --strict dist/*
 	.package/bin/python deploy/package.py
 
+# Needs root and debootstrap: the CPU image's steps where no container runtime is at hand.
+check-root: ## install the wheel of `make package` in a bare Debian and ask its server
+	$(PYTHON) deploy/debian_root.py
+
 # Writes the locks of the images anew.
 lock: .package/.ready ## renew the pinned versions
 	UV=.package/bin/uv deploy/container/lock.sh
@@ -128,4 +132,4 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.ready
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .deploy .docs .package dist site
+	rm -rf $(VENV) .deploy .docs .package .root dist site
