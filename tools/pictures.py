@@ -25,7 +25,8 @@ CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 ASK_SECONDS = 0.5
 """As often as the page itself asks."""
-ANSWERS = 24
+ANSWERS, MOVING = 44, 24
+"""Answers of a recording, and how many of the last ones move: until then the lanes fill up."""
 WIDTH, HEIGHT, ANIMATED = 1280, 860, 540
 """Pixels of the still picture, and the height of the animated one, which ends below the lanes."""
 
@@ -52,7 +53,7 @@ def draw() -> None:
     shots = [Image.open(io.BytesIO(shot)).convert("RGB") for shot in frames()]
     still = shots[-1].quantize(64, dither=Image.Dither.NONE)
     still.save(IMAGES / "dashboard.png", optimize=True)
-    moving = [shot.crop((0, 0, WIDTH, ANIMATED)).resize((960, 405)) for shot in shots]
+    moving = [shot.crop((0, 0, WIDTH, ANIMATED)).resize((960, 405)) for shot in shots[-MOVING:]]
     moving[0].save(
         IMAGES / "dashboard.webp",
         save_all=True,
