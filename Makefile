@@ -110,10 +110,10 @@ check-root: ## install the wheel of `make package` in a bare Debian and ask its 
 lock: .package/.ready ## renew the pinned versions
 	UV=.package/bin/uv deploy/container/lock.sh
 
-# Known vulnerabilities of what the images install.
+# Known vulnerabilities of what the images install; it fails where the index has no such data.
 audit: .package/.ready ## look for known faults in the pinned versions
-	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cpu.lock
-	.package/bin/pip-audit --no-deps --disable-pip -r deploy/container/cuda.lock
+	.package/bin/pip-audit --strict --no-deps --disable-pip -r deploy/container/cpu.lock
+	.package/bin/pip-audit --strict --no-deps --disable-pip -r deploy/container/cuda.lock
 
 .package/.ready: deploy/package-requirements.txt
 	$(PYTHON) -m venv .package
