@@ -209,6 +209,15 @@ def test_a_container_is_built_from_files_that_there_are_and_serves_as_nobody(pat
     assert any("--require-hashes" in words for _, words in found)
 
 
+def test_the_bare_debian_has_the_user_and_the_folders_of_the_cpu_image() -> None:
+    """What `make check-root` runs where no container runtime is."""
+    program = (DEPLOY / "debian_root.py").read_text()
+    found = dict(instructions(CONTAINERS[0]))
+    assert f'USER = "{found["USER"].partition(":")[0]}"' in program
+    assert re.search(r"PATH=(\S+):\$PATH", found["ENV"])[1] in program
+    assert f'"{found["WORKDIR"]}"' in program
+
+
 def test_the_locks_have_what_the_package_needs_and_a_hash_for_each_file() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {canonical(one) for one in project["dependencies"]}
