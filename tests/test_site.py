@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import runpy
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -108,6 +109,28 @@ def test_the_first_page_shows_a_recorded_dashboard_and_the_lanes(site: str) -> N
         page.goto(f"{site}/index.html")
         sources = [image.get_attribute("src") for image in page.query_selector_all("article img")]
     assert sources == ["images/lanes.png", "images/dashboard.webp"]
+
+
+def test_pictures_are_drawn_from_the_recording(tmp_path: Path) -> None:
+    """Each answer of the recording is shown; the moving picture has the last of them."""
+    from PIL import Image
+
+    pictures = runpy.run_path(str(ROOT / "tools/pictures.py"))
+    pictures["draw"].__globals__["IMAGES"] = tmp_path
+    pictures["draw"]()
+    with Image.open(tmp_path / "dashboard.webp") as moving:
+        assert (moving.n_frames, moving.size) == (pictures["MOVING"], (960, 405))
+        first, last = (frame(moving, at) for at in (0, moving.n_frames - 1))
+    assert first != last
+    with Image.open(tmp_path / "dashboard.png") as still:
+        assert still.size == (pictures["WIDTH"], pictures["HEIGHT"])
+
+
+def frame(picture: Any, at: int) -> bytes:
+    """The pixels of a moving picture's frame."""
+    picture.seek(at)
+    pixels: bytes = picture.convert("RGB").tobytes()
+    return pixels
 
 
 def test_the_reference_shows_arguments_of_the_python_api(site: str) -> None:
