@@ -1,9 +1,15 @@
 """API keys take turns: a flood of one key's requests does not hold up another key."""
 
+from array import array
+from types import SimpleNamespace
+
 import pytest
 
 from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import Simulation, simulate, submit
+from twolane.engine.request import Request
+from twolane.engine.waiting_queue import WaitingQueue
+from twolane.slo import Slo
 from twolane.systems.registry import make_system
 
 PROMPT = 900
@@ -50,3 +56,34 @@ def test_a_key_waits_about_as_long_as_beside_one_request(system: str, case: str)
     if system in IN_ORDER:
         firsts = [flooded.times[f"a{i:03}"][0] for i in range(COUNT)]
         assert firsts == sorted(firsts)
+
+
+def waiting(key: int, order: int) -> Request:
+    tokens = array("q", [5] * PROMPT)
+    bounds = {"prompt_tokens": PROMPT, "limit": PROMPT + 8, "to_generate": 8, "priority": 0}
+    nothing = {"slo": Slo(), "sampling": SimpleNamespace(), "stops": frozenset(), "lookup": None}
+    return Request(
+        f"{key}-{order}", tokens, order=order, arrival=order, key=key, **bounds, **nothing
+    )
+
+
+def test_a_prompt_between_two_chunks_still_has_its_key_s_turn() -> None:
+    """Systems that go by deadlines take earlier requests first: those of a flood, for minutes."""
+    queue, flood, other = WaitingQueue(), [waiting(0, order) for order in range(5)], waiting(1, 5)
+
+    def admit(request: Request) -> None:
+        queue.dequeue(request)
+        queue.note_admission(request)
+
+    for request in (*flood, other):
+        queue.enqueue(request)
+    assert queue.visible == [flood[0], other]
+    admit(flood[0])
+    assert queue.visible == [other]
+    admit(other)
+    assert queue.visible == flood[1:]  # while its first chunk is computed
+    other.allocation = SimpleNamespace()
+    queue.enqueue(other)
+    assert queue.visible == [other]
+    queue.dequeue(other)
+    assert queue.visible == flood[1:]

@@ -36,7 +36,8 @@ class WaitingQueue:
 
     API keys take turns by the tokens of their prompts (start-time fair queueing, Goyal et al.,
     SIGCOMM 1996): while several keys wait, systems see only requests that begin before the key with
-    the least left would have had all of its prompts, and at most `TURN_TOKENS` further.
+    the least left would have had all of its prompts, and at most `TURN_TOKENS` further. A key also
+    waits while one of its prompts does between two chunks.
     """
 
     def __init__(self) -> None:
@@ -77,11 +78,12 @@ class WaitingQueue:
     @property
     def in_turn(self) -> list[Request]:
         """The requests of `new` whose keys have their turn; all of them while one key waits."""
-        if len(self._keys) <= 1:
+        keys = self._keys.keys() | {request.key for request in self.started}
+        if len(keys) <= 1 or not self.new:
             return self.new
         if self._shown is None:
-            begins = {key: self._served[key] for key in self._keys}
-            least, tagged = min(begins.values()), []
+            begins = {key: self._served[key] for key in keys}
+            least, tagged = min(begins[key] for key in self._keys), []
             for request in self.new:
                 tagged.append((request.priority, begins[request.key], request.order, request))
                 begins[request.key] += len(request.tokens)
@@ -104,7 +106,7 @@ class WaitingQueue:
             if not self._keys[request.key]:
                 self._served[request.key] = max(self._served.get(request.key, 0), self._turn)
             self._keys[request.key] += 1
-            self._shown = None
+        self._shown = None
         bisect.insort(line, request, key=lambda r: r.rank)
 
     def dequeue(self, request: Request) -> None:
@@ -115,6 +117,7 @@ class WaitingQueue:
                 del self.held[request.leader]
         else:
             (self.started if request.started else self.new).remove(request)
+            self._shown = None
             if not request.started:
                 self._forget(request)
 
@@ -145,7 +148,6 @@ class WaitingQueue:
 
     def _forget(self, request: Request) -> None:
         """Count a request that has left `new`."""
-        self._shown = None
         self._keys[request.key] -= 1
         if not self._keys[request.key]:
             del self._keys[request.key]
