@@ -33,7 +33,7 @@ PROMPT = 37
 UNITS = 3
 FAMILIES = (
     *("hunyuan-moe", "lfm2", "lfm2-moe"),
-    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5"),
+    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5", "gemma4", "gemma4-moe"),
     pytest.param("qwen3-next", marks=pytest.mark.full),
     *(
         pytest.param(family, marks=pytest.mark.full)
@@ -41,6 +41,9 @@ FAMILIES = (
     ),
     pytest.param("phi4-mini", marks=pytest.mark.full),
 )
+
+SHARED_KEYS = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+"""Fields of a Gemma 4 half of whose layers read keys of the others, and have wider MLPs."""
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -78,21 +81,20 @@ class OnGpu:
     def prompt(self) -> MixedRows:
         positions = torch.arange(PROMPT, dtype=torch.int32, device=DEVICE)
         write_slots = ints(*(PAGES[p // PAGE] * PAGE + p % PAGE for p in range(PROMPT)))
-        windows = {self.spec.window(i) for i in range(self.spec.layers)}
         plans = {
-            window: PrefillPlan.build(
+            key: PrefillPlan.build(
                 [(0, PROMPT)],
                 [PAGES],
                 page_size=PAGE,
-                heads=self.spec.heads,
-                kv_heads=self.spec.kv_heads,
-                dim=self.spec.head_dim,
+                heads=key.heads,
+                kv_heads=key.kv_heads,
+                dim=key.dim,
                 dtype=self.dtype,
                 units=UNITS,
                 workspace=PrefillWorkspace(DEVICE),
-                window=window,
+                window=key.window,
             )
-            for window in windows
+            for key in map(self.decoder.plan_key, range(self.spec.layers))
         }
         lists = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists([(1, 0, PROMPT)]))
         return MixedRows(self.decoder, positions, write_slots, plans, prompts=PromptStates(*lists))
@@ -101,7 +103,8 @@ class OnGpu:
         """Row 0 is padding."""
         tables = torch.zeros(3, len(PAGES), dtype=torch.int32, device=DEVICE)
         tables[1] = ints(*PAGES)
-        scratch = decode_scratch(2, self.spec.heads, self.spec.head_dim, UNITS, DEVICE)
+        dim = max(at.head_dim for at in self.spec.each)
+        scratch = decode_scratch(2, self.spec.heads, dim, UNITS, DEVICE)
         lengths = ints(0, PROMPT + 1)
         return DecodeRows(
             self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS
@@ -111,8 +114,9 @@ class OnGpu:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_logits(family: str, tmp_path: Path) -> None:
     # Every kind of layer that a family has.
-    layers = 4 if "sliding" in family or family in HYBRIDS else 2
-    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
+    layers = 4 if "sliding" in family or "gemma" in family or family in HYBRIDS else 2
+    sizes = SHARED_KEYS if family == "gemma4" else None
+    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers, sizes=sizes)
     spec, weights = load_weights(resolve(str(path)))
     _, there = load_weights(resolve(str(path)), device=DEVICE)
     tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))

@@ -254,6 +254,7 @@ def _qkv_rope_write(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     LAST: tl.constexpr,
+    V_NORM: tl.constexpr,
     PAGED: tl.constexpr,
     ROUNDED: tl.constexpr,
     MIRRORED: tl.constexpr,
@@ -292,8 +293,11 @@ def _qkv_rope_write(
     if not active:
         return
     value = x.to(tl.float32)
-    if NORM:
+    if NORM or V_NORM:
         inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / DIM + eps)
+    if V_NORM:
+        value = tl.where(rotated, value, (value * inverse).to(x.dtype).to(tl.float32))
+    if NORM:
         scale = tl.load(norm + head * DIM + dim, mask=inside & rotated, other=0.0).to(tl.float32)
         normal = value * inverse
         if not LAST:
@@ -331,7 +335,7 @@ def _qkv_rope_write(
         if MIRRORED:
             tl.store(pool_copy + line * DIM + dim, value, mask=kept)
     if not PAGED:  # for attention to prompts alone, which reads neighbours faster than pages
-        changed = kept & (rotated | ROUNDED)
+        changed = kept & (rotated | ROUNDED | V_NORM)
         tl.store(qkv + row * qkv_stride + head * DIM + dim, value, mask=changed)
 
 
@@ -346,6 +350,8 @@ def qkv_rope_write(
     write_slots: torch.Tensor,
     *,
     norm_last: bool = False,
+    v_norm: bool = False,
+    own: bool = True,
 ) -> None:
     """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
 
@@ -365,9 +371,13 @@ def qkv_rope_write(
         write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
             active.
         norm_last: Whether the norm comes after the rotation (Hunyuan), whose table has no scales.
+        v_norm: Whether heads of values are divided by their root mean square (Gemma 4).
+        own: Whether `qkv` has keys and values; without, it is [T, heads * head_dim], `qk_norm`
+            [heads, head_dim], and nothing is written to the pool.
     """
-    where = (write_slots, None, None)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, last=norm_last)
+    where, last = (write_slots, None, None), norm_last
+    rows = qkv, positions, qk_norm, eps, table, q_out, pool
+    _launch_rope(*rows, *where, last=last, v_norm=v_norm, own=own)
 
 
 def qkv_rope_write_decode(
@@ -383,6 +393,8 @@ def qkv_rope_write_decode(
     lengths: torch.Tensor,
     *,
     norm_last: bool = False,
+    v_norm: bool = False,
+    own: bool = True,
 ) -> None:
     """`qkv_rope_write` that finds the place to write on the device, for decode.
 
@@ -390,10 +402,11 @@ def qkv_rope_write_decode(
         tables: pages of the sequence in each slot, int32 [slots, max_pages].
         slots: the slot that each row belongs to, int32 [R].
         lengths: above 0 for active rows, int32 [R].
-        qkv, positions, qk_norm, eps, table, q_out, pool, norm_last: as there, T = R.
+        qkv, positions, qk_norm, eps, table, q_out, pool, norm_last, v_norm, own: as there, T = R.
     """
-    where = (slots, tables, lengths)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, last=norm_last)
+    where, last = (slots, tables, lengths), norm_last
+    rows = qkv, positions, qk_norm, eps, table, q_out, pool
+    _launch_rope(*rows, *where, last=last, v_norm=v_norm, own=own)
 
 
 def _launch_rope(
@@ -409,11 +422,13 @@ def _launch_rope(
     lengths: torch.Tensor | None,
     *,
     last: bool,
+    v_norm: bool,
+    own: bool,
 ) -> None:
     rows, heads, dim = q_out.shape
-    own, copy = (pool.own, pool.copy) if isinstance(pool, MirroredPool) else (pool, pool)
-    values = values_of(own)
-    kv_heads, page_size = values.shape[1], values.shape[3]
+    here, copy = (pool.own, pool.copy) if isinstance(pool, MirroredPool) else (pool, pool)
+    values = values_of(here)
+    kv_heads, page_size = values.shape[1] if own else 0, values.shape[3]
     block = power_of_2(dim)
     launch(
         _qkv_rope_write,
@@ -424,7 +439,7 @@ def _launch_rope(
         table,
         q_out,
         values,
-        exponents_of(own),
+        exponents_of(here),
         values_of(copy),
         exponents_of(copy),
         slots,
@@ -440,8 +455,9 @@ def _launch_rope(
         PAGE=page_size,
         NORM=qk_norm is not None,
         LAST=last and qk_norm is not None,
+        V_NORM=v_norm,
         PAGED=tables is not None,
-        ROUNDED=isinstance(own, RoundedPool),
+        ROUNDED=isinstance(here, RoundedPool),
         MIRRORED=isinstance(pool, MirroredPool),
         HEADS=_HEADS,
         BLOCK=block,

@@ -29,7 +29,7 @@ from twolane.kernels.experts.routing import ActiveRows, Combination, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.attention import Allocate
-from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.decoder import LayerWeights, SideExperts, Weights
 from twolane.model.linear_attention import DeltaWeights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
@@ -76,8 +76,9 @@ class GpuKVCache:
     """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
 
     K and V of one head's page are one run of memory, so that decode attention pulls them as one
-    tile. The pool starts uninitialised; nothing reads a place before it was written. Layers of
-    linear attention have no pages: `states` has theirs.
+    tile. The pool starts uninitialised; nothing reads a place before it was written. Layers that
+    read those of another one have its pool. Layers of linear attention have no pages: `states` has
+    theirs.
 
     Args:
         spec: Spec of the model.
@@ -105,13 +106,14 @@ class GpuKVCache:
         def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        def layer(i: int) -> Pool:
+        def layer(i: int, at: ModelSpec) -> Pool:
             make, count = allocate or room, 0 if spec.is_linear(i) else pages
-            shape = (count, spec.kv_heads, 2, page_size, spec.head_dim)
+            shape = (count, at.kv_heads, 2, page_size, at.head_dim)
             values = make(shape, dtype)
             return values if dtype != E4M3 else RoundedPool(values, make(shape[:-1], torch.int8))
 
-        self.layers: list[Pool] = [layer(i) for i in range(spec.layers)]
+        own = {i: layer(i, at) for i, at in enumerate(spec.each) if spec.kv_layer(i) == i}
+        self.layers: list[Pool] = [own[spec.kv_layer(i)] for i in range(spec.layers)]
 
     def written(self, layer: int) -> WrittenPool:
         """Return the pools into which a layer's keys and values are written."""
@@ -156,6 +158,17 @@ class DeltaBuffers(NamedTuple):
         return DeltaBuffers(*(each[first:last] for each in self))
 
 
+class PlanKey(NamedTuple):
+    """What plans of prefill attention are made for."""
+
+    window: int | None
+    heads: int
+    kv_heads: int
+    dim: int
+    dense: bool
+    """Whether layers have keys and values of the new tokens outside the pool, too."""
+
+
 class KVWriter(Protocol):
     """The tokens of one forward pass, whose keys and values are written."""
 
@@ -177,8 +190,9 @@ class Rows(KVWriter, Protocol):
     def active(self) -> ActiveRows:
         """Marks of the rows that are neither padding nor done."""
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
-        """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, layer: int, out: Tensor) -> None:
+        """Causal attention of every token over its own sequence, as the layer of this index has
+        it; q and out [T, heads, head_dim]."""
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
         """Linear attention of every token, which moves the states of its sequence on."""
@@ -194,7 +208,7 @@ class _Blind:
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, layer: int, out: Tensor) -> None:
         """See `Rows.attend`."""
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
@@ -274,17 +288,19 @@ class Workspace:
         self.channel = channel
         self._sizes = {
             "norm": spec.hidden_size,
-            "qkv": spec.qkv_rows,
-            "q": spec.q_size,
-            "attended": spec.q_size,
+            "qkv": max(at.qkv_rows for at in spec.each),
+            "q": max(at.q_size for at in spec.each),
+            "attended": max(at.q_size for at in spec.each),
             "norm_scales": 1,
             "q_scales": 1,
         }
         self._mlp_sizes = {
-            "gate_up": 2 * spec.intermediate_size,
-            "act": spec.intermediate_size,
+            "gate_up": max(2 * at.intermediate_size for at in spec.each),
+            "act": max(at.intermediate_size for at in spec.each),
             "act_scales": 1,
         }
+        if spec.moe is not None and spec.moe.beside_dense:
+            self._sizes |= dict.fromkeys(("routed", "side"), spec.hidden_size)
         if spec.delta is not None:
             self._sizes |= _delta_sizes(spec.hidden_size, spec.delta)
         self._convolves = spec.convolution is not None
@@ -303,22 +319,28 @@ class Workspace:
         if spec.moe is not None:
             self._mlp_sizes |= _expert_sizes(spec.hidden_size, spec.moe)
 
+    def narrow(self, name: str, rows: int, width: int) -> Tensor:
+        """Return the memory of a buffer as [rows, width], for layers that need no more of it."""
+        return self.get(name, rows).view(-1)[: rows * width].view(rows, width)
+
     def get(self, name: str, rows: int) -> Tensor:
         """Return a buffer [rows, its width]; the next caller overwrites its content."""
         width = self._sizes.get(name) or self._mlp_sizes[name]
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows:
             dtype = torch.float32 if name.endswith("_scales") else self._dtype
-            if name == "partial" and self.channel is not None:
+            if name in ("partial", "side") and self.channel is not None:
                 buffer = self.channel.buffer(rows, width, dtype, self._device)
             else:
                 buffer = torch.empty((rows, width), dtype=dtype, device=self._device)
             self._buffers[name] = buffer
         return buffer[:rows]
 
-    def input(self, name: str, rows: int, scheme: str) -> Activations:
-        """Return a buffer for the input of a matrix of this scheme, [rows, its width]."""
-        return input_of(self.get(name, rows), self.get(f"{name}_scales", rows), scheme)
+    def input(self, name: str, rows: int, scheme: str, width: int | None = None) -> Activations:
+        """Return a buffer for the input of a matrix of this scheme, [rows, its width], or
+        narrower."""
+        room = self.get(name, rows) if width is None else self.narrow(name, rows, width)
+        return input_of(room, self.get(f"{name}_scales", rows), scheme)
 
     def experts(self, rows: int, scheme: str) -> ExpertBuffers:
         """Room for the experts of this many tokens, whose matrices have this scheme."""
@@ -473,6 +495,15 @@ class GpuDecoder:
         table = self._rotary[self.spec.rope_of(layer), self.shapes[layer].head_dim]
         return norm, self.spec.norm_eps, table
 
+    def has_keys(self, layer: int) -> bool:
+        """Return whether a layer has keys and values of its own."""
+        return not self.spec.kind(layer).reads_earlier
+
+    def plan_key(self, layer: int) -> PlanKey:
+        """Return what layers with the same plans of prefill attention have in common."""
+        at, window = self.shapes[layer], self.spec.window(layer)
+        return PlanKey(window, at.heads, at.kv_heads, at.head_dim, self.has_keys(layer))
+
     def linear(self, layer: int, states: GpuStatePool) -> LinearLayer:
         """Return a layer of linear attention with the states of all slots."""
         delta, parameters = self.spec.delta, self.weights.layers[layer].delta
@@ -525,14 +556,16 @@ class GpuDecoder:
         if self.spec.is_linear(i):
             rows.attend_linearly(i, workspace.delta(count), kv.states)
             return
-        q, qkv, out = self.attended(workspace, count)
-        rows.attend(q, qkv, kv.layers[i], self.spec.window(i), out)
+        q, qkv, out = self.attended(i, workspace, count)
+        rows.attend(q, qkv, kv.layers[i], i, out)
 
-    def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of attention, q and qkv, and its output: the same for every layer."""
-        shape = (count, self.spec.heads, self.spec.head_dim)
-        q, out = workspace.get("q", count), workspace.get("attended", count)
-        return q.view(shape), workspace.get("qkv", count), out.view(shape)
+    def attended(self, i: int, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the attention of layer i, q and qkv, and its output: the same for
+        all layers of its shape."""
+        at = self.shapes[i]
+        shape, rows = (count, at.heads, at.head_dim), self.weights.layers[i].qkv.shape[0]
+        q, out = (workspace.narrow(name, count, at.q_size) for name in ("q", "attended"))
+        return q.view(shape), workspace.narrow("qkv", count, rows), out.view(shape)
 
     def before_attention(
         self,
@@ -557,7 +590,7 @@ class GpuDecoder:
             x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
             products.linear(x, w.qkv, None, workspace.get("conv_x", len(residual)))
             return
-        q, qkv, _ = self.attended(workspace, len(residual))
+        q, qkv, _ = self.attended(i, workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
         if self.spec.qk_norm == "whole":
@@ -637,8 +670,10 @@ class GpuDecoder:
             attended = workspace.get("conv_out", count)
             room = workspace.input("conv_rounded", count, w.o.scheme)
         else:
-            attended = workspace.get("attended", count)
-            room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
+            size = self.shapes[i].q_size
+            attended = workspace.narrow("attended", count, size)
+            # The queries are not needed any more.
+            room = workspace.input("q", count, w.o.scheme, size)
             if self.spec.output_gate:
                 gates = workspace.get("qkv", count)[:, -self.spec.q_size :]
                 fused.gate(attended, gates)
@@ -653,7 +688,38 @@ class GpuDecoder:
         pending = self._end_block(partial, w.attention_out_norm, workspace)
         x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, pending)
         w.mlp.write_into(partial, x, active, workspace, products)
-        return self._end_block(partial, w.mlp_out_norm, workspace)
+        if w.side is not None:
+            self._add_side(w.side, residual, partial, active, workspace, products)
+            assert w.mlp_out_norm is not None
+            fused.rms_norm(partial, w.mlp_out_norm, self.spec.norm_eps, partial)
+            pending = PartialSum(partial)
+        else:
+            pending = self._end_block(partial, w.mlp_out_norm, workspace)
+        if w.scale is None:
+            return pending
+        pending.add_into(residual)
+        residual.mul_(w.scale)
+        return None
+
+    def _add_side(
+        self,
+        side: SideExperts,
+        residual: Tensor,
+        partial: Tensor,
+        active: ActiveRows,
+        workspace: Workspace,
+        products: GpuProducts,
+    ) -> None:
+        """Complete and normalise the output of a dense MLP, `partial`, and add the normalised
+        output of the experts beside it."""
+        count, eps = len(residual), self.spec.stream_eps
+        self._end_block(partial, side.mlp_out_norm, workspace)
+        routed = fused.rms_norm(residual, side.router_norm, eps, workspace.get("routed", count))
+        x = fused.rms_norm(residual, side.norm, eps, workspace.get("norm", count))
+        out = workspace.get("side", count)
+        side.experts.write_into(out, x, active, workspace, products, routed)
+        self._end_block(out, side.out_norm, workspace)
+        partial.add_(out)
 
     def _sums(self, workspace: Workspace) -> bool:
         """Return whether blocks' outputs are incomplete when their products end: summed over ranks
@@ -788,3 +854,5 @@ def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
         yield "linear", layer.delta.rates
     yield "add_linear", layer.o
     yield from layer.mlp.matrices()
+    if layer.side is not None:
+        yield from layer.side.experts.matrices()

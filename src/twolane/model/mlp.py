@@ -35,8 +35,12 @@ class MlpBuffers(Protocol):
     def get(self, name: str, rows: int) -> Tensor:
         """Return the buffer [rows, its width] of that name."""
 
-    def input(self, name: str, rows: int, scheme: str) -> "Activations":
-        """Return the buffer in the form of an input of a matrix of this scheme."""
+    def narrow(self, name: str, rows: int, width: int) -> Tensor:
+        """Return the memory of the buffer as [rows, width], which may be less."""
+
+    def input(self, name: str, rows: int, scheme: str, width: int | None = None) -> "Activations":
+        """Return the buffer in the form of an input of a matrix of this scheme, [rows, its width],
+        or narrower."""
 
     def experts(self, rows: int, scheme: str) -> "ExpertBuffers":
         """Return buffers for the experts of this many tokens, whose matrices have this scheme."""
@@ -113,8 +117,9 @@ class DenseMlp:
         for first in range(0, len(x), MLP_ROWS):
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             count = rows.stop - rows.start
-            gate_up = buffers.get("gate_up", count)
-            act = buffers.input("act", count, self.down.scheme)
+            inner = self.gate_up.shape[0] // 2
+            gate_up = buffers.narrow("gate_up", count, 2 * inner)
+            act = buffers.input("act", count, self.down.scheme, inner)
             part = products.part(rows)
             bias, kind = self.gate_up_bias, self.activation
             part.gate_up(x[rows], self.gate_up, bias, gate_up, act, kind)
@@ -175,11 +180,11 @@ class Experts:
         products: "GpuProducts",
     ) -> "Combination | None":
         """See `Mlp.add_into`. What all rows fit the buffers for is added by the next norm."""
-        from twolane.kernels.experts.products import norm_and_combined, routes_few
+        from twolane.kernels.experts.products import norm_and_combined
         from twolane.kernels.fused import rms_norm
 
         count = len(residual)
-        if not routes_few(count, self.rule, self.router, self.gate_up):
+        if not self._few(count):
             x = rms_norm(residual, norm.weight, norm.eps, buffers.get("norm", count))
             return self._add_into(residual, x, active, buffers, products)
         return norm_and_combined(
@@ -196,6 +201,13 @@ class Experts:
             self.bias,
         )
 
+    def _few(self, rows: int) -> bool:
+        """Return whether one kernel normalises and routes this many rows."""
+        from twolane.kernels.experts.products import routes_few
+
+        few = routes_few(rows, self.rule, self.router, self.gate_up)
+        return few and self.activation == "silu"
+
     def _add_into(
         self,
         residual: Tensor,
@@ -203,31 +215,38 @@ class Experts:
         active: "ActiveRows",
         buffers: MlpBuffers,
         products: "GpuProducts",
+        routed: Tensor | None = None,
     ) -> "Combination | None":
         """Add the experts of the normalised rows `x` [T, hidden]; see `add_into`."""
         if len(x) <= MLP_ROWS:
-            return self._combined(x, active, buffers, products)
+            return self._combined(x, active, buffers, products, routed)
         for first in range(0, len(x), MLP_ROWS):  # the buffers are used again
             rows = slice(first, min(first + MLP_ROWS, len(x)))
-            pending = self._combined(x[rows], active.part(rows), buffers, products)
+            own = None if routed is None else routed[rows]
+            pending = self._combined(x[rows], active.part(rows), buffers, products, own)
             pending.add_into(residual[rows])
         return None
 
     def _combined(
-        self, x: Tensor, active: "ActiveRows", buffers: MlpBuffers, products: "GpuProducts"
+        self,
+        x: Tensor,
+        active: "ActiveRows",
+        buffers: MlpBuffers,
+        products: "GpuProducts",
+        routed: Tensor | None = None,
     ) -> "Combination":
         """Compute the experts of the normalised rows `x` [T, hidden], with the lane's buffers."""
         from twolane.kernels.activations import Quantised
-        from twolane.kernels.experts.products import combined, norm_and_combined, routes_few
+        from twolane.kernels.experts.products import combined, norm_and_combined
 
         count, room = len(x), buffers.experts(len(x), self.gate_up.scheme)
         weights = self.gate_up, self.down
-        if routes_few(count, self.rule, self.router, self.gate_up):
+        if routed is None and self._few(count):
             rounded = room.x[:count] if isinstance(room.x, Quantised) else x
             rows = x, None, self.router, active, *weights, rounded
             return norm_and_combined(*rows, room, products, self.rule, self.bias)
-        products.linear(x, self.router, None, room.logits)
-        return combined(x, active, *weights, room, products, self.rule, self.bias)
+        products.linear(x if routed is None else routed, self.router, None, room.logits)
+        return combined(x, active, *weights, room, products, self.rule, self.bias, self.activation)
 
     def write_into(
         self,
@@ -236,13 +255,14 @@ class Experts:
         active: "ActiveRows",
         buffers: MlpBuffers,
         products: "GpuProducts",
+        routed: Tensor | None = None,
     ) -> None:
-        """See `Mlp.write_into`."""
+        """See `Mlp.write_into`; `routed` as in `add`."""
         assert isinstance(x, Tensor), "the router's scheme is plain"
         if len(x) > MLP_ROWS:
-            self._add_into(out.zero_(), x, active, buffers, products)
+            self._add_into(out.zero_(), x, active, buffers, products, routed)
         else:
-            self._combined(x, active, buffers, products).write_into(out)
+            self._combined(x, active, buffers, products, routed).write_into(out)
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""

@@ -397,6 +397,13 @@ class ModelSpec:
         own = {(k.heads, k.intermediate_size, k.reads_earlier) for k in self.kinds}
         return len(own) <= 1 and not any(kind.keys_are_values for kind in self.kinds)
 
+    @property
+    def kind_examples(self) -> Sequence[int]:
+        """The first layer of each kind, with experts and without."""
+        layers = range(self.layers)
+        kinds = [(self.kind(i), self.has_dense(i), self.has_experts(i)) for i in layers]
+        return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+
     def kv_layer(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself, unless it `reads_earlier`.
 

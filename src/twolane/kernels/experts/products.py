@@ -71,14 +71,16 @@ class ExpertBuffers:
     """[entries, hidden]"""
 
 
-def way(entries: int, experts: int, gate_up: Stored) -> ExpertWay:
-    """Return the way for this many rows that are spread over the experts."""
+def way(entries: int, experts: int, gate_up: Stored, activation: str = "silu") -> ExpertWay:
+    """Return the way for this many rows that are spread over the experts; the own kernel computes
+    SiLU alone."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
+    own = hopper and activation == "silu"
     if gate_up.scheme in INT4_GROUPS:
         fitting = (rows for rows, most in FOUR_BIT_MEANS.items() if mean <= most)
         return ExpertWay("triton", next(fitting, grouped_gemm.FOUR_BIT_ROWS[-1]))
-    if hopper and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
+    if own and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
         for rows, most in OWN_MEANS.items():
             if mean <= most:
                 return ExpertWay("own", rows)
@@ -96,6 +98,7 @@ def combined(
     products: GpuProducts,
     rule: RoutingRule,
     bias: Tensor | None,
+    activation: str = "silu",
 ) -> Combination:
     """Compute the experts of each active row of `x` [T, hidden].
 
@@ -108,11 +111,12 @@ def combined(
         products: The products of the lane.
         rule: How experts are chosen.
         bias: float32 [experts], if the rule has one.
+        activation: See `ModelSpec.activation`.
     """
-    chosen = way(len(buffers.x), buffers.routing.experts, gate_up)
+    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, activation)
     route(buffers.logits, active, buffers.routing, chosen.rows, rule, bias)
     gather(x, buffers.routing, buffers.x)
-    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products)
+    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products, activation)
 
 
 def routes_few(rows: int, rule: RoutingRule, router: Stored, gate_up: Stored) -> bool:
@@ -158,6 +162,7 @@ def _multiplied(
     down: Stored,
     buffers: ExpertBuffers,
     products: GpuProducts,
+    activation: str = "silu",
 ) -> Combination:
     """Multiply the sorted entries, or the batch's rows if `chosen` spreads them, twice."""
     routing, outs = buffers.routing, buffers.outs
@@ -172,12 +177,12 @@ def _multiplied(
             _few_rows(x, gate_up, act, routing, chosen, products, following=down)
         _few_rows(act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
-        fused.act_mul(_many_rows(x, gate_up, routing, products), buffers.act)
+        fused.act_mul(_many_rows(x, gate_up, routing, products), buffers.act, activation)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
         grouped_gemm.grouped_gemm(x, gate_up, routing, buffers.gate_up, *tiles)
-        fused.act_mul(buffers.gate_up, buffers.act)
+        fused.act_mul(buffers.gate_up, buffers.act, activation)
         grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles)
     return Combination(outs, routing)
 

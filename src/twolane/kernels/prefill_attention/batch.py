@@ -172,7 +172,7 @@ def _check(
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}: groups of 1 to 16 are needed")
     if page_size not in (16, 32, 64):
         raise ValueError(f"page_size={page_size} must be 16, 32 or 64")
-    if dim < 16 or dim > 256 or dim % 8:
-        raise ValueError(f"dim={dim} must be a multiple of 8 from 16 to 256")
+    if dim < 16 or dim > 512 or dim % 8:
+        raise ValueError(f"dim={dim} must be a multiple of 8 from 16 to 512")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1")

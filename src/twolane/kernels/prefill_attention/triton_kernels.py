@@ -45,6 +45,9 @@ class Tiling:
 
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
     """Return the tiling for a longest segment of `rows` rows (new tokens x group)."""
+    if dim > 256:
+        wide = dtype == torch.float32
+        return Tiling(16 if wide or rows <= 16 else 32, 16 if wide else 32, 4, 1 if wide else 2, 1)
     if dtype == torch.float32:
         return Tiling(16 if rows <= 16 else 32, 32, 4, 2, 2 if dim <= 128 else 1)
     if rows <= 16:

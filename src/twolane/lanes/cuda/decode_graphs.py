@@ -165,7 +165,8 @@ class DecodeGraphs:
         self.workspace = Workspace(spec, dtype, device, channel)
         self.workspace.reserve(max_rows)
         self.workspace.reserve_logits(max_rows)
-        self.scratch = decode_scratch(max_rows, spec.heads, spec.head_dim, units, device)
+        heads, dim = (max(getattr(at, name) for at in spec.each) for name in ("heads", "head_dim"))
+        self.scratch = decode_scratch(max_rows, heads, dim, units, device)
         self._sampler = Sampler(max_rows, spec.vocab_size, device)
         self._hidden = torch.empty((max_rows, spec.hidden_size), dtype=dtype, device=device)
         shape = 0 if decoder.follows else max_rows, spec.vocab_size

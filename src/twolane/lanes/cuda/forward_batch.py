@@ -18,7 +18,7 @@ from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_atte
 from twolane.kernels.short_convolution import convolve_prompts, convolve_step
 from twolane.lanes.cuda.slots import Ints
 from twolane.lanes.work import PromptChunk, PromptRow
-from twolane.model.gpu_decoder import DeltaBuffers, GpuDecoder, GpuStatePool
+from twolane.model.gpu_decoder import DeltaBuffers, GpuDecoder, GpuStatePool, PlanKey
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,18 @@ class PromptRows:
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `KVWriter.write`."""
-        turning, last = self.decoder.turning(layer), self.decoder.spec.norms_rotated
-        rows = qkv, self.positions, *turning, q, pool
-        fused.qkv_rope_write(*rows, self.write_slots, norm_last=last)
+        decoder = self.decoder
+        fused.qkv_rope_write(
+            qkv,
+            self.positions,
+            *decoder.turning(layer),
+            q,
+            pool,
+            self.write_slots,
+            norm_last=decoder.spec.norms_rotated,
+            v_norm=decoder.spec.v_norm,
+            own=decoder.has_keys(layer),
+        )
 
 
 @dataclass(frozen=True)
@@ -51,8 +60,8 @@ class MixedRows(PromptRows):
     Decode rows come first, if there are any.
     """
 
-    plans: Mapping[int | None, PrefillPlan]
-    """Attention plans of the prompts, by window."""
+    plans: Mapping[PlanKey, PrefillPlan]
+    """Attention plans of the prompts."""
     steps: "DecodeRows | None" = None
     """The decode rows, for hybrid batches."""
     owners: Tensor | None = None
@@ -75,12 +84,12 @@ class MixedRows(PromptRows):
             self.prompts,
         )
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, layer: int, out: Tensor) -> None:
         """See `Rows.attend`."""
         n = self.decoding
         if self.steps is not None:
-            self.steps.attend(q[:n], qkv[:n], pool, window, out[:n])
-        self.attend_prompts(q[n:], self.new_kv(qkv[n:]), pool, window, out[n:])
+            self.steps.attend(q[:n], qkv[:n], pool, layer, out[:n])
+        self.attend_prompts(q[n:], self.new_kv(qkv[n:], layer), pool, layer, out[n:])
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:
         """See `Rows.attend_linearly`."""
@@ -107,18 +116,21 @@ class MixedRows(PromptRows):
         """Decode rows."""
         return 0 if self.steps is None else len(self.steps.slots)
 
-    def new_kv(self, qkv: Tensor) -> NewKV:
-        """Keys and values [T, kv_heads, head_dim] of prompts' rows."""
-        spec = self.decoder.spec
+    def new_kv(self, qkv: Tensor, layer: int) -> NewKV | None:
+        """Keys and values [T, kv_heads, head_dim] of prompts' rows in a layer; None: it has none of
+        its own."""
+        spec = self.decoder.shapes[layer]
+        if not self.decoder.has_keys(layer):
+            return None
         kv = qkv[:, spec.q_size : spec.q_size + 2 * spec.kv_size]
         kv = kv.view(len(qkv), 2, -1, spec.head_dim)
         return kv[:, 0], kv[:, 1]
 
     def attend_prompts(
-        self, q: Tensor, new: NewKV, pool: Pool, window: int | None, out: Tensor
+        self, q: Tensor, new: NewKV | None, pool: Pool, layer: int, out: Tensor
     ) -> None:
         """Causal attention of the prompts' rows alone."""
-        prefill_attention(self.plans[window], q, pool, out, new)
+        prefill_attention(self.plans[self.decoder.plan_key(layer)], q, pool, out, new)
 
 
 @dataclass(frozen=True)
@@ -143,12 +155,22 @@ class DecodeRows:
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
-        where = (self.tables, self.slots, self.lengths)
-        turning, last = self.decoder.turning(layer), self.decoder.spec.norms_rotated
-        rows = qkv, self.positions, *turning, q, pool
-        fused.qkv_rope_write_decode(*rows, *where, norm_last=last)
+        decoder = self.decoder
+        fused.qkv_rope_write_decode(
+            qkv,
+            self.positions,
+            *decoder.turning(layer),
+            q,
+            pool,
+            self.tables,
+            self.slots,
+            self.lengths,
+            norm_last=decoder.spec.norms_rotated,
+            v_norm=decoder.spec.v_norm,
+            own=decoder.has_keys(layer),
+        )
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, layer: int, out: Tensor) -> None:
         """See `Rows.attend`."""
         decode_attention(
             q,
@@ -159,7 +181,7 @@ class DecodeRows:
             out,
             self.scratch,
             units=self.units,
-            window=window,
+            window=self.decoder.spec.window(layer),
         )
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:

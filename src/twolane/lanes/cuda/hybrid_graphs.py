@@ -39,7 +39,7 @@ def served(decoder: GpuDecoder) -> bool:
     spec = decoder.spec
     backend, _ = choose(decoder.dtype, spec.head_dim, decoder.device)
     plain = spec.state is None and not any(spec.window(i) for i in range(spec.layers))
-    return backend == "flashinfer" and plain
+    return backend == "flashinfer" and plain and spec.alike
 
 
 class HybridGraphs:
@@ -193,7 +193,7 @@ class HybridGraphs:
         n, scratch = min(size, len(slots)), self._steps.scratch
         place = slots[:n], places[:n], lengths[:n]
         rows = DecodeRows(decoder, known.tables, *place, scratch, self._units)
-        q, _, out = decoder.attended(passes.workspace, size)
+        q, _, out = decoder.attended(0, passes.workspace, size)
         for i in range(decoder.spec.layers):
             passes.before_hybrid(self._units, size, adapted, i, rows)
             self._attention.run(split, q, self._kv.layers[i], out)

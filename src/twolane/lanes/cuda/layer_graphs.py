@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -251,9 +252,8 @@ class LayerGraphs:
             buffers = self.workspace.delta(count).part(first, count)
             placed.attend_prompts_linearly(i, buffers, self._kv.states)
             return
-        q, qkv, out = (t[first:] for t in decoder.attended(self.workspace, count))
-        new, window = placed.new_kv(qkv), decoder.spec.window(i)
-        placed.attend_prompts(q, new, self._kv.layers[i], window, out)
+        q, qkv, out = (t[first:] for t in decoder.attended(i, self.workspace, count))
+        placed.attend_prompts(q, placed.new_kv(qkv, i), self._kv.layers[i], i, out)
 
     def arrange(self, owners: Tensor) -> None:
         """Queue the tiles of a pass by adapter.
@@ -310,8 +310,8 @@ class LayerGraphs:
         with torch.cuda.stream(stream):
             if adapted:
                 self.arrange(self.owners[:size])
-            for part in parts:
-                part(0)  # compiles kernels and sets up libraries; all rows are padding
+            for i, part in product(self._decoder.spec.kind_examples, parts):
+                part(i)  # compiles kernels and sets up libraries; all rows are padding
 
         def layer(i: int) -> _Layer:
             return _Layer(*(captured(stream, self._pool, partial(part, i)) for part in parts))

@@ -293,8 +293,9 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
         spec: Spec of the model.
         most: the longest prompt that the pool and the context hold.
     """
-    some = 64 // (spec.heads // spec.kv_heads)
-    new = sorted({min(count, most) for count in (1, some, some + 1, 192)})
+    some = {64 // (at.heads // at.kv_heads) for at in spec.each}
+    counts = {1, 192, *some, *(count + 1 for count in some)}
+    new = sorted({min(count, most) for count in counts})
     prompts = [(reused, count) for count in new for reused in {0, most - count}]
     # Tokens of the longest prompt that is tried at the start.
     return [*prompts, (0, min(most, 8192))]
@@ -315,28 +316,25 @@ def _check_schemes(weights: Weights) -> None:
 
 def _check_built(spec: ModelSpec) -> None:
     """Refuse what the decoder on a GPU does not compute."""
-    beside = spec.moe is not None and spec.moe.beside_dense
-    lacking = {
-        "heads or MLPs that differ by layer": not spec.alike,
-        "values that are normalised": spec.v_norm,
-        "layers whose output has a factor": spec.layer_scales,
-        "inputs of each layer": bool(spec.layer_inputs),
-        "experts beside a dense MLP": beside,
-        f"experts with {spec.activation}": spec.moe is not None and spec.activation != "silu",
-    }
-    if missing := [what for what, lacks in lacking.items() if lacks]:
-        raise ValueError(f"model: not served on a GPU yet: {', '.join(missing)}")
+    if spec.layer_inputs:
+        problem = "inputs of each layer (per-layer embeddings) are not served on a GPU yet"
+        raise ValueError(f"model: {problem}")
 
 
 def _check_heads(spec: ModelSpec) -> None:
     """Refuse what attention on the GPU is not made for."""
-    dim, group = spec.head_dim, spec.heads // spec.kv_heads
-    if dim % 8 or not 16 <= dim <= 256:
-        raise ValueError(
-            f"model: heads of {dim}; on a GPU multiples of 8 from 16 to 256 are served"
-        )
+    for at in spec.each:
+        _check_shape(at.head_dim, at.heads // at.kv_heads)
     if spec.delta is not None and max(spec.delta.key_dim, spec.delta.value_dim) > 128:
         dims = spec.delta.key_dim, spec.delta.value_dim
         raise ValueError(f"model: linear attention with heads of {dims}; up to 128 are served")
+
+
+def _check_shape(dim: int, group: int) -> None:
+    """Refuse heads of these dimensions, or as many that share a KV head."""
+    if dim % 8 or not 16 <= dim <= 512:
+        raise ValueError(
+            f"model: heads of {dim}; on a GPU multiples of 8 from 16 to 512 are served"
+        )
     if group > MAX_GROUP:
         raise ValueError(f"model: {group} heads share a KV head; on a GPU up to {MAX_GROUP} do")

@@ -39,7 +39,7 @@ from twolane.lanes.work import (
     TokenMask,
     Work,
 )
-from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, PlanKey, Workspace
 from twolane.model.gpu_lora import GpuAdaptedProducts
 from twolane.model.load.peft import read_adapter
 from twolane.parallel.channel import Channel
@@ -88,8 +88,8 @@ class _Pass:
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
     prompts: PromptStates | None = None
     """The rows by their states, if the model has layers of linear attention."""
-    plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
-    """Attention plans by window, for the lane and the SMs of the last slice."""
+    plans: dict[PlanKey, PrefillPlan] = field(default_factory=dict)
+    """Attention plans for the lane and the SMs of the last slice."""
 
 
 class _LaneMemory:
@@ -378,36 +378,33 @@ class CudaRunner:
 
     def _plans(
         self, batch: _Pass, place: LaunchPlace, first: int, last: int
-    ) -> dict[int | None, PrefillPlan]:
-        """Return the batch's attention plans, made once for each window and lane, dealt anew for
-        each level.
+    ) -> dict[PlanKey, PrefillPlan]:
+        """Return the batch's attention plans, made once for each kind of layer and lane, dealt anew
+        for each level.
 
         A plan writes to the workspace of the lane that it was made for.
         """
-        for window in {self._decoder.spec.window(i) for i in range(first, last)}:
-            plan = batch.plans.get(window)
+        for key in set(map(self._decoder.plan_key, range(first, last))):
+            plan = batch.plans.get(key)
             if plan is None or plan.batch.workspace is not place.memory.attention:
-                batch.plans[window] = self._plan(batch.batch.rows, place, window)
+                batch.plans[key] = self._plan(batch.batch.rows, place, key)
             elif plan.units != place.units:
-                batch.plans[window] = plan.at(place.units)
+                batch.plans[key] = plan.at(place.units)
         return batch.plans
 
-    def _plan(
-        self, rows: Sequence[PromptRow], place: LaunchPlace, window: int | None
-    ) -> PrefillPlan:
-        spec = self._decoder.spec
+    def _plan(self, rows: Sequence[PromptRow], place: LaunchPlace, key: PlanKey) -> PrefillPlan:
         return PrefillPlan.build(
             [(row.start, row.count) for row in rows],
             [self.slots.host.pages[row.slot] for row in rows],
             page_size=self.kv.page_size,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
+            heads=key.heads,
+            kv_heads=key.kv_heads,
+            dim=key.dim,
             dtype=self._decoder.dtype,
             units=place.units,
             workspace=place.memory.attention,
-            window=window,
-            dense=True,
+            window=key.window,
+            dense=key.dense,
             rounded=self.kv.rounded,
         )
 
