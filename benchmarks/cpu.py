@@ -1,23 +1,26 @@
 """What the CPU lanes do: `python benchmarks/cpu.py [--seconds 15] [--out FILE]`.
 
-Three questions, on a small model in float32 on all cores of this machine, which should be doing
-nothing else:
+Three questions, on a small model on all cores of this machine, which should be doing nothing else:
 
 1. Do lanes help? Four requests decode while a 600-token prompt comes every 3 seconds, under
    `static-split`, `auto` and `prefill-first`, in turn. Time between tokens is taken where
    the API process receives them; throughput is prompt tokens of prompts answered plus
    output tokens. `--systems` names others; `1P1D` gives prefill and decode half of the cores each
    (`--disaggregated`). With `--lanes-only` the other two questions are left out.
-2. Is the base slow? One stream against `transformers.generate`, 16 streams against one, and a
-   prompt whose prefix is cached against the same prompt for the first time.
+2. Is the base slow? One, four and 16 streams, prompts alone, and memory, in turn with llama.cpp on
+   the same GGUF file if `--llama-cpp` names the folder in which `npm install node-llama-cpp@3.22`
+   was run; and a prompt whose prefix is cached against the same prompt for the first time.
 3. What does an idle engine cost?
 """
 
 import argparse
 import asyncio
 import itertools
+import json
 import random
+import re
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
@@ -26,6 +29,7 @@ import numpy as np
 from measured import Figure, at_least, at_most, cpu_seconds, show
 
 from twolane import SamplingParams
+from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient, Event
@@ -184,54 +188,67 @@ async def streams(client: EngineClient, asked: Load, n: int, seed: int) -> float
     return n * (asked.output - 1) / (last - first)
 
 
-def generate_speed(asked: Load, seed: int) -> float:
-    """Output tokens per second of transformers.generate on the same weights, after prefill."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    source = resolve(asked.model)
-    assert source.path is not None, "a built-in shape has no weights to compare with"
-    file = {"gguf_file": source.path.name} if source.kind == "gguf" else {}
-    folder = source.path.parent if file else source.path
-    model = AutoModelForCausalLM.from_pretrained(folder, **file, dtype=torch.float32)
-    prompt = torch.tensor([asked.tokens(random.Random(seed), 64)])
-
-    def seconds(tokens: int) -> float:
-        began = time.perf_counter()
-        model.generate(
-            prompt, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=0
-        )
-        return time.perf_counter() - began
-
-    seconds(4)
-    runs = [(asked.output - 1) / (seconds(asked.output) - seconds(1)) for _ in range(3)]
-    return statistics.median(runs)
+def llama_cpp(asked: Load, packages: Path) -> Measured:
+    """Return what llama.cpp does with the same file, on as many threads."""
+    path, cores = resolve(asked.model).path, len(usable_cores())
+    script = Path(__file__).with_name("llama_cpp.mjs")
+    load = asked.output, asked.seconds, asked.prompt, asked.every
+    command = ["node", script, packages, path, cores, *load]
+    done = subprocess.run([*map(str, command)], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-async def base(asked: Load) -> tuple[Measured, list[Figure]]:
+def pss(pid: int) -> float:
+    """Return the MiB of memory that are a process's own, and its share of what others map too."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    return int(re.search(r"^Pss: +(\d+)", rollup, re.MULTILINE)[1]) / 1024
+
+
+async def alone(client: EngineClient, asked: Load, seed: int) -> Measured:
+    """Return what streams and prompts reach alone, by the names that `llama_cpp` has for it."""
+    found = {"1 streams, tokens/s": await streams(client, asked, 1, seed)}
+    found["memory (MiB)"] = pss(client.process.pid)
+    for n in (4, 16):
+        found[f"{n} streams, tokens/s"] = await streams(client, asked, n, seed + n)
+    for new in (512, 1500):
+        new = min(new, client.ready.max_model_len - 2)
+        stream = Stream(client, asked.tokens(random.Random(seed + new), new), 1)
+        await stream.done.wait()
+        found[f"prefill of {new}, tokens/s"] = new / (stream.times[0] - stream.sent)
+    return found
+
+
+async def base(asked: Load, packages: Path | None) -> tuple[Measured, list[Figure]]:
     """Answer the second and third question: throughput, prefix cache, idle CPU."""
     client = await start(asked.model, "static-split")
     await streams(client, asked, 1, 99)
-    one = statistics.median([await streams(client, asked, 1, seed) for seed in range(3)])
-    sixteen = statistics.median([await streams(client, asked, 16, seed) for seed in range(3, 6)])
-    new = min(1024, client.ready.max_model_len - 2)
-    cold, warm = await prefix(client, asked, new)
+    ours, theirs = [], []
+    for seed in range(asked.rounds):
+        ours.append(await alone(client, asked, 100 * seed))
+        if packages is not None:
+            theirs.append(await asyncio.to_thread(llama_cpp, asked, packages))
+    cold, warm = await prefix(client, asked, new := min(1024, client.ready.max_model_len - 2))
     idle = await idle_share(client, asked.idle)
     await client.close()
-    reference = generate_speed(asked, 0)
-    measured = {
-        "one stream, tokens/s": one,
-        "transformers.generate, tokens/s": reference,
-        "16 streams, tokens/s": sixteen,
-        f"TTFT of {new} tokens (ms)": cold * 1e3,
-        f"TTFT of {new} tokens, all but the last page cached (ms)": warm * 1e3,
-    }
-    return measured, [
-        at_least("one stream / transformers.generate", one / reference, 0.8),
-        at_least("16 streams / one stream", sixteen / one, 4),
+    measured, peer = medians(ours), medians(theirs)
+    ratio = measured["16 streams, tokens/s"] / measured["1 streams, tokens/s"]
+    figures = [
+        at_least("16 streams / one stream", ratio, 4),
         at_least("TTFT, cold / prefix cached", cold / warm, 5),
         at_most("idle engine, share of a core", idle, 0.01),
     ]
+    for name in measured.keys() & peer.keys():
+        ratio, what = measured[name] / peer[name], f"{name}, ours / llama.cpp"
+        least = 0.9 if name.startswith("1 ") else 1.0
+        memory = name.startswith("memory")
+        figures.append(at_most(what, ratio, 1.3) if memory else at_least(what, ratio, least))
+    measured[f"TTFT of {new} tokens (ms)"] = cold * 1e3
+    measured[f"TTFT of {new} tokens, all but the last page cached (ms)"] = warm * 1e3
+    return measured | {f"llama.cpp, {name}": value for name, value in peer.items()}, figures
+
+
+def medians(rounds: list[Measured]) -> Measured:
+    return {name: statistics.median(each[name] for each in rounds) for name in (rounds or [{}])[0]}
 
 
 async def prefix(client: EngineClient, asked: Load, new: int) -> tuple[float, float]:
@@ -270,14 +287,18 @@ def main() -> None:
     add("--idle", type=float, default=5.0, help="seconds in which an idle engine is watched")
     add("--systems", nargs="+", default=LANE_SYSTEMS, help="of the first question")
     add("--lanes-only", action="store_true", help="leave out the other two questions")
+    add("--llama-cpp", type=Path, help="folder with node_modules/node-llama-cpp")
     add("--out", type=Path, help="write the figures here as JSON")
     given = vars(parser.parse_args())
-    out, lanes_only = given.pop("out"), given.pop("lanes_only")
+    out, lanes_only, peer = (given.pop(name) for name in ("out", "lanes_only", "llama_cpp"))
     asked = Load(**given | {"systems": tuple(given["systems"])})
     measured, figures = asyncio.run(lanes(asked))
     if not lanes_only:
-        of_base, more = asyncio.run(base(asked))
+        of_base, more = asyncio.run(base(asked, peer))
         measured, figures = measured | of_base, figures + more
+    if (peer_gap := measured.get("llama.cpp, P99 gap beside prompts (ms)")) is not None:
+        gap = peer_gap / measured["static-split, P99 TBT (ms)"]
+        figures.append(at_least("P99 gap beside prompts, llama.cpp / static-split", gap, 1))
     for name, value in measured.items():
         print(f"{name:55} {value:8.1f}")
     show(figures)

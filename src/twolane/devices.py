@@ -43,8 +43,8 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[LoadFormat, Option(MODEL)] = "auto"
     """Where weights come from: `dummy` makes random ones, for which no files are needed."""
     dtype: Annotated[DType, Option(MODEL)] = "auto"
-    """Number format of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16
-    on a GPU."""
+    """Number format of weights, activations and KV cache; `auto` is bfloat16 on a GPU and float32
+    on a CPU, where weights that are stored in few bits get eight."""
     quantization: Annotated[Quantization | None, Option(MODEL)] = None
     """Scheme to which weights in 16 bits are rounded while they are loaded: fp8 has a scale for
     each row, fp8_block128 one for each 128 x 128, int4 (dummy weights alone) one for 128 columns;

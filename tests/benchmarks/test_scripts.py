@@ -128,7 +128,7 @@ def test_the_lanes_of_a_cpu_are_measured(tmp_path):
     )
     run("cpu.py", "--model", model, *few, "--out", out, cwd=tmp_path)
     found = saved(out)
-    assert len(found["figures"]) == 9
+    assert len(found["figures"]) == 8
     assert all(value > 0 for value in found["measured"].values())
 
 

@@ -4,6 +4,7 @@ The reference reads the GGUF file by itself.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from twolane.engine.messages import Submit
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.lanes.cpu.runner import Runner
+from twolane.model import int8
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
 from twolane.model.shapes import SHAPES
@@ -150,6 +152,33 @@ def test_with_a_team_of_threads_in_each_lane(decoder, judge, requests, tally) ->
     """As it is served: a lane on two cores computes on two threads."""
     case = {"schedule": "static-split", "running": 20, "prefix_cache": True, "pool": "ample"}
     check(case, decoder, judge, requests[8:17], tally, runner=Runner)
+
+
+@pytest.mark.skipif(not int8.is_fast(), reason="this CPU has no products of 8 bits")
+@pytest.mark.parametrize(
+    ("schedule", "first"),
+    [("chunked-48", 13)]
+    + [pytest.param(name, 10, marks=pytest.mark.full) for name in (*SYSTEMS, "every-layer")],
+)
+def test_tokens_of_eight_bits_are_those_of_one_pass(
+    schedule: str, first: int, source: ModelSource, requests: list[Submit]
+) -> None:
+    """Whatever runs beside a request, with preemption: but where the two best logits are so near
+    that what float32 leaves of attention, once it is rounded to 15 bits, decides."""
+    some, decoder = requests[first:17], load_decoder(source, eight_bits=True)
+    assert decoder.weights.layers[0].qkv.scheme == "int8_channel"
+
+    def in_one_pass(tokens: torch.Tensor, logits_to_keep: int) -> SimpleNamespace:
+        logits = in_chunks(decoder, tokens[0], [tokens.shape[1]])
+        return SimpleNamespace(logits=logits[None, -logits_to_keep:])
+
+    judge = Judge(in_one_pass, sure=0.05)
+    pages = -(-(max(len(request.prompt) for request in some) + MAX_TOKENS) // PAGE)
+    sizes: dict[str, Any] = {"pages": pages, "page_size": PAGE, "running": 3}
+    system = schedules(LAYERS)[schedule]()
+    served = serve(decoder, system, some, prefix_cache=False, runner=OneThread, **sizes)
+    pairs = zip(some, served.outputs, strict=True)
+    assert sum(judge.forgiven(request.prompt, output) for request, output in pairs) <= 2
 
 
 @pytest.mark.full

@@ -90,4 +90,5 @@ def load_shard(
         progress=progress,
         rank=rank,
         ranks=settings.tensor_parallel_size,
+        eight_bits=settings.dtype == "auto",
     )

@@ -116,14 +116,17 @@ class Weights:
     """The weights of a whole model."""
 
     embedding: torch.Tensor
-    """[vocab, hidden]"""
+    """[vocab, hidden]; int8 where it has scales."""
     layers: Sequence[LayerWeights]
     norm: torch.Tensor
     """The norm of what the head reads, [hidden], times `ModelSpec.logit_scale`."""
     head: Matrix
-    """[vocab, hidden]; its values are the embedding itself where the two are tied."""
+    """[vocab, hidden]; its values are the embedding itself where the two are tied, but for eight
+    bits, of which products have a layout of their own."""
     inputs: TokenInputs | None = None
     """What makes the layers' own inputs, if they have any."""
+    embedding_scales: torch.Tensor | None = None
+    """The factor of each row of the embedding, float32 [vocab], or None."""
 
     @property
     def matrix_itemsize(self) -> float:
@@ -151,7 +154,7 @@ class Decoder:
         self.spec = self.shard.local
         """The shape of this rank's part."""
         self.weights = weights
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.norm.dtype
         self.device = weights.embedding.device
         self.products = Products()
         """Computes the products of passes whose rows have no adapters."""
@@ -164,7 +167,7 @@ class Decoder:
         layers' own inputs, if they have any."""
         scale = self.spec.stream_scale
         if self.group.size == 1:
-            rows = functional.embedding(tokens, self.weights.embedding)
+            rows = self._embedding_rows(tokens)
             rows = rows if scale == 1.0 else rows * scale
         else:
             vocab = self.shard.vocab
@@ -183,6 +186,10 @@ class Decoder:
         parts = projected.view(len(tokens), -1, spec.layer_inputs)
         normal = self._normalised(parts, w.norm, spec.norm_eps).flatten(1)
         return torch.cat([stream, (normal + own) * 0.5**0.5], dim=1)
+
+    def _embedding_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows, scales = self.weights.embedding[tokens], self.weights.embedding_scales
+        return rows if scales is None else rows * scales[tokens, None]
 
     def layer(
         self,

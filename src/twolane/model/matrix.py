@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from twolane.model import fp8, int4
+from twolane.model import fp8, int4, int8
 
 PlainScheme = Literal["float32", "bf16", "float16", "float64"]
 Fp8Scheme = Literal["fp8_channel", "fp8_block128", "fp8_row128"]
 Int4Scheme = Literal["int4_g32", "int4_g64", "int4_g128"]
 Int4GpuScheme = Literal["int4_gpu32", "int4_gpu64", "int4_gpu128"]
-Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme
+Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme | Literal["int8_channel"]
 """Storage scheme of a matrix [rows, columns].
 
 - Plain schemes: numbers without scales.
@@ -26,6 +26,8 @@ Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme
   and at will a zero point for that many columns of a row; scales and zeros are [rows, groups].
 - `int4_gpu32`, `int4_gpu64`, `int4_gpu128`: the same as a GPU's kernels read it, in the order of
   `int4.for_registers`; scales are `int4.join_zeros`'s [groups, rows], and hold the zeros.
+- `int8_channel`: whole numbers of eight bits in the layout of `int8.pack`, which a CPU multiplies
+  with, and a float32 scale for each row; scales are [rows].
 """
 
 PLAIN: dict[torch.dtype, PlainScheme] = {
@@ -65,6 +67,8 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix, however its values are packed."""
         rows, columns = self.values.shape
+        if self.scheme == "int8_channel":
+            return columns, rows
         return rows, columns * (2 if self.scheme.startswith("int4") else 1)
 
     @property
@@ -89,6 +93,8 @@ class Matrix:
             return int4.dequantise(self.values, self.scales, self.zeros)
         if self.scheme == "fp8_channel":
             return fp8.widen(self.values) * self.scales[:, None]
+        if self.scheme == "int8_channel":
+            return int8.unpack(self.values) * self.scales[:, None]
         return fp8.scaled_blocks(fp8.widen(self.values), _each_row(self))
 
     def part(self, first: int, last: int) -> "Matrix":
@@ -174,6 +180,12 @@ def in_registers(matrix: Matrix) -> Matrix:
     scheme = _ON_GPU[matrix.scheme]
     joined = int4.join_zeros(matrix.scales, matrix.zeros)
     return Matrix(int4.for_registers(matrix.values), scheme, joined)
+
+
+def in_eight_bits(matrix: Matrix) -> Matrix:
+    """Return a matrix rounded to eight bits, as a CPU's products read it."""
+    values, scales = int8.quantise_rows(matrix.dequantised())
+    return Matrix(int8.pack(values), "int8_channel", scales)
 
 
 _ON_GPU: dict[Scheme, Scheme] = {

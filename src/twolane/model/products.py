@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twolane.model import fp8
+from twolane.model import fp8, int8
 from twolane.model.matrix import Matrix
 
 
@@ -25,8 +25,8 @@ class _Kernel(Protocol):
 class Products:
     """x @ matrix.T + bias for x [T, columns], dispatched on the matrix's scheme.
 
-    With schemes of eight bits, activations are rounded to e4m3 as well: per row of x, or per 1 x
-    128 block where the matrix has blocks.
+    With e4m3, activations are rounded to e4m3 as well: per row of x, or per 1 x 128 block where the
+    matrix has blocks. With whole numbers of eight bits, they are rounded to 15 bits per row.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,7 @@ class Products:
             "fp8_channel": _Fp8Channel(self._float32),
             "fp8_block128": _Fp8Blocks(self._float32),
             "fp8_row128": _Fp8Blocks(self._float32),
+            "int8_channel": _Int8(),
             **{f"int4_g{size}": _Int4(self._float32) for size in (32, 64, 128)},
         }
 
@@ -136,3 +137,23 @@ class _Int4(_Dequantising):
 
     def _product(self, x: Tensor, matrix: Matrix) -> Tensor:
         return self._float32.linear(x.float(), Matrix.plain(matrix.dequantised()), None)
+
+
+class _Int8:
+    """Weights of eight bits and activations of 15, whose sums of products are exact."""
+
+    def linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+        product, steps = self._product(x, matrix)
+        return product.mul_(steps) if bias is None else torch.addcmul(bias, product, steps)
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, matrix: Matrix, bias: Tensor | None
+    ) -> Tensor:
+        out = torch.addcmul(residual, *self._product(x, matrix))
+        return out if bias is None else out.add_(bias)
+
+    def _product(self, x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor]:
+        """float32 [T, rows] and the factors of its rows, [T, 1]."""
+        assert matrix.scales is not None
+        halves, steps = int8.split(x)
+        return int8.joined(int8.multiply(halves, matrix.values, matrix.scales), steps), steps

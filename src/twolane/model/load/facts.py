@@ -19,6 +19,9 @@ class ModelFacts:
     """The formats of the linear modules; None: they are stored as floats."""
     vision: bool = False
     """Whether the files hold what reads images, too, which is not loaded."""
+    rounded: frozenset[str] = frozenset()
+    """The names of tensors that a GGUF file stores in few bits, which are dequantised as they are
+    read."""
 
     @property
     def family(self) -> Family:

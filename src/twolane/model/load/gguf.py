@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 
 from twolane.model.families.family import JOINED_QKV, PARTS, Family
@@ -44,6 +44,13 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of options that are not built unless they are 0."""
 _SIGMOID = {0: None, 1: False, 2: True}
 """Whether scores of experts are sigmoids, by `expert_gating_func`; None: the file does not say."""
+_FLOATS = (
+    GGMLQuantizationType.F64,
+    GGMLQuantizationType.F32,
+    GGMLQuantizationType.F16,
+    GGMLQuantizationType.BF16,
+)
+"""Types of tensors that are not rounded to few bits."""
 
 
 class GGUFModel:
@@ -124,6 +131,11 @@ class GGUFModel:
         """Return the Hugging Face names of the tensors."""
         return list(self._names)
 
+    def rounded(self) -> frozenset[str]:
+        """Return the names of the tensors that are stored in few bits."""
+        stored = ((name, self._tensors[own].tensor_type) for name, own in self._names.items())
+        return frozenset(name for name, kind in stored if kind not in _FLOATS)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, [out, in]."""
         shape = tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
@@ -146,7 +158,8 @@ class GGUFModel:
             UnsupportedModel: the `gguf` package cannot dequantise the tensor's type.
         """
         tensor = self._tensors[self._names[name]]
-        data, permuted = tensor.data, self._facts.permuted
+        # The package takes rows apart, and a part of a memory map takes longer to make.
+        data, permuted = np.asarray(tensor.data), self._facts.permuted
         rows = (
             cut is not None and cut.dim == 0 and not (permuted and name.split(".")[-2] in _TURNED)
         )

@@ -44,7 +44,9 @@ def open_tensors(
         raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
     tensors: TensorSource
     if source.kind == "gguf":
-        tensors = of_gguf_experts(GGUFModel(source.path), facts)
+        gguf = GGUFModel(source.path)
+        facts = replace(facts, rounded=gguf.rounded())
+        tensors = of_gguf_experts(gguf, facts)
     else:
         facts, tensors = _open_directory(source.path, facts, stack)
         if facts.spec.moe is not None:

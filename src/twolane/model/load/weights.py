@@ -15,6 +15,7 @@ from torch.nn import functional
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.devices import OnProgress
+from twolane.model import int8
 from twolane.model.decoder import (
     LayerInputs,
     LayerWeights,
@@ -37,6 +38,7 @@ from twolane.model.load.checkpoint import (
     WeightsError,
     check_tensors,
     linears_of,
+    place_of,
     stored_form,
 )
 from twolane.model.load.facts import ModelFacts
@@ -45,7 +47,7 @@ from twolane.model.load.opened import dummy_tensors, open_tensors
 from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.source import TensorSource
-from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
+from twolane.model.matrix import Matrix, Scheme, concatenated, in_eight_bits, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
@@ -76,13 +78,13 @@ def load_weights(
     progress: OnProgress | None = None,
     rank: int = 0,
     ranks: int = 1,
+    eight_bits: bool = False,
 ) -> tuple[ModelSpec, Weights]:
     """Load a model's weights onto a device.
 
     Args:
         source: What `hub.resolve` found.
-        dtype: The type of the weights: "float32", "bfloat16", "float16", or "auto", which is
-            float32 on a CPU and bfloat16 on a GPU.
+        dtype: A type of `DTYPES`, or "auto", which is float32 on a CPU and bfloat16 on a GPU.
         load_format: "dummy" takes random normal weights, the same for the same seed and device.
         quantization: One of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
             they are loaded. "int4" is for dummy weights alone; of quantised checkpoints only those
@@ -94,6 +96,7 @@ def load_weights(
         progress: Called with ("weights", fraction) as layers are loaded.
         rank: The rank whose part is read.
         ranks: The number of ranks that share the model.
+        eight_bits: Whether `_serves_eight_bits` may put matrices of few bits in eight.
 
     Returns:
         The shape of the whole model, and the rank's part of its weights.
@@ -107,6 +110,7 @@ def load_weights(
     floats, dummy, facts = _floats(dtype, device), load_format == "dummy", source.facts
     scheme = asked_scheme(quantization, facts.quantization, dummy)
     _check_options(scheme, ranks, dummy, router_skew)
+    eight = eight_bits and _serves_eight_bits(device, ranks, scheme)
     if max_positions is not None:
         facts = replace(facts, spec=replace(facts.spec, max_positions=max_positions))
     tensors: TensorSource
@@ -117,12 +121,10 @@ def load_weights(
             facts, tensors = open_tensors(source, facts, stack)
         check_tensors(facts, tensors)
         if device.type == "cpu":
-            _check_room(facts, floats, scheme, ranks)
-        loader = _Loader(facts, Shard(facts.spec, rank, ranks), tensors, scheme, floats, device)
-        weights = loader.weights(progress or (lambda *_: None))
-    for (before, after), count in loader.converted.items():
-        log.info("%d matrices stored as %s are served as %s", count, before, after)
-    return facts.spec, weights
+            _check_room(facts, floats, scheme, ranks, eight)
+        shard = Shard(facts.spec, rank, ranks)
+        loader = _Loader(facts, shard, tensors, scheme, floats, device, eight)
+        return facts.spec, loader.weights(progress or (lambda *_: None))
 
 
 def _floats(dtype: str, device: torch.device) -> torch.dtype:
@@ -177,7 +179,15 @@ def _check_options(scheme: Scheme | None, ranks: int, dummy: bool, router_skew: 
         raise FieldError("router_skew", "is for dummy weights")
 
 
-def _check_room(facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, ranks: int) -> None:
+def _serves_eight_bits(device: torch.device, ranks: int, scheme: Scheme | None) -> bool:
+    """Return whether matrices outside of experts that are stored in few bits get `int8_channel`: a
+    CPU that is fast at it has the whole model, and nothing else is asked for."""
+    return device.type == "cpu" and ranks == 1 and scheme is None and int8.is_fast()
+
+
+def _check_room(
+    facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, ranks: int, eight_bits: bool
+) -> None:
     """Refuse weights that this machine's free memory does not hold, before any is read.
 
     A rank asks for its own part alone: others may have read theirs.
@@ -189,6 +199,8 @@ def _check_room(facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, r
     small = scheme is not None or (stored is not None and bool(stored.groups))
     # Bytes that a weight takes at least in any of the quantised schemes.
     itemsize = 0.5 if small else floats.itemsize
+    if eight_bits and (small or facts.rounded):
+        itemsize = 1.0
     needed, free = facts.spec.parameters * itemsize / ranks, free_memory()
     if needed > free:
         raise MemoryError(
@@ -209,8 +221,10 @@ class _Loader:
     """Scheme to which matrices of layers that are stored in floats are rounded; None: `dtype`."""
     dtype: torch.dtype
     device: torch.device
+    eight_bits: bool = False
+    """Whether matrices that are stored in few bits get eight bits, for the products of a CPU."""
     converted: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of matrices that got another scheme, by both: because the device is a GPU, or since
+    """Number of matrices that got another scheme, by both: for the products of the device, or since
     nothing multiplies with columns in act-order."""
 
     @cached_property
@@ -233,21 +247,26 @@ class _Loader:
         tied, on_cpu = self.spec.tie_embeddings, self.device.type == "cpu"
         embedding, even = self._filled(embedding), self.spec.vocab_size % self.shard.size == 0
         if tied:
-            head = Matrix.plain(embedding)
+            head = self._for_cpu(Matrix.plain(embedding), EMBEDDING.removesuffix(".weight"))
         else:
             head = self._alone("lm_head", plain=not (on_cpu and even))
         if not even:
             head = Matrix.plain(self._filled(head.values))
-        norm = self._get("model.norm.weight") * self.spec.logit_scale
-        weights = Weights(embedding, tuple(layers), norm, head, self._token_inputs())
+        norm, scales = self._get("model.norm.weight") * self.spec.logit_scale, None
+        if self.eight_bits and EMBEDDING in self.facts.rounded:
+            embedding, scales = int8.quantise_rows(embedding)
+        inputs = self._token_inputs()
+        weights = Weights(embedding, tuple(layers), norm, head, inputs, scales)
         progress("weights", 1.0)
+        for (before, after), count in self.converted.items():
+            log.info("%d matrices stored as %s are served as %s", count, before, after)
         return weights
 
     def _alone(self, name: str, *, plain: bool) -> Matrix:
         """Load the classifier or a router, without scales if that is how products take it."""
         matrix = self._module(name, None)
         if matrix.scales is None or not plain:
-            return matrix
+            return matrix if plain else self._for_cpu(matrix, name)
         floats = Matrix.plain(matrix.dequantised().to(self.dtype))
         self.converted[matrix.scheme, floats.scheme] += 1
         return floats
@@ -352,7 +371,8 @@ class _Loader:
         Raises:
             WeightsError: they are not stored alike.
         """
-        return self._joined(prefix, names, self._modules(prefix, names))
+        joined = self._joined(prefix, names, self._modules(prefix, names))
+        return self._for_cpu(joined, *(f"{prefix}.{name}" for name in names))
 
     def _qkv(self, prefix: str, i: int) -> Matrix:
         """Load the projections of queries and keys of layer i, in the order of `pair_rows`, of
@@ -373,13 +393,29 @@ class _Loader:
             q, gates = parted.part(0, spec.q_size), [parted.part(spec.q_size, spec.q_rows)]
         values = kv if kind.keys_are_values else kv[1:]
         turned = [self._paired(each, i) for each in (q, *kv[:1])]
-        return self._joined(prefix, names, [*turned, *values, *gates])
+        joined = self._joined(prefix, names, [*turned, *values, *gates])
+        return self._for_cpu(joined, *(f"{prefix}.{name}" for name in names))
 
     def _paired(self, matrix: Matrix, i: int) -> Matrix:
         """Return queries or keys of layer i with rows in the order of `pair_rows`."""
         rows = torch.arange(matrix.shape[0], device=self.device)
         dim, rope = self.spec.at(i).head_dim, self.spec.rope_of(i)
         return matrix.reordered(pair_rows(rows, dim, rope))
+
+    def _for_cpu(self, matrix: Matrix, *modules: str) -> Matrix:
+        """Return the matrix of modules in eight bits, if any of them is stored in few."""
+        rounded = any(self._is_rounded(module) for module in modules)
+        if not self.eight_bits or not (rounded or matrix.scales is not None):
+            return matrix
+        served = in_eight_bits(matrix)
+        stored = "GGUF's types of few bits" if rounded else matrix.scheme
+        self.converted[stored, served.scheme] += 1
+        return served
+
+    def _is_rounded(self, module: str) -> bool:
+        """Return whether a GGUF file stores a module in few bits."""
+        place = place_of(module, self.facts)
+        return f"{module if place is None else place.module}.weight" in self.facts.rounded
 
     def _joined(
         self,
