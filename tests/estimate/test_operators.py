@@ -77,3 +77,18 @@ def test_operators_take_the_longer_of_computing_and_moving_each() -> None:
     both = Operators((10.0, 4.0), (6.0, 30.0))
     assert both.seconds(flop_rate=2.0, byte_rate=3.0) == 10 / 2 + 30 / 3
     assert (both + both).seconds(2.0, 3.0) == 2 * both.seconds(2.0, 3.0)
+
+
+def test_a_mean_layer_of_both_kinds_of_attention() -> None:
+    """Three of four layers of Qwen3.5 move a state of constant size in the place of contexts."""
+    spec, b = SHAPES["qwen3.5-35b-a3b"], 2
+    assert spec.delta is not None
+    shape, state = Shape(spec, b), 2 * spec.delta.state_bytes(b)
+    (short,), (long,) = (shape.together(Load.decode([c] * 8)).bytes for c in (1000, 2000))
+    assert long - short == 8 * 1000 * 2 * 2 * 256 * b / 4
+    queries = 8 * 2 * 16 * 256 * b / 4
+    assert short == pytest.approx(8 * 0.75 * state + queries + 8 * 1001 * 2 * 2 * 256 * b / 4)
+    weights = sum(flops / 2 for flops in shape.linears(1).flops) * spec.layers
+    active = spec.parameters - 2 * spec.vocab_size * spec.hidden_size
+    active -= spec.layers * (256 - 8) * 3 * 512 * spec.hidden_size
+    assert weights == pytest.approx(active, rel=0.01)

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from twolane.sim.config import SimulateConfig
 from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import GPUS, Gpu
-from twolane.sim.operators import BFLOAT16, TILE_KEYS, OperatorCosts, Storage
+from twolane.sim.operators import BFLOAT16, TILE_KEYS, OperatorCosts, Storage, shapes_of
 from twolane.workload.spec import WorkloadSpec
 
 H100 = GPUS["h100"]
@@ -488,3 +489,22 @@ def test_fewer_bits_on_an_h200(
         device = DeviceModel(quiet(H200), SHAPES[QWEN], storage=each)
         took += device.seconds([device.steps(work, units)[0]])
     assert least < took[0] / took[1] < most
+
+
+def test_steps_of_linear_attention_read_states_in_the_place_of_contexts() -> None:
+    """The states of 64 rows take as long whatever the contexts are, and prompts need no pairs."""
+    spec = SHAPES["qwen3.5-35b-a3b"]
+    costs = OperatorCosts(H200, spec, 1)
+    shapes = shapes_of(spec, 1)
+    assert shapes.kv_bytes * spec.layers == spec.kv_bytes_per_token(2)
+    assert shapes.state_bytes * spec.layers == 2 * spec.state_bytes(2)
+    step = costs.layer(64, H200.units, decode=True).alone
+    plain = replace(spec, kinds=(), delta=None)
+    without = OperatorCosts(H200, plain, 1).layer(64, H200.units, decode=True).alone
+    states = 64 * shapes.state_bytes / H200.bandwidth
+    assert step - without == pytest.approx(states, rel=0.2)
+    prompt = [PromptRow(0, 0, 8192)]
+    assert (
+        costs.attend(prompt, 132).alone
+        < 0.3 * OperatorCosts(H200, plain, 1).attend(prompt, 132).alone
+    )

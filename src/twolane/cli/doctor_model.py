@@ -109,6 +109,9 @@ def formats(source: ModelSource) -> Iterator[Sequence[str]]:
     wide, thin = (spec.kv_bytes_per_token(spec.kv_itemsize(c, 2)) for c in ("auto", "fp8"))
     yield "KV cache", f"{wide:,} bytes a token in 16 bits", "--kv-cache-dtype auto"
     yield "", f"{thin:,} bytes a token in FP8", "--kv-cache-dtype fp8"
+    if spec.state is not None:
+        states = f"{spec.state_bytes(2):,} bytes a request in {spec.linear_layers} layers"
+        yield "states", states, "--max-running"
 
 
 def shown(token: Declared) -> str:

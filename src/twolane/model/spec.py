@@ -424,6 +424,11 @@ class ModelSpec:
         layers = range(self.layers)
         return [i for i in layers if not self.kind(i).reads_earlier and not self.is_linear(i)]
 
+    @property
+    def linear_share(self) -> float:
+        """Share of the layers that keep a state."""
+        return self.linear_layers / self.layers
+
     def window(self, layer: int) -> int | None:
         """Return the sliding window of a layer in tokens, or None where all tokens are seen."""
         return self.kind(layer).window

@@ -61,8 +61,8 @@ class SimulatedMachine:
         tp: int = 1,
         seed: int = 0,
     ) -> None:
-        if spec.state is not None:
-            raise FieldError("model", "layers of linear attention are not simulated yet")
+        if spec.convolution is not None:
+            raise FieldError("model", "layers of short convolutions are not simulated yet")
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
         self.device = _device_model(config)(gpu, spec, tp, seed, storage)
@@ -72,7 +72,7 @@ class SimulatedMachine:
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
         own = sum(spec.each[i].kv_size // kv_parts(spec.each[i], tp) for i in spec.kv_layers)
         self.page_token_bytes = round(2 * own * storage.kv)
-        self.state_bytes = 0
+        self.state_bytes = spec.state_bytes(ITEM) // tp
         self.tp = tp
         self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization
@@ -84,6 +84,10 @@ class SimulatedMachine:
         tokens = min(max_model_len, WORKSPACE_TOKENS)
         attention = spec.hidden_size + 3 * spec.q_size / device.tp
         attention += 2 * spec.kv_size / kv_parts(spec, device.tp)
+        if (delta := spec.delta) is not None:  # as lanes have room for both kinds of attention
+            solved = 2 * 64 * delta.value_heads
+            room = delta.projected + delta.mixed_size + 2 * delta.value_size + solved
+            attention += room / device.tp
         width = 3 * spec.intermediate_size / device.tp
         if spec.moe is not None:
             inner = 3 * spec.moe.intermediate_size / device.tp

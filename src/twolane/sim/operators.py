@@ -18,6 +18,9 @@ FP8_SECONDS = 1.6e-5
 """Seconds added to a layer with products in e4m3, besides those of their rates."""
 KERNELS, EXPERT_KERNELS = 10, 6
 """Number of small kernels in a layer, and how many experts add."""
+RULE_SHARE = 0.1
+"""Share of the arithmetic rate that linear attention of prompts reaches: its products are small and
+wait for each other."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
@@ -49,8 +52,13 @@ class LayerShapes(NamedTuple):
     small_bytes: float
     """Bytes that the small kernels move for a token."""
     q_size: float
+    """Elements of the queries of a token that attend to others: a mean layer's."""
     kv_bytes: float
-    """Bytes of the keys and values of a token."""
+    """Bytes of the keys and values of a token: a mean layer's."""
+    state_bytes: float
+    """Bytes of a request's state that a decode step reads and writes: a mean layer's."""
+    rule_flops: float
+    """FLOPs of linear attention for a prompt's token: a mean layer's."""
     head: float
     """Number of parameters of the classifier."""
     hidden: int
@@ -74,18 +82,28 @@ def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerSha
     q = sum(at.q_size for _, at in layers) / spec.layers
     each = [at.kv_size / kv_parts(at, tp) for _, at in layers]
     kv, own = sum(each) / spec.layers, sum(each[i] for i in spec.kv_layers) / spec.layers
+    linear, state, rule = spec.linear_share, 0.0, 0.0
+    seen = (1 - linear) * q
+    rows = seen * spec.q_rows / spec.q_size
+    if (delta := spec.delta) is not None:
+        rows += linear * (delta.projected + 2 * delta.value_heads)
+        q, kv = seen + linear * delta.value_size, (1 - linear) * kv
+        state = 2.0 * linear * delta.state_bytes(ITEM) / tp
+        rule = linear * delta.prompt_flops / tp
     dense = spec.moe is None or spec.moe.beside_dense
     mlp = sum(at.intermediate_size for _, at in layers) / spec.layers if dense else 0
     wide = (q + 2 * mlp) / tp + 2 * own
-    products = ((h, q / tp + 2 * own), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
+    products = ((h, rows / tp + 2 * own), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
     return LayerShapes(
         layers=spec.layers,
         products=products,
         weights=sum(inputs * outputs for inputs, outputs in products),
         product_width=4 * h + wide + (q + mlp) / tp,
         small_bytes=ITEM * (8 * h + 4 * own + (2 * q + 3 * mlp) / tp),
-        q_size=q / tp,
+        q_size=seen / tp,
         kv_bytes=2 * kv * storage.kv,
+        state_bytes=state,
+        rule_flops=rule,
         head=h * spec.vocab_size / tp,
         hidden=h,
     )
@@ -161,6 +179,8 @@ class OperatorCosts:
                 tokens, shapes.products, moved, units, decode=decode, rate=rate
             )
             cost = small.plus(products)
+            if shapes.state_bytes:
+                cost = cost.plus(self._linear(tokens, units, decode=decode))
             if rate > 1:
                 cost = cost.plus(self._fp8(units, decode=decode))
             if widened:
@@ -169,6 +189,14 @@ class OperatorCosts:
                 cost = cost.plus(self._experts(routed, self._spec.moe, units, decode=decode))
             self._layers[key] = cost
         return cost
+
+    def _linear(self, tokens: int, units: int, *, decode: bool) -> Cost:
+        """Return the cost of the states of linear attention: decode steps move one for each row,
+        prompts compute in chunks. It is not fitted to a measurement yet."""
+        if decode:
+            return self._stream(tokens * self._shapes.state_bytes, units)
+        flops = tokens * self._shapes.rule_flops
+        return Cost(clocked=flops / (units * self._gpu.unit_flops * RULE_SHARE), arithmetic=flops)
 
     def _fp8(self, units: int, *, decode: bool) -> Cost:
         """Return the cost that products in e4m3 add to a layer with any number of rows."""

@@ -156,6 +156,7 @@ class _LinearBase:
             features, layers = self._steps(load, context, units), self._layers
             sums = rows, context, rows + context
         moved, flops = self._shape.layer(rows, *sums)
+        moved += 0.0 if kind == "prefill" else rows * self._shape.state_bytes
         amounts = [layers * moved, layers * flops]
         if self._shape.tensor_parallel > 1:
             amounts.append(2 * layers * self._shape.reduced_bytes(rows))

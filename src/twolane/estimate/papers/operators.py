@@ -56,14 +56,24 @@ class Shape:
         self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
         self._weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
         d, share, layers = spec.hidden_size, 1.0 / tensor_parallel, list(enumerate(spec.each))
-        q = _mean(at.q_size for _, at in layers)
+        linear = spec.linear_share
+        seen = (1 - linear) * _mean(at.q_size for _, at in layers)
         m = _mean(at.intermediate_size * spec.has_dense(i) for i, at in layers)
-        inputs = d, q * share, d, m * share
+        inputs = d, seen * share, d, m * share
         # A KV head is on several ranks where there are more.
         kv = {i: at.head_dim * max(1.0, at.kv_heads * share) for i, at in layers}
-        qkv = q * share + 2 * sum(kv[i] for i in spec.kv_layers) / spec.layers
+        rows = seen * share * spec.q_rows / spec.q_size
+        qkv = rows + 2 * sum(kv[i] for i in spec.kv_layers) / spec.layers
         outputs = qkv, d, 2 * m * share, d
-        self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
+        products = [(i * o, i + o) for i, o in zip(inputs, outputs, strict=True)]
+        self.state_bytes = 0.0
+        """Bytes of a request's state that a layer reads and writes."""
+        if (delta := spec.delta) is not None:
+            wide = (delta.projected + 2 * delta.value_heads) * share
+            sizes = (d, wide), (delta.value_size * share, d)
+            products += [(linear * i * o, linear * (i + o)) for i, o in sizes]
+            self.state_bytes = 2.0 * linear * delta.state_bytes(itemsize) * share
+        self._products = tuple((float(weights), float(width)) for weights, width in products)
         """Weights of each linear operator, and the elements it reads and writes for a token."""
         inner = 0.0
         self._experts: tuple[tuple[float, float], ...] = ()
@@ -73,10 +83,10 @@ class Shape:
             self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
             inner *= spec.moe.entries
         self._small = 4.0 * d, 4.0 * d, 3.0 * (m * share + inner)
-        self._pair_flops = (4.0 * q + 2.0 * spec.heads) * share
-        self._query_bytes = 2.0 * q * itemsize * share
+        self._pair_flops = (4.0 * seen + 2.0 * (1 - linear) * spec.heads) * share
+        self._query_bytes = 2.0 * seen * itemsize * share
         kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
-        self._context_bytes = 2.0 * kv_itemsize * _mean(kv.values())
+        self._context_bytes = 2.0 * kv_itemsize * (1 - linear) * _mean(kv.values())
         weights, wide = (sum(parts) for parts in zip(*self._products, strict=True))
         self._weights, self._wide = float(weights), float(wide)
 
@@ -131,17 +141,18 @@ class Shape:
     def attention(self, load: Load, flop_rate: Floats, byte_rate: Floats) -> Floats:
         """Return the seconds in one layer, the roofline of each request summed, at each pair of
         rates (DuetServe §4.1), q new tokens over c cached ones: F = 4·hq·q·(q+c)·dh + 2·hq·q·(q+c),
-        B = 2·hq·q·dh·b + 2·hkv·(q+c)·dh·b."""
+        B = 2·hq·q·dh·b + 2·hkv·(q+c)·dh·b. Linear attention adds the bytes of the states."""
         q, c = np.array(load.n, dtype=float), np.array(load.r, dtype=float)
         seen = q + c
         flops = self._pair_flops * q * seen
-        moved = self._query_bytes * q + self._context_bytes * seen
+        moved = self._query_bytes * q + self._context_bytes * seen + self.state_bytes
         each = np.maximum(flops / flop_rate[:, None], moved / byte_rate[:, None])
         return np.asarray(each.sum(axis=1))
 
     def together(self, load: Load) -> Operators:
         """Attention of all requests as one kernel: the sums of their F and B."""
         moved = self._query_bytes * load.new + self._context_bytes * (load.new + load.reused)
+        moved += self.state_bytes * load.requests
         return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
 
     def layer(self, rows: int, new: int, reused: int, pairs: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Linear attention of rows with one new token each, which find their states on the device.
 
 A step reads and writes the state of every row once, and little else: 64 KB for each value head of
-128 x 128. One program has a whole head's state in registers, so that the rate of a few SMs is that
-of copying on them. Rows that are not active (`lengths` of 0) move nothing.
+128 x 128. A program has some columns of a head's state in registers, and an SM has several
+programs, so that the rate of a few SMs is that of copying on them. Rows that are not active
+(`lengths` of 0) move nothing.
 """
 
 from typing import NamedTuple, Protocol
@@ -17,7 +18,10 @@ from twolane.kernels.fused import launch_options, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 _HEADS = 8
-"""Heads whose convolution one program computes."""
+"""Heads that one program convolves or normalises."""
+_COLUMNS = 32
+"""Columns of a state that one program has in registers: with all 128, an SM has one program, which
+waits for memory and computes in turns."""
 
 
 class Parameters(Protocol):
@@ -120,16 +124,6 @@ def decay_of(raw: tl.tensor, shift: tl.tensor, factor: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def gated(
-    out: tl.tensor, gate: tl.tensor, norm: tl.tensor, total: tl.tensor, eps: tl.tensor
-) -> tl.tensor:
-    """Return the RMS norm of `out`, whose mean square is `total`, times SiLU of `gate`."""
-    normal = (out * tl.rsqrt(total + eps)).to(gate.dtype).to(tl.float32) * norm.to(tl.float32)
-    wide = gate.to(tl.float32)
-    return normal.to(gate.dtype).to(tl.float32) * (wide / (1.0 + tl.exp(-wide)))
-
-
-@triton.jit
 def _moved(
     state: tl.tensor, q: tl.tensor, k: tl.tensor, v: tl.tensor, rate: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -143,29 +137,25 @@ def _moved(
 @triton.jit
 def _rule_step(
     mixed: tl.tensor,
-    gates: tl.tensor,
     rates: tl.tensor,
     decay: tl.tensor,
     shift: tl.tensor,
-    norm: tl.tensor,
     rule: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
     out: tl.tensor,
-    gate_stride: tl.tensor,
     rate_stride: tl.tensor,
-    eps: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    key, value = tl.arange(0, KEYS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     some_keys, some_values = key < KEY_DIM, value < VALUE_DIM
     inside = some_keys[:, None] & some_values[None, :]
     if EARLY:
@@ -186,10 +176,39 @@ def _rule_step(
     g = decay_of(tl.load(rated + VALUE_HEADS), tl.load(shift + head), tl.load(decay + head))
     state, read = _moved(state * tl.exp(g), q, k, v, tl.load(rated))
     tl.store(place, state, mask=inside, eviction_policy="evict_first")
-    gate = tl.load(gates + row * gate_stride + column, mask=some_values, other=0.0)
-    weight = tl.load(norm + value, mask=some_values, other=0.0)
-    result = gated(read, gate, weight, tl.sum(read * read) / VALUE_DIM, eps).to(gate.dtype)
-    tl.store(out + row * VALUE_HEADS * VALUE_DIM + column, result, mask=some_values)
+    tl.store(out + row * VALUE_HEADS * VALUE_DIM + column, read.to(v.dtype), mask=some_values)
+
+
+@triton.jit
+def _gate_heads(
+    out: tl.tensor,
+    gates: tl.tensor,
+    norm: tl.tensor,
+    gate_stride: tl.tensor,
+    eps: tl.tensor,
+    VALUE_HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    value = tl.arange(0, VALUES)[None, :]
+    inside = (head < VALUE_HEADS) & (value < VALUE_DIM)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    column = head * VALUE_DIM + value
+    place = out + row * VALUE_HEADS * VALUE_DIM + column
+    read = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + column, mask=inside, other=0.0)
+    weight = tl.load(norm + value, mask=value < VALUE_DIM, other=0.0)
+    inverse = tl.rsqrt(tl.sum(read * read, axis=1)[:, None] / VALUE_DIM + eps)
+    normal = ((read * inverse).to(gate.dtype).to(tl.float32) * weight.to(tl.float32)).to(gate.dtype)
+    wide = gate.to(tl.float32)
+    opened = normal.to(tl.float32) * (wide / (1.0 + tl.exp(-wide)))
+    tl.store(place, opened.to(gate.dtype), mask=inside)
 
 
 class LinearLayer(NamedTuple):
@@ -234,7 +253,7 @@ def decode_step(
         mixed: Room for [R, mixed_size].
         out: Written.
     """
-    parameters, delta, conv, rule, eps = layer
+    parameters, delta, conv, rule, _ = layer
     keys, values = power_of_2(delta.key_dim), power_of_2(delta.value_dim)
     heads, block = 2 * delta.key_heads + delta.value_heads, max(keys, values)
     rows, early = (slots, lengths), launch_options(x.device)
@@ -242,8 +261,21 @@ def decode_step(
     tile = {"TAPS": delta.taps, "HEADS": _HEADS, "BLOCK": block, **early}
     grid, width = (len(x), -(-heads // _HEADS)), warps(_HEADS * block)
     launch(_convolve_step, grid, *taken, **layer.shape, **tile, num_warps=width)
-    vectors = parameters.decay, parameters.shift, parameters.norm
-    moved = mixed, x[:, delta.mixed_size :], rates, *vectors, rule, *rows, out
-    strides, tile = (x.stride(0), rates.stride(0)), {"KEYS": keys, "VALUES": values, **early}
-    grid, width = (delta.value_heads, len(x)), min(8, warps(keys * values))
-    launch(_rule_step, grid, *moved, *strides, eps, **layer.shape, **tile, num_warps=width)
+    columns = min(_COLUMNS, values)
+    moved = mixed, rates, parameters.decay, parameters.shift, rule, *rows, out, rates.stride(0)
+    tile = {"KEYS": keys, "COLUMNS": columns, **early}
+    parts = -(-delta.value_dim // columns), delta.value_heads, len(x)
+    width = min(4, warps(keys * columns))
+    launch(_rule_step, parts, *moved, **layer.shape, **tile, num_warps=width)
+    gate_heads(out, x, layer)
+
+
+def gate_heads(out: Tensor, x: Tensor, layer: LinearLayer) -> None:
+    """Normalise each value head of `out` [T, value_size] and multiply it with SiLU of its gates,
+    the last columns of `x` [T, projected]."""
+    delta, values = layer.delta, power_of_2(layer.delta.value_dim)
+    given = out, x[:, delta.mixed_size :], layer.parameters.norm, x.stride(0), layer.eps
+    tile = {"VALUE_HEADS": delta.value_heads, "VALUE_DIM": delta.value_dim, "HEADS": _HEADS}
+    grid, width = (len(x), -(-delta.value_heads // _HEADS)), warps(_HEADS * values)
+    early = launch_options(x.device)
+    launch(_gate_heads, grid, *given, **tile, VALUES=values, **early, num_warps=width)

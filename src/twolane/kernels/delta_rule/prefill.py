@@ -14,16 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twolane.kernels.delta_rule.decode import LinearLayer, channels, decay_of, gated, normalised
-from twolane.kernels.fused import warps
+from twolane.kernels.delta_rule.decode import (
+    LinearLayer,
+    channels,
+    decay_of,
+    gate_heads,
+    normalised,
+)
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 CHUNK = 64
 """Tokens of a chunk."""
-_COLUMNS = 64
+_COLUMNS = 32
 """Columns of a state that one program has."""
-_HEADS = 8
-"""Heads that one program normalises."""
 _CHANNELS = 1024
 """Channels whose last inputs one program keeps."""
 
@@ -259,31 +262,6 @@ def _scan(
     tl.store(kept, state, mask=held)
 
 
-@triton.jit
-def _gate(
-    out: tl.tensor,
-    gates: tl.tensor,
-    norm: tl.tensor,
-    gate_stride: tl.tensor,
-    eps: tl.tensor,
-    VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    VALUES: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    value = tl.arange(0, VALUES)[None, :]
-    inside = (head < VALUE_HEADS) & (value < VALUE_DIM)
-    column = head * VALUE_DIM + value
-    place = out + row * VALUE_HEADS * VALUE_DIM + column
-    read = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gates + row * gate_stride + column, mask=inside, other=0.0)
-    weight = tl.load(norm + value, mask=value < VALUE_DIM, other=0.0)
-    mean = tl.sum(read * read, axis=1)[:, None] / VALUE_DIM
-    tl.store(place, gated(read, gate, weight, mean, eps).to(gate.dtype), mask=inside)
-
-
 def prompt_pass(
     x: Tensor,
     rates: Tensor,
@@ -303,13 +281,9 @@ def prompt_pass(
             [T, value_heads * CHUNK].
         out: Written.
     """
-    delta, heads = layer.delta, layer.delta.value_heads
-    values = power_of_2(delta.value_dim)
     _convolve_prompts(x, layer, prompts, room[0])
     _move_states(rates, layer, prompts, room, out)
-    normed = out, x[:, delta.mixed_size :], layer.parameters.norm, x.stride(0), layer.eps
-    tile = {"VALUE_HEADS": heads, "VALUE_DIM": delta.value_dim, "HEADS": _HEADS, "VALUES": values}
-    launch(_gate, (len(x), -(-heads // _HEADS)), *normed, **tile, num_warps=warps(_HEADS * values))
+    gate_heads(out, x, layer)
 
 
 def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixed: Tensor) -> None:
@@ -319,7 +293,7 @@ def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixe
     taken = x, layer.parameters.conv, layer.conv, *lists, mixed, x.stride(0)
     sizes = {"TAPS": delta.taps, "CHUNK": CHUNK, "BLOCK": block}
     grid = len(prompts.chunks), 2 * delta.key_heads + delta.value_heads
-    launch(_convolve, grid, *taken, **layer.shape, **sizes, num_warps=4)
+    launch(_convolve, grid, *taken, **layer.shape, **sizes, num_warps=8)
     kept = {"WIDTH": delta.mixed_size, "TAPS": delta.taps, "CHANNELS": _CHANNELS}
     grid = len(prompts.segments), -(-delta.mixed_size // _CHANNELS)
     launch(_keep_inputs, grid, x, layer.conv, prompts.segments, x.stride(0), **kept, num_warps=4)
@@ -337,7 +311,7 @@ def _move_states(
     keys, values = max(16, power_of_2(delta.key_dim)), power_of_2(delta.value_dim)
     single = mixed.element_size() == 4
     shape = {**layer.shape, "KEYS": keys}
-    last = {"CHUNK": CHUNK, "PRECISION": "ieee" if single else "tf32"}
+    last = {"CHUNK": CHUNK, "PRECISION": "tf32x3" if single else "tf32"}
     given = mixed, rates, parameters.decay, parameters.shift, prompts.segments
     solved = *given, prompts.chunks, inverse, scores, rates.stride(0)
     grid = len(prompts.chunks), delta.value_heads

@@ -55,6 +55,13 @@ class DeltaRule:
         vectors = self.taps * self.mixed_size + 2 * self.value_heads + self.value_dim
         return products * hidden_size + vectors
 
+    @property
+    def prompt_flops(self) -> float:
+        """FLOPs of the rule for one token of a prompt, in chunks of 64 tokens: three products with
+        a state, and four of the tokens of a chunk with each other."""
+        within = 2 * 64 * (self.key_dim + self.value_dim)
+        return 2.0 * self.value_heads * (3 * self.key_dim * self.value_dim + within)
+
     def state_bytes(self, itemsize: float) -> int:
         """Return the bytes of one request's state in one layer.
 
