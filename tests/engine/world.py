@@ -74,6 +74,8 @@ ADAPTERS = {"small": 1, "medium": 8, "large": 64}
 """Names and ranks of adapters. Each has two versions."""
 
 
+SNAPSHOTS = 4
+"""Snapshots of states, fewer than requests want."""
 FAMILY = "qwen2"
 """The family of a world's model, unless it says another."""
 
@@ -233,10 +235,13 @@ class World:
     finished: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.pages, self.slots, self.family)
-        lanes = self.make_lanes(self.runner)
-        books = KVCacheManager(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         spec = tiny_decoder(self.family).spec
+        snapshots = SNAPSHOTS if spec.state is not None else None
+        self.runner = make_runner(self.pages, self.slots + (snapshots or 0), self.family)
+        lanes = self.make_lanes(self.runner)
+        books = KVCacheManager(
+            self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache, snapshots=snapshots
+        )
         self.lanes = lanes
         self.registry = AdapterRegistry(lanes, len(ADAPTERS))
         pacer = Pacer(buffer=1e-9)

@@ -9,7 +9,14 @@ from tests.kernels.interpreter import DEVICE
 from twolane.kernels.delta_rule.decode import LinearLayer, decode_step
 from twolane.kernels.delta_rule.prefill import CHUNK, PromptStates, prompt_lists, prompt_pass
 from twolane.kernels.delta_rule.rule import DeltaRule
-from twolane.model.linear_attention import DeltaWeights, StatePool, StateRows, attend
+from twolane.lanes.work import PromptRow
+from twolane.model.linear_attention import (
+    DeltaWeights,
+    SequenceStates,
+    StatePool,
+    StateRows,
+    attend,
+)
 from twolane.model.matrix import Matrix
 from twolane.model.spec import LINEAR, ModelSpec
 
@@ -50,7 +57,7 @@ class Layer:
         )
 
     def expected(self, x, rates, places):
-        rows = StateRows.of(places)
+        rows = StateRows.of(SequenceStates(*place) for place in places)
         return attend(x, rates, self.weights, self.delta, rows, self.right, 0, 1e-6)
 
     def same_states(self, slots=range(SLOTS)) -> None:
@@ -82,20 +89,26 @@ def test_decode_moves_the_states_of_active_rows(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "places",
+    "prompts",
     [
-        [(3, 0, 5)],
-        [(1, 7, 2), (0, 0, 1), (5, 30, 1), (2, 0, CHUNK + 3)],
-        [(4, 1, 2 * CHUNK), (0, 0, CHUNK)],
+        [PromptRow(3, 0, 5)],
+        [PromptRow(1, 7, 2), PromptRow(0, 0, 1), PromptRow(5, 30, 1), PromptRow(2, 0, CHUNK + 3)],
+        [PromptRow(4, 1, 2 * CHUNK), PromptRow(0, 0, CHUNK)],
+        [PromptRow(0, 0, 70, saves=((2, 3), (67, 4))), PromptRow(1, 9, 20, source=5)],
+        [PromptRow(1, 16, 9, source=5, saves=((8, 3),)), PromptRow(0, 5, 4, saves=((4, 4),))],
     ],
-    ids=str,
+    ids=["begins", "mixed", "whole tiles", "saved twice", "from a snapshot"],
 )
-def test_prompts_move_their_states(shape, places):
+def test_prompts_move_their_states(shape, prompts):
     """Chunks that begin, go on, are shorter than the convolution, and end within a tile."""
     layer = Layer(SHAPES[shape])
-    delta, rows = layer.delta, sum(count for *_, count in places)
+    delta, rows = layer.delta, sum(row.count for row in prompts)
     x, rates = layer.inputs(rows)
-    segments, chunks = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists(places))
+    parts = [row.parts() for row in prompts]
+    states = [
+        PromptStates(*(torch.from_numpy(each).int().to(DEVICE) for each in lists))
+        for lists in prompt_lists(parts)
+    ]
     room = (
         torch.full((rows, delta.mixed_size), torch.nan, device=DEVICE),
         torch.full((rows, delta.value_heads * CHUNK), torch.nan, device=DEVICE),
@@ -103,7 +116,8 @@ def test_prompts_move_their_states(shape, places):
     )
     out = torch.empty(rows, delta.value_size, device=DEVICE)
     given = x.to(DEVICE), rates.to(DEVICE), layer.linear
-    prompt_pass(*given, PromptStates(segments, chunks), room, out)
+    prompt_pass(*given, states, room, out)
+    places = [(row.slot, row.start, row.count, row.parts()) for row in prompts]
     expected = layer.expected(x, rates, places)
     torch.testing.assert_close(out.cpu(), expected, atol=1e-3, rtol=1e-3)
     layer.same_states()

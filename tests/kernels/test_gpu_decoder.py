@@ -15,6 +15,7 @@ from twolane.kernels.delta_rule.prefill import PromptStates, prompt_lists
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows
+from twolane.lanes.work import PromptRow
 from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
@@ -96,8 +97,9 @@ class OnGpu:
             )
             for key in map(self.decoder.plan_key, range(self.spec.layers))
         }
-        lists = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists([(1, 0, PROMPT)]))
-        return MixedRows(self.decoder, positions, write_slots, plans, prompts=PromptStates(*lists))
+        [lists] = prompt_lists([PromptRow(1, 0, PROMPT).parts()])
+        states = PromptStates(*(torch.from_numpy(each).int().to(DEVICE) for each in lists))
+        return MixedRows(self.decoder, positions, write_slots, plans, prompts=[states])
 
     def step(self) -> DecodeRows:
         """Row 0 is padding."""

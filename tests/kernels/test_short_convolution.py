@@ -6,7 +6,8 @@ import torch
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.delta_rule.prefill import CHUNK, PromptStates, prompt_lists
 from twolane.kernels.short_convolution import convolve_prompts, convolve_step
-from twolane.model.linear_attention import StateRows, convolve
+from twolane.lanes.work import PromptRow
+from twolane.model.linear_attention import SequenceStates, StateRows, convolve
 
 CHANNELS, SLOTS = 70, 6
 
@@ -16,9 +17,8 @@ def expected(
 ) -> torch.Tensor:
     """What the CPU makes of rows with these slots, first positions and counts; moves `kept` on."""
     before, after, value = x.chunk(3, dim=1)
-    rows, inputs = StateRows.of(places), kept.transpose(1, 2)
-    inputs[rows.fresh] = 0
-    return after * convolve(before * value, taps, rows, inputs)
+    rows = StateRows.of(SequenceStates(*place) for place in places)
+    return after * convolve(before * value, taps, rows, kept.transpose(1, 2))
 
 
 @pytest.mark.parametrize("taps", [3, 4])
@@ -33,8 +33,9 @@ def test_prompts_and_steps_are_those_of_the_cpu(taps: int) -> None:
     x = torch.randn(count, 3 * CHANNELS, generator=draw)
     there, own = kept.clone().to(DEVICE), weights.to(DEVICE)
     want, out = expected(x, weights, kept, places), torch.empty(count, CHANNELS, device=DEVICE)
-    segments, chunks = (torch.from_numpy(each).to(DEVICE) for each in prompt_lists(places))
-    convolve_prompts(x.to(DEVICE), own, there, PromptStates(segments, chunks), out)
+    [lists] = prompt_lists([PromptRow(*place).parts() for place in places])
+    states = PromptStates(*(torch.from_numpy(each).int().to(DEVICE) for each in lists))
+    convolve_prompts(x.to(DEVICE), own, there, [states], out)
     torch.testing.assert_close(out.cpu(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(there.cpu(), kept)
     x = torch.randn(3, 3 * CHANNELS, generator=draw)

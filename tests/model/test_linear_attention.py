@@ -13,7 +13,14 @@ from twolane.devices import DeviceSettings
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.lanes.load import load
 from twolane.model.attention import Batch, Segment
-from twolane.model.linear_attention import CHUNK, DeltaInputs, StateRows, chunked, recurrent
+from twolane.model.linear_attention import (
+    CHUNK,
+    DeltaInputs,
+    SequenceStates,
+    StateRows,
+    chunked,
+    recurrent,
+)
 from twolane.model.load.hub import resolve
 from twolane.model.matrix import quantised
 
@@ -43,7 +50,7 @@ def test_chunks_compute_what_token_after_token_does(tokens):
 @pytest.mark.parametrize("slots", [(0, -1), (2, 2)])
 def test_each_sequence_has_a_slot_of_its_own(slots):
     with pytest.raises(ValueError, match="needs a slot for each sequence"):
-        StateRows.of([(slot, 5, 1) for slot in slots])
+        StateRows.of(SequenceStates(slot, 5, 1) for slot in slots)
 
 
 def test_a_slot_begins_anew_with_another_sequence(tiny):

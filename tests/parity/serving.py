@@ -167,11 +167,13 @@ def serve(
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
     shape = decoder.spec, pages, page_size, decoder.dtype
-    kv = KVCache(*shape, requests=running, rounded=rounded)
+    snapshots = None if decoder.spec.state is None else running
+    kv = KVCache(*shape, requests=running + (snapshots or 0), rounded=rounded)
     for layer in (*kv.k, *kv.v, *kv.states.conv, *kv.states.rule):
         layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
-    shares = prefix_cache and decoder.spec.state is None
-    books = KVCacheManager(pages, page_size, running, prefix_cache=shares)
+    books = KVCacheManager(
+        pages, page_size, running, prefix_cache=prefix_cache, snapshots=snapshots
+    )
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:
         pool = AdapterPool(decoder.weights, len(adapters))

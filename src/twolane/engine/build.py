@@ -1,5 +1,6 @@
 """Puts an engine together from its settings: model, KV pool, lanes, system."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from twolane.lanes.base import Lanes, Machine, MachineLanes
 from twolane.lanes.load import chosen_device, load
 from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
+
+log = logging.getLogger("twolane.engine")
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,11 @@ def assemble(
     system = make_system(name, config.options)
     spec = machine.spec
     max_model_len = context_length(config, spec)
+    config = with_room_for_states(config, machine, max_model_len)
     kv = make_kv_manager(config, machine, max_model_len)
     kv_events = publisher(config, kv)
-    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, max_model_len)
+    snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
+    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     profile = find_profile(config, key)
@@ -176,8 +181,8 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
     """
     if config.kv_events.endpoint is None:
         return None
-    if not kv.prefix_cache:
-        problem = "needs the prefix cache, which models with linear attention do not have yet"
+    if kv.snapshots is not None:
+        problem = "does not tell yet of which prefixes there are states of linear attention"
         raise FieldError("kv_events_endpoint", problem)
     journal = KVJournal(kv.page_size)
     kv.tree.watchers.append(journal)
@@ -195,13 +200,41 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
             check_room(config.kv_tokens, machine.page_token_bytes * config.ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)
-        room = machine.kv_bytes(max_model_len) - config.max_running * machine.state_bytes
+        states = config.max_running * (2 if config.prefix_cache else 1)
+        room = machine.kv_bytes(max_model_len) - states * machine.state_bytes
         pages = min(room // (page_size * machine.page_token_bytes), most)
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
-    # The state of a prompt's beginning is gone when the prompt goes on: no prefix is found again.
-    shares = config.prefix_cache and machine.spec.state is None
-    return KVCacheManager(pages, page_size, config.max_running, prefix_cache=shares)
+    snapshots = None if not machine.state_bytes else config.max_running * config.prefix_cache
+    shares = config.prefix_cache
+    return KVCacheManager(
+        pages, page_size, config.max_running, prefix_cache=shares, snapshots=snapshots
+    )
+
+
+def with_room_for_states(
+    config: EngineConfig, machine: Machine, max_model_len: int
+) -> EngineConfig:
+    """Return the settings with no more requests at a time than half of the room for the KV pool has
+    states for, each of which has a snapshot beside it if prefixes are reused.
+
+    Raises:
+        MemoryError: not even one fits.
+    """
+    if not machine.state_bytes:
+        return config
+    each = machine.state_bytes * (2 if config.prefix_cache else 1)
+    most = machine.kv_bytes(max_model_len) // 2 // each
+    if most < 1:
+        raise MemoryError("there is not enough memory for the model and the states of a request")
+    if most < config.max_running:
+        log.warning(
+            "max_running is %d, not %d: states take %.1f MiB a request",
+            most,
+            config.max_running,
+            each / 2**20,
+        )
+    return msgspec.structs.replace(config, max_running=min(most, config.max_running))
 
 
 def check_room(tokens: int, token_bytes: int) -> None:

@@ -6,6 +6,8 @@ go in chunks, which read what came before them where the rows have it, and from 
 another kernel keeps the last products when all chunks have read the old ones.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -80,11 +82,11 @@ def _chunk(
 ) -> None:
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    segment = segments + 4 * tl.load(chunks + 2 * number)
+    segment = segments + 6 * tl.load(chunks + 2 * number)
     begun = tl.load(segment).to(tl.int64)
     row = tl.load(chunks + 2 * number + 1).to(tl.int64) + tl.arange(0, CHUNK)[:, None]
     there = (row < begun + tl.load(segment + 1)) & (channel < WIDTH)
-    own = kept + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH
+    own = kept + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * WIDTH
     goes_on = tl.load(segment + 3) == 0
     total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
     for tap in tl.static_range(TAPS):
@@ -112,19 +114,24 @@ def _keep(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    segment = segments + 4 * tl.program_id(0)
+    segment = segments + 6 * tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < WIDTH
     begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
+    known = kept + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * WIDTH + channel
     own = kept + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH + channel
+    save = tl.load(segment + 5).to(tl.int64)
+    saved = kept + save * (TAPS - 1) * WIDTH + channel
     goes_on = tl.load(segment + 3) == 0
     for tap in tl.static_range(TAPS - 1):  # what is read lies behind what was written
         source = count - (TAPS - 1) + tap
         place = x + (begun + source) * 3 * WIDTH + channel
         new = _opened(place, inside & (source >= 0), WIDTH)
         was = inside & (source < 0) & goes_on
-        old = tl.load(own + (TAPS - 1 + source) * WIDTH, mask=was, other=0.0)
-        tl.store(own + tap * WIDTH, tl.where(source >= 0, new, old), mask=inside)
+        old = tl.load(known + (TAPS - 1 + source) * WIDTH, mask=was, other=0.0)
+        value = tl.where(source >= 0, new, old)
+        tl.store(own + tap * WIDTH, value, mask=inside)
+        tl.store(saved + tap * WIDTH, value, mask=inside & (save >= 0))
 
 
 def convolve_step(
@@ -147,18 +154,18 @@ def convolve_step(
 
 
 def convolve_prompts(
-    x: Tensor, taps: Tensor, kept: Tensor, prompts: PromptStates, out: Tensor
+    x: Tensor, taps: Tensor, kept: Tensor, prompts: Sequence[PromptStates], out: Tensor
 ) -> None:
     """`out` [T, channels] = the short convolution of the rows of prompts.
 
     Args:
         x, taps, kept, out: As in `convolve_step`, for T rows.
-        prompts: The sequences of the pass.
+        prompts: The sequences of the pass, in parts that follow each other.
     """
     width, count = taps.shape
-    lists, sizes = (prompts.segments, prompts.chunks), {"WIDTH": width, "TAPS": count}
-    grid = len(prompts.chunks), -(-width // _CHUNK_CHANNELS)
-    tile = {"CHUNK": CHUNK, "BLOCK": _CHUNK_CHANNELS}
-    launch(_chunk, grid, x, taps, kept, *lists, out, **sizes, **tile, num_warps=4)
-    grid = len(prompts.segments), -(-width // _CHANNELS)
-    launch(_keep, grid, x, kept, prompts.segments, **sizes, BLOCK=_CHANNELS, num_warps=4)
+    sizes, tile = {"WIDTH": width, "TAPS": count}, {"CHUNK": CHUNK, "BLOCK": _CHUNK_CHANNELS}
+    for part in prompts:
+        grid = len(part.chunks), -(-width // _CHUNK_CHANNELS)
+        launch(_chunk, grid, x, taps, kept, *part, out, **sizes, **tile, num_warps=4)
+        grid = len(part.segments), -(-width // _CHANNELS)
+        launch(_keep, grid, x, kept, part.segments, **sizes, BLOCK=_CHANNELS, num_warps=4)

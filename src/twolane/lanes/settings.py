@@ -29,6 +29,8 @@ class LaneSizes(msgspec.Struct, frozen=True):
     """The most requests at a time."""
     max_model_len: int
     """The most tokens of one request."""
+    snapshots: int = 0
+    """Snapshots of states of linear attention, whose ids follow the slots."""
 
     @property
     def tokens(self) -> int:

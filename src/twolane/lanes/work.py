@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from twolane.devices import LANES, LaneName
+from twolane.kernels.delta_rule.rule import StatePart
 from twolane.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_ENDS = 2 * MAX_STOP_TOKEN_IDS
@@ -95,6 +96,22 @@ class PromptRow(msgspec.Struct, frozen=True, array_like=True):
     """Number of tokens of the chunk."""
     samples: bool = False
     """Whether the prompt ends with this chunk, so that the first token is sampled."""
+    source: int = -1
+    """Snapshot of the states that the chunk begins with; -1: those of its slot, or zeros at
+    position 0."""
+    saves: tuple[tuple[int, int], ...] = ()
+    """Numbers of tokens of the chunk after which its states are saved, ascending, and the
+    snapshots."""
+
+    def parts(self) -> list[StatePart]:
+        """Return the chunk cut where its states are saved."""
+        parts, done, source = [], 0, self.source if self.source >= 0 else self.slot
+        for end, save in (*self.saves, (self.count, -1)):
+            if end > done:
+                fresh = self.start + done == 0
+                parts.append(StatePart(done, end - done, self.slot, fresh, source, save))
+            done, source = end, self.slot
+        return parts
 
 
 class DecodeRow(msgspec.Struct, frozen=True, array_like=True):

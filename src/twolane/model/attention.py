@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from twolane.kernels.delta_rule.rule import StatePart
 from twolane.model import fp8
-from twolane.model.linear_attention import StatePool, StateRows
+from twolane.model.linear_attention import SequenceStates, StatePool, StateRows
 from twolane.model.rope import Rotation
 from twolane.model.spec import ModelSpec, RopeSpec
 
@@ -68,7 +69,7 @@ class KVCache:
         pages: Number of pages in each layer.
         page_size: tokens in a page.
         dtype: Type in which attention computes.
-        requests: The most requests at a time, each of which has a state in `states`.
+        requests: The most requests at a time, each of which has a state in `states`, and snapshots.
         rounded: keep numbers in e4m3.
         allocate: makes the pool's tensors.
     """
@@ -129,6 +130,8 @@ class Segment:
     """Physical pages that cover positions [0, start + n), in order."""
     slot: int = -1
     """The slot of the sequence's states in layers of linear attention; -1: it has none."""
+    parts: Sequence[StatePart] = ()
+    """The tokens by those states, where some are taken from elsewhere or saved."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ class Batch:
     @cached_property
     def state_rows(self) -> StateRows:
         """The rows by the states that they move on in layers of linear attention."""
-        return StateRows.of([(s.slot, s.start, s.n) for s in self.segments])
+        return StateRows.of(SequenceStates(s.slot, s.start, s.n, s.parts) for s in self.segments)
 
     def rotation(self, rotation: Rotation, rope: RopeSpec) -> torch.Tensor:
         """Scale * e^(i * angle) of each token and pair, complex64 [T, 1, head_dim / 2].

@@ -291,8 +291,6 @@ class Decoder:
         w, rows = self.weights.layers[i], batch.state_rows
         assert w.taps is not None
         before, after, values = products.linear(x, w.qkv).chunk(3, dim=1)
-        if len(rows.fresh):
-            kv.states.begin(i, rows.fresh)
         return after * convolve(before * values, w.taps, rows, kv.states.conv[i])
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

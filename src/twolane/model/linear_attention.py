@@ -12,7 +12,7 @@ chunks: within a chunk, the corrections b (v - S' k) of all tokens solve one tri
 (section 3.3 there).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twolane.kernels.delta_rule.rule import DeltaRule
+from twolane.kernels.delta_rule.rule import DeltaRule, StatePart
 from twolane.model.matrix import Matrix
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, ShortConvolution
@@ -106,11 +106,11 @@ def convolution_rows(shard: Shard) -> Tensor:
 class StatePool:
     """The states of all layers of linear attention, one of each for every slot.
 
-    The pool starts uninitialised: a sequence's first token begins with zeros (`begin`).
+    The pool starts uninitialised: a sequence's first token begins with zeros.
 
     Args:
         spec: The shape of this rank's part of the model.
-        slots: The most requests at a time.
+        slots: The most requests at a time, and snapshots.
         dtype: Type of activations.
         device: The device of the states.
     """
@@ -133,46 +133,50 @@ class StatePool:
             self.conv.append(torch.empty(inputs, dtype=dtype, device=device))
             self.rule.append(torch.empty(state, dtype=wide, device=device))
 
-    def begin(self, layer: int, slots: Tensor) -> None:
-        """Set the states of some slots, int64 [R], to those of an empty sequence."""
-        self.conv[layer][slots] = 0
-        self.rule[layer][slots] = 0
+
+class SequenceStates(NamedTuple):
+    """The new tokens of one sequence by the states that they move on."""
+
+    slot: int
+    start: int
+    """Tokens of the sequence before them."""
+    tokens: int
+    parts: Sequence[StatePart] = ()
+    """Where states are taken from and saved; none: all is in the slot."""
 
 
 @dataclass(frozen=True)
 class StateRows:
     """The rows of one forward pass by the states that they move on."""
 
-    fresh: Tensor
-    """Slots of the sequences that begin here, int64 [F]."""
     single: Tensor
-    """Rows of the segments with one new token, int64 [R]."""
+    """Rows of the sequences with one new token that is not the first, int64 [R]."""
     single_slots: Tensor
     """Their slots, int64 [R]."""
-    chunks: Sequence[tuple[slice, int]]
-    """Rows of each segment with several new tokens, and its slot."""
+    parts: Sequence[tuple[slice, StatePart]]
+    """Rows of the other sequences, in their order."""
 
     @classmethod
-    def of(cls, places: Sequence[tuple[int, int, int]]) -> "StateRows":
-        """Return those of segments with these slots, first positions and numbers of tokens.
+    def of(cls, sequences: Iterable[SequenceStates]) -> "StateRows":
+        """Return the rows of sequences that follow each other.
 
         Raises:
-            ValueError: a segment has no slot, or two have the same.
+            ValueError: one has no slot, or two have the same.
         """
-        slots = [slot for slot, _, _ in places]
+        single, parts, row, slots = [], [], 0, []
+        for slot, start, count, own in sequences:
+            slots.append(slot)
+            if count == 1 and start and not own:
+                single.append((row, slot))
+            for part in own or (StatePart(0, count, slot, start == 0, slot, -1),):
+                first = row + part.first
+                if single[-1:] != [(row, slot)]:
+                    parts.append((slice(first, first + part.tokens), part))
+            row += count
         if min(slots) < 0 or len(set(slots)) < len(slots):
             raise ValueError(f"linear attention needs a slot for each sequence, not {slots}")
-        fresh, single, chunks, row = [], [], [], 0
-        for slot, start, count in places:
-            if start == 0:
-                fresh.append(slot)
-            if count == 1:
-                single.append((row, slot))
-            else:
-                chunks.append((slice(row, row + count), slot))
-            row += count
         rows = torch.tensor(single, dtype=torch.long).view(-1, 2)
-        return cls(torch.tensor(fresh, dtype=torch.long), rows[:, 0], rows[:, 1], chunks)
+        return cls(rows[:, 0], rows[:, 1], parts)
 
 
 class DeltaInputs(NamedTuple):
@@ -212,8 +216,6 @@ def attend(
         layer: The index of the layer.
         eps: Epsilon of the norm of the output.
     """
-    if len(rows.fresh):
-        states.begin(layer, rows.fresh)
     conv, rule = states.conv[layer], states.rule[layer]
     mixed, gates = torch.split(x, [delta.mixed_size, delta.value_size], dim=1)
     beta, decay = rates.to(rule.dtype).chunk(2, dim=1)
@@ -227,8 +229,12 @@ def attend(
     convolved = convolve(mixed, weights.conv, rows, conv)
     if len(single := rows.single):
         out[single] = recurrent(inputs(single, convolved[single]), rule, rows.single_slots)
-    for where, slot in rows.chunks:
-        out[where] = chunked(inputs(where, convolved[where]), rule[slot])
+    for where, part in rows.parts:
+        source = rule[part.source]
+        state = torch.zeros_like(source) if part.fresh else source.clone()
+        out[where] = chunked(inputs(where, convolved[where]), state)
+        for place in part.kept:
+            rule[place] = state
     normal = functional.rms_norm(out, (delta.value_dim,), None, eps).to(x.dtype) * weights.norm
     opened = functional.silu(gates.to(rule.dtype)).view_as(normal)
     return (normal * opened).to(x.dtype).flatten(1)
@@ -246,8 +252,12 @@ def convolve(mixed: Tensor, taps: Tensor, rows: StateRows, inputs: Tensor) -> Te
     out = torch.empty_like(mixed)
     if len(single := rows.single):
         out[single] = _convolve_rows(mixed[single], taps, inputs, rows.single_slots)
-    for where, slot in rows.chunks:
-        out[where] = _convolve(mixed[where], taps, inputs[slot])
+    for where, part in rows.parts:
+        source = inputs[part.source]
+        before = torch.zeros_like(source) if part.fresh else source.clone()
+        out[where] = _convolve(mixed[where], taps, before)
+        for place in part.kept:
+            inputs[place] = before
     return out
 
 

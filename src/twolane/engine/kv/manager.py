@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from twolane.engine.kv.page_hash import page_key
 from twolane.engine.kv.prefix_tree import Node, PrefixTree
+from twolane.engine.kv.states import Snapshots
 from twolane.lanes.base import Ticket
 
 
@@ -26,6 +27,8 @@ class Lookup:
     """Version of the tree: the answer holds until it changes."""
     path: Sequence[Node] = ()
     """Nodes of the tokens found; a later lookup begins there."""
+    seen: int = 0
+    """Tokens of which there are pages, if the tree goes on in other ways there; else 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,14 @@ class Allocation:
     """Ticket of the last launch that names it; a launch in another lane waits for it."""
     given_up: bool = False
     """Whether its request has released it."""
+    source: int = -1
+    """Snapshot of the states with which its next tokens begin; -1: those of its slot."""
+    reads: int = -1
+    """Snapshot that stays until a launch has read it; -1: none."""
+    seen: int = 0
+    """Tokens before a branch of the tree that it was made at; 0: at none."""
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    """Numbers of tokens after which a launch saves its states, and the snapshots."""
 
 
 class KVCacheManager:
@@ -66,9 +77,19 @@ class KVCacheManager:
         page_size: tokens in a page.
         slots: the most allocations at a time.
         prefix_cache: Whether pages are shared between requests.
+        snapshots: Snapshots of states of a model with linear attention, whose prefixes cannot be
+            reused without one; None: the model has no states.
     """
 
-    def __init__(self, pages: int, page_size: int, slots: int, *, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        *,
+        prefix_cache: bool,
+        snapshots: int | None = None,
+    ) -> None:
         self.total_pages = pages
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
@@ -78,6 +99,10 @@ class KVCacheManager:
         self._copies: dict[Node, dict[Allocation, None]] = {}
         """Allocations that pin a node and have a private copy of its page."""
         self.prefix_cache = prefix_cache
+        self.snapshots = None if snapshots is None else Snapshots(slots, snapshots)
+        """The snapshots of states; None: the model has no states."""
+        if self.snapshots is not None:
+            self.tree.watchers.append(self.snapshots)
 
     @property
     def free_pages(self) -> int:
@@ -125,6 +150,10 @@ class KVCacheManager:
     ) -> Lookup:
         """Return what `allocate` would find and take; `before` as for `match`."""
         path = self.match(tokens, before=before, salt=salt) if reuse else []
+        seen = len(path) * self.page_size if path and path[-1].children else 0
+        if self.snapshots is not None:
+            while path and path[-1].state < 0:
+                path.pop()
         # A pinned node's ancestors are pinned: the pinned ones come first.
         pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
         return Lookup(
@@ -132,6 +161,7 @@ class KVCacheManager:
             cost=self.pages_for(len(tokens)) - pinned,
             version=self.tree.version,
             path=path,
+            seen=seen,
         )
 
     def allocate(
@@ -159,7 +189,9 @@ class KVCacheManager:
         for node in path:
             self.tree.pin(node)
         pages = [node.page for node in path]
-        allocation = Allocation(self._free_slots.pop(), pages, path, salt=salt)
+        allocation = Allocation(self._free_slots.pop(), pages, path, salt=salt, seen=match.seen)
+        if self.snapshots is not None and path:
+            allocation.source = allocation.reads = self.snapshots.use(path[-1])
         self._allocations.add(allocation)
         grown = self.grow(allocation, len(tokens))
         assert grown
@@ -198,6 +230,42 @@ class KVCacheManager:
                 self._copies.setdefault(node, {})[allocation] = None
                 self._adopt(node, i)
             path.append(node)
+
+    def plan_saves(self, allocation: Allocation, tokens: int, start: int, count: int) -> None:
+        """Reserve snapshots of the states that a launch of `count` tokens from `start` on saves.
+
+        They are taken at the last page border that a prompt of this many `tokens` can reuse, and at
+        the border where it leaves what earlier ones had computed.
+        """
+        if self.snapshots is None or not self.prefix_cache:
+            return
+        last = (tokens - 1) // self.page_size * self.page_size
+        for border in sorted({last, allocation.seen}):
+            there = len(allocation.path) * self.page_size >= border
+            if not start < border <= start + count or there:
+                continue
+            if (snapshot := self.snapshots.reserve()) is not None:
+                allocation.saves.append((border, snapshot))
+                self.tree.version += 1
+
+    def saved(self, allocation: Allocation, written: int) -> None:
+        """Let nodes hold the snapshots of an allocation whose first `written` tokens were computed
+        by launches that have ended, and whose pages are shared if they are to be."""
+        if self.snapshots is None:
+            return
+        self._read(allocation)
+        for border, snapshot in [each for each in allocation.saves if each[0] <= written]:
+            place = border // self.page_size - 1
+            node = allocation.path[place] if place < len(allocation.path) else None
+            self.snapshots.put(node, snapshot)
+            allocation.saves.remove((border, snapshot))
+            self.tree.version += 1
+
+    def _read(self, allocation: Allocation) -> None:
+        """Let go of the snapshot that an allocation began with."""
+        if self.snapshots is not None and allocation.reads >= 0:
+            self.snapshots.read(allocation.reads)
+            allocation.reads = -1
 
     def _adopt(self, node: Node, place: int) -> None:
         """Replace a page that nobody uses, since all who pin its node have copies, by one of these.
@@ -257,6 +325,10 @@ class KVCacheManager:
                 del self._copies[node]
         self._free_pages.extend(allocation.private)
         self._free_slots.append(allocation.slot)
+        self._read(allocation)
+        if self.snapshots is not None:
+            for _, snapshot in allocation.saves:
+                self.snapshots.put(None, snapshot)
 
     def check(self) -> None:
         """Assert that no page or slot is lost or owned twice, and that every pin has an owner."""
@@ -276,5 +348,7 @@ class KVCacheManager:
         used = {page for allocation in self._allocations for page in allocation.pages}
         assert all(node.page in used for node in nodes if node.pins), "nobody uses a pinned page"
         assert self.tree.unpinned == sum(node.pins == 0 for node in nodes)
+        if self.snapshots is not None:
+            self.snapshots.check(s for a in self._allocations for _, s in a.saves)
         slots = [*self._free_slots, *(a.slot for a in self._allocations)]
         assert len(set(slots)) == len(slots), "a slot is owned twice"

@@ -13,7 +13,7 @@ SPARE_IDLE = 1000
 class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
 
-    __slots__ = ("children", "depth", "hash", "key", "last_used", "page", "parent", "pins")
+    __slots__ = ("children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
@@ -26,6 +26,8 @@ class Node:
         self.pins = 1
         """Allocations that hold it; a root is pinned for ever."""
         self.last_used = 0
+        self.state = -1
+        """Id of the snapshot of states after this page; -1: it has none."""
 
     def __lt__(self, other: "Node") -> bool:
         return self.last_used < other.last_used

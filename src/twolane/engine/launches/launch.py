@@ -110,12 +110,15 @@ def _resume(state: State) -> None:
 def _admit(state: State, chunks: Sequence[Chunk]) -> None:
     if state.open is not None:
         raise PlanError("admits while a batch is open")
-    members = [_admit_one(state, chunk) for chunk in chunks]
+    admitted = [_admit_one(state, chunk) for chunk in chunks]
+    # Snapshots are reserved when all have found theirs: a plan counts on the prefixes that it saw.
+    members = [_member(state, *each) for each in admitted]
     state.open = PrefillBatch(state.batches, members)
     state.batches += 1
 
 
-def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
+def _admit_one(state: State, chunk: Chunk) -> tuple[Request, Allocation, int]:
+    """Return the request of a chunk, with its allocation, and the number of tokens."""
     request = state.requests.get(chunk.request)
     if request is None or request.phase is not Phase.WAITING:
         raise PlanError(f"admits {chunk.request}, which is not waiting")
@@ -124,9 +127,16 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
     state.queue.dequeue(request)
     allocation = request.allocation or _allocate(state, request)
     request.phase = Phase.PREFILL
-    start, end = request.context, request.context + chunk.n
-    row = PromptRow(allocation.slot, start, chunk.n, samples=end == len(request.tokens))
-    return BatchChunk(request, allocation, start, chunk.n, row)
+    return request, allocation, chunk.n
+
+
+def _member(state: State, request: Request, allocation: Allocation, count: int) -> BatchChunk:
+    start, tokens = request.context, len(request.tokens)
+    state.kv.plan_saves(allocation, tokens, start, count)
+    saves = tuple([(border - start, s) for border, s in allocation.saves if border > start])
+    source, allocation.source = allocation.source, -1  # later chunks begin where this one ends
+    row = PromptRow(allocation.slot, start, count, start + count == tokens, source, saves)
+    return BatchChunk(request, allocation, start, count, row)
 
 
 def _allocate(state: State, request: Request) -> Allocation:

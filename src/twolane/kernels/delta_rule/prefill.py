@@ -7,9 +7,10 @@ sequence, head and part.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,7 @@ from twolane.kernels.delta_rule.decode import (
     gate_heads,
     normalised,
 )
+from twolane.kernels.delta_rule.rule import StatePart
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 CHUNK = 64
@@ -31,24 +33,36 @@ _CHANNELS = 1024
 """Channels whose last inputs one program keeps."""
 
 
-@dataclass(frozen=True)
-class PromptStates:
-    """The sequences of a pass, whose rows follow each other, on the device."""
+class PromptStates(NamedTuple):
+    """Parts of sequences that can be computed side by side, on the device."""
 
     segments: Tensor
-    """First row, number of rows, slot, and whether the sequence begins here; int32 [S, 4]."""
+    """First row, number of rows, slot, whether the sequence begins here, where the states are that
+    it begins with, and where they are saved (-1: nowhere) of each; int32 [S, 6]."""
     chunks: Tensor
     """Segment and first row of each chunk, int32 [C, 2]."""
 
 
-def prompt_lists(rows: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lists of `PromptStates` of rows with these slots, first positions and counts."""
-    segments, chunks, first = [], [], 0
-    for number, (slot, start, count) in enumerate(rows):
-        segments.append((first, count, slot, start == 0))
-        chunks += [(number, row) for row in range(first, first + count, CHUNK)]
-        first += count
-    return np.array(segments, dtype=np.int32), np.array(chunks, dtype=np.int32)
+Lists = npt.NDArray[np.int64]
+
+
+def prompt_lists(prompts: Sequence[Sequence[StatePart]]) -> list[tuple[Lists, Lists]]:
+    """Return the lists of `PromptStates` of prompts whose rows follow each other: of all first
+    parts, then of the second ones, which begin where these end, and so on."""
+    counts = [sum(part.tokens for part in parts) for parts in prompts]
+    begins = np.cumsum([0, *counts]).tolist()
+    lists = []
+    for turn in range(max(map(len, prompts))):
+        segments = list[tuple[int, ...]]()
+        chunks = list[tuple[int, int]]()
+        for begin, parts in zip(begins, prompts, strict=False):
+            if turn < len(parts):
+                first, count, slot, fresh, source, save = parts[turn]
+                first += begin
+                chunks += [(len(segments), row) for row in range(first, first + count, CHUNK)]
+                segments.append((first, count, slot, fresh, source, save))
+        lists.append((np.array(segments, dtype=np.int64), np.array(chunks, dtype=np.int64)))
+    return lists
 
 
 @triton.jit
@@ -69,13 +83,13 @@ def _convolve(
     BLOCK: tl.constexpr,
 ) -> None:
     number, head = tl.program_id(0), tl.program_id(1)
-    segment = segments + 4 * tl.load(chunks + 2 * number)
+    segment = segments + 6 * tl.load(chunks + 2 * number)
     begun = tl.load(segment).to(tl.int64)
     row = tl.load(chunks + 2 * number + 1).to(tl.int64) + tl.arange(0, CHUNK)
     there = row < begun + tl.load(segment + 1)
     channel, some = channels(head, tl.arange(0, BLOCK), KEY_HEADS, KEY_DIM, VALUE_DIM)
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    known = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * width
+    known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * width
     goes_on = tl.load(segment + 3) == 0
     total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
     for tap in tl.static_range(TAPS):
@@ -106,11 +120,14 @@ def _keep_inputs(
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
-    segment = segments + 4 * tl.program_id(0)
+    segment = segments + 6 * tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < WIDTH
     begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
-    known = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH + channel
+    known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * WIDTH + channel
+    kept = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH + channel
+    save = tl.load(segment + 5).to(tl.int64)
+    saved = conv + save * (TAPS - 1) * WIDTH + channel
     goes_on = tl.load(segment + 3) == 0
     for tap in tl.static_range(TAPS - 1):  # what is read lies behind what was written
         source = count - (TAPS - 1) + tap
@@ -120,7 +137,9 @@ def _keep_inputs(
         old = tl.load(
             known + (TAPS - 1 + source) * WIDTH, mask=inside & (source < 0) & goes_on, other=0.0
         )
-        tl.store(known + tap * WIDTH, tl.where(source >= 0, new, old), mask=inside)
+        value = tl.where(source >= 0, new, old)
+        tl.store(kept + tap * WIDTH, value, mask=inside)
+        tl.store(saved + tap * WIDTH, value, mask=inside & (save >= 0))
 
 
 @triton.jit
@@ -174,7 +193,7 @@ def _solve(
     PRECISION: tl.constexpr,
 ) -> None:
     number, head = tl.program_id(0), tl.program_id(1)
-    segment = segments + 4 * tl.load(chunks + 2 * number)
+    segment = segments + 6 * tl.load(chunks + 2 * number)
     place = tl.arange(0, CHUNK)
     row = tl.load(chunks + 2 * number + 1).to(tl.int64) + place
     there = row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)
@@ -223,14 +242,15 @@ def _scan(
 ) -> None:
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
-    segment = segments + 4 * tl.program_id(2)
+    segment = segments + 6 * tl.program_id(2)
     begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
     key, place = tl.arange(0, KEYS), tl.arange(0, CHUNK)
     some_keys, some_values = key < KEY_DIM, column < VALUE_DIM
-    kept = rule + (tl.load(segment + 2).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    kept += key[:, None] * VALUE_DIM + column[None, :]
+    place_in = rule + head * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + column[None, :]
+    size = VALUE_HEADS * KEY_DIM * VALUE_DIM
     held = some_keys[:, None] & some_values[None, :]
-    state = tl.load(kept, mask=held & (tl.load(segment + 3) == 0), other=0.0)
+    source = place_in + tl.load(segment + 4).to(tl.int64) * size
+    state = tl.load(source, mask=held & (tl.load(segment + 3) == 0), other=0.0)
     kind = mixed.dtype.element_ty
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     keyed = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key[None, :]
@@ -259,14 +279,16 @@ def _scan(
         left = (k.to(tl.float32) * tl.exp(end - total)[:, None]).to(kind)
         added = tl.dot(tl.trans(left), correction, input_precision=PRECISION)
         state = state * tl.exp(end) + added
-    tl.store(kept, state, mask=held)
+    tl.store(place_in + tl.load(segment + 2).to(tl.int64) * size, state, mask=held)
+    save = tl.load(segment + 5).to(tl.int64)
+    tl.store(place_in + save * size, state, mask=held & (save >= 0))
 
 
 def prompt_pass(
     x: Tensor,
     rates: Tensor,
     layer: LinearLayer,
-    prompts: PromptStates,
+    prompts: Sequence[PromptStates],
     room: tuple[Tensor, Tensor, Tensor],
     out: Tensor,
 ) -> None:
@@ -276,13 +298,14 @@ def prompt_pass(
         x: See `decode_step`, as for other arguments of the same name; T rows.
         rates: See there.
         layer: See there.
-        prompts: The rows.
+        prompts: The rows, in parts that follow each other.
         room: Room for convolved rows, [T, mixed_size], and for what chunks are solved with, twice
             [T, value_heads * CHUNK].
         out: Written.
     """
-    _convolve_prompts(x, layer, prompts, room[0])
-    _move_states(rates, layer, prompts, room, out)
+    for part in prompts:
+        _convolve_prompts(x, layer, part, room[0])
+        _move_states(rates, layer, part, room, out)
     gate_heads(out, x, layer)
 
 

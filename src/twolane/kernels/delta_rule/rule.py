@@ -1,6 +1,7 @@
 """The shape of layers of linear attention. No torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,23 @@ class DeltaRule:
         """
         rule = 4 * self.value_heads * self.key_dim * self.value_dim
         return rule + round(itemsize * self.mixed_size * (self.taps - 1))
+
+
+class StatePart(NamedTuple):
+    """Tokens of a chunk that move a state on without a stop."""
+
+    first: int
+    """The first of them in their chunk."""
+    tokens: int
+    slot: int
+    fresh: bool
+    """Whether the sequence begins with them, and its states with zeros."""
+    source: int
+    """Where the states are that they begin with."""
+    save: int
+    """Snapshot to which the states after them are saved, too; -1: none."""
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Where the states after them are written."""
+        return (self.slot,) if self.save < 0 else (self.slot, self.save)

@@ -67,6 +67,6 @@ class CpuMachine:
         """Allocate the KV pool and start the lanes of this process."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
         shape = spec, sizes.pages, sizes.page_size, dtype
-        kv = KVCache(*shape, requests=sizes.slots, rounded=self._rounded)
+        kv = KVCache(*shape, requests=sizes.slots + sizes.snapshots, rounded=self._rounded)
         runner = Runner(self._decoder, kv, sizes.slots, self._adapters)
         return CpuLanes(runner, self._cores, notify)

@@ -18,6 +18,7 @@ from twolane.lanes.work import (
     HybridWork,
     PrefillWork,
     PromptChunk,
+    PromptRow,
     Sampling,
     TokenMask,
     Work,
@@ -25,6 +26,7 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
+from twolane.model.linear_attention import SequenceStates
 from twolane.model.load.peft import read_adapter
 from twolane.model.lora import AdapterPool
 from twolane.model.products import Products
@@ -129,7 +131,7 @@ class Runner:
     def _decode(self, rows: Sequence[DecodeRow], step: int, late: AwaitMasks) -> Step:
         alive = [i for i, row in enumerate(rows) if step < row.steps]
         points = [next_point(i, rows[i], step) for i in alive]
-        places = [(point.slot, point.position - 1, 1) for point in points]
+        places = [SequenceStates(point.slot, point.position - 1, 1) for point in points]
         hidden = self._decoder.embed(self._last_tokens([point.slot for point in points]))
         hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
         self._constrain(late())
@@ -161,14 +163,14 @@ class Runner:
 
     def _slice(self, work: PrefillWork, hidden: Tensor) -> Tensor:
         """Run a slice's layers on the hidden states [T, hidden]; return those after them."""
-        rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
+        rows = self._rows([_segment(row) for row in work.rows])
         return self._layers(hidden, rows, work.first, work.last)
 
     def _hybrid(self, work: HybridWork, late: AwaitMasks) -> Step:
         last = self._last_tokens([row.slot for row in work.decode])
         tokens = torch.cat([last, _tokens(work.chunks)])
-        places = [(row.slot, row.position, 1) for row in work.decode]
-        places += [(row.slot, row.start, row.count) for row in work.prompts]
+        places = [SequenceStates(row.slot, row.position, 1) for row in work.decode]
+        places += [_segment(row) for row in work.prompts]
         hidden = self._decoder.embed(tokens)
         hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
         self._constrain(late())
@@ -247,17 +249,21 @@ class Runner:
             hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products)
         return hidden
 
-    def _rows(self, places: Sequence[tuple[int, int, int]]) -> _PassRows:
-        """Build a pass's rows from the slot, first position and token count of each segment."""
+    def _rows(self, places: Sequence[SequenceStates]) -> _PassRows:
+        """Build a pass's rows."""
         pages, adapters = self._slots.pages, self._slots.adapters
-        segments = [Segment(start, count, pages[slot], slot) for slot, start, count in places]
+        segments = [Segment(p.start, p.tokens, pages[p.slot], p.slot, p.parts) for p in places]
         batch = Batch.build(segments, self._kv.page_size)
-        slots = [adapters[slot] for slot, _, _ in places]
+        slots = [adapters[place.slot] for place in places]
         products = self._decoder.products
         if max(slots) >= 0:
-            each = np.repeat(slots, [count for _, _, count in places])
+            each = np.repeat(slots, [place.tokens for place in places])
             products = self._adapters.products(products, each)
         return _PassRows(batch, products)
+
+
+def _segment(row: PromptRow) -> SequenceStates:
+    return SequenceStates(row.slot, row.start, row.count, row.parts())
 
 
 def _tokens(chunks: Sequence[PromptChunk]) -> Tensor:

@@ -66,7 +66,7 @@ class MixedRows(PromptRows):
     """The decode rows, for hybrid batches."""
     owners: Tensor | None = None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
-    prompts: PromptStates | None = None
+    prompts: Sequence[PromptStates] = ()
     """The prompts by their states, if the model has layers of linear attention."""
 
     def after(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
@@ -102,7 +102,6 @@ class MixedRows(PromptRows):
         self, layer: int, buffers: DeltaBuffers, states: GpuStatePool
     ) -> None:
         """Linear attention of the prompts' rows alone."""
-        assert self.prompts is not None
         if self.decoder.spec.convolution is not None:
             taps, kept = self.decoder.convolution(layer, states)
             convolve_prompts(buffers.x, taps, kept, self.prompts, buffers.out)

@@ -216,7 +216,7 @@ class CudaMachine:
     def kv_cache(self, sizes: LaneSizes) -> GpuKVCache:
         """Allocate the KV pool."""
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
-        states = GpuStatePool(spec, sizes.slots, self.decoder.dtype, self.device)
+        states = GpuStatePool(spec, sizes.slots + sizes.snapshots, self.decoder.dtype, self.device)
         return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device, states=states)
 
     def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:

@@ -86,7 +86,7 @@ class _Pass:
     write_slots: Tensor
     owners: Tensor | None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
-    prompts: PromptStates | None = None
+    prompts: Sequence[PromptStates] = ()
     """The rows by their states, if the model has layers of linear attention."""
     plans: dict[PlanKey, PrefillPlan] = field(default_factory=dict)
     """Attention plans for the lane and the SMs of the last slice."""
@@ -337,13 +337,14 @@ class CudaRunner:
         hidden, owners = self._embed(sent[0], place), sent[3] if adapted else None
         return _Pass(batch, hidden, sent[1], sent[2], owners, self._prompts(batch.rows))
 
-    def _prompts(self, rows: Sequence[PromptRow]) -> PromptStates | None:
+    def _prompts(self, rows: Sequence[PromptRow]) -> Sequence[PromptStates]:
         """Return the rows by their states, if the model has layers of linear attention."""
         if self._decoder.spec.state is None:
-            return None
-        lists = prompt_lists([(row.slot, row.start, row.count) for row in rows])
-        _, (segments, chunks) = upload_parts(lists, self._decoder.device)
-        return PromptStates(segments.view(-1, 4), chunks.view(-1, 2))
+            return ()
+        lists = prompt_lists([row.parts() for row in rows])
+        _, sent = upload_parts([part for each in lists for part in each], self._decoder.device)
+        pairs = zip(sent[::2], sent[1::2], strict=True)
+        return [PromptStates(each.view(-1, 6), chunks.view(-1, 2)) for each, chunks in pairs]
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
         """Return the batch as the last slice left it, without the rows that have left."""

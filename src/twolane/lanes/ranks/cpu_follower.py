@@ -74,7 +74,7 @@ def main() -> None:
         return
     rounded = settings.kv_cache_dtype == "fp8"
     shape = decoder.spec, sizes.pages, sizes.page_size, decoder.dtype
-    kv = KVCache(*shape, requests=sizes.slots, rounded=rounded)
+    kv = KVCache(*shape, requests=sizes.slots + sizes.snapshots, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     follow(Runner(decoder, kv, sizes.slots, adapters), start)
 
