@@ -183,8 +183,9 @@ def serve(
         return serve_on(lanes, decoder.spec, books, system, submits, adapters, vocabulary)
     finally:
         # Lanes and workers refer to each other: the pool would stay until they are collected.
-        for part in (kv.layers, kv.k, kv.v):
-            part.clear()
+        kv.layers, kv.k, kv.v = [], (), ()
+        for states in (kv.states.conv, kv.states.rule):
+            states.clear()
 
 
 class ClosableLanes(Lanes, Protocol):
