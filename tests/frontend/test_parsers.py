@@ -17,6 +17,7 @@ from twolane.frontend.parsers.reasoning import (
     KNOWN_MARKS,
     ReasoningParser,
     ThinkingMarks,
+    ends_in_thinking,
     thinking_of,
 )
 from twolane.frontend.parsers.tool_calls import FORMATS, CallFormat, ToolCallParser, format_of
@@ -904,6 +905,21 @@ def test_marks_of_thinking_that_are_special_tokens_are_shown_to_the_reader():
     reader = form.reader()
     reader.read("[THINK]Hm[/THINK]Yes", ended=True)
     assert (reader.thinking, reader.content) == ("Hm", "Yes")
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_gemma_4_thinks_in_a_channel(step):
+    """As its prompt format says; both marks are special tokens."""
+    template = "{{ '<|channel>thought\n' + message['reasoning'] + '\n<channel|>' }}"
+    form = ModelFormats(template, shows_tools=False, hides=lambda _: True).of(FormatOptions(), "a")
+    assert form.shows_special
+    for said, thought in (("<|channel>thought\nHm.\n<channel|>Yes", "Hm."), ("Yes", "")):
+        reader = form.reader()
+        for first in range(0, len(said), step):
+            reader.read(said[first : first + step], ended=False)
+        reader.read("", ended=True)
+        assert (reader.thinking, reader.content) == (thought, "Yes")
+    assert not ends_in_thinking(KNOWN_MARKS[4], "<|turn>model\n<|channel>thought\n<channel|>")
 
 
 def test_hunyuan_answers_between_marks():

@@ -23,8 +23,9 @@ KNOWN_MARKS = (
     ThinkingMarks("[THINK]", "[/THINK]"),
     ThinkingMarks("Here is my thought process:", "Here is my response:"),
     ThinkingMarks("<seed:think>", "</seed:think>"),
+    ThinkingMarks("<|channel>thought", "<channel|>"),
 )
-"""Known marks: those of most models, of Mistral's, of Granite 3.2, and of Seed-OSS."""
+"""Known marks: those of most models, of Mistral's, of Granite 3.2, of Seed-OSS, and of Gemma 4."""
 AROUND_ANSWER = ("<response>", "</response>")
 """Marks around the answers of Granite 3.3, after thinking."""
 ANSWER = ("<answer>", "</answer>")
