@@ -17,6 +17,7 @@ from harness import LEVELS, Partition, Report, capture, partition, seconds
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
 from twolane.kernels.decode_attention.dispatch import decode_scratch
+from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.runtime import nvrtc
 
@@ -134,8 +135,7 @@ class Problem:
         arguments = self.q, self.pool, self.tables, self.slots, self.lengths, out, scratch.partial
         settings = {
             "units": units,
-            "window": window or EVERYTHING,
-            "scale": self.q.shape[2] ** -0.5,
+            "scores": RowScores(window or EVERYTHING, self.q.shape[2] ** -0.5, None),
             "tuned": hopper.tuning(units),
             "extra": extra,
         }
@@ -150,8 +150,7 @@ class Problem:
         tile = self.pool[0, 0].numel() * self.pool.element_size()
         settings = {
             "units": units,
-            "window": window or EVERYTHING,
-            "scale": self.q.shape[2] ** -0.5,
+            "scores": RowScores(window or EVERYTHING, self.q.shape[2] ** -0.5, None),
             "tuned": portable.tuning(tile),
         }
         return lambda: portable.attend(*arguments, scratch.sums, **settings), out

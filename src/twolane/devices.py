@@ -30,7 +30,7 @@ MODEL, MEMORY, DEVICE = "Model", "Memory", "Device"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["fp8", "fp8_block128", "int4"]
+Quantization = Literal["fp8", "fp8_block128", "int4", "mxfp4"]
 AllReduce = Literal["auto", "nccl", "two-shot", "joined"]
 KVCacheDType = Literal["auto", "fp8"]
 
@@ -47,8 +47,9 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     on a CPU, where weights that are stored in few bits get eight."""
     quantization: Annotated[Quantization | None, Option(MODEL)] = None
     """Scheme to which weights in 16 bits are rounded while they are loaded: fp8 has a scale for
-    each row, fp8_block128 one for each 128 x 128, int4 (dummy weights alone) one for 128 columns;
-    by default a checkpoint is served as it is stored."""
+    each row, fp8_block128 one for each 128 x 128; for dummy weights alone, int4 has one for 128
+    columns, and mxfp4 rounds experts as gpt-oss has them; by default a checkpoint is served as it
+    is stored."""
     max_positions: Annotated[int | None, Option(MODEL, "TOKENS", least=1)] = None
     """Number of positions, instead of the number in the model's config."""
     seed: Annotated[int, Option(MODEL, most=MAX_SEED)] = 0

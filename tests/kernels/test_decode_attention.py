@@ -25,6 +25,7 @@ class Case:
     tables: torch.Tensor
     slots: torch.Tensor
     lengths: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     @classmethod
     def make(
@@ -69,6 +70,11 @@ class Case:
         values, exponents = fp8.quantise_heads(self.pool)
         return replace(self, pool=RoundedPool(values, exponents))
 
+    def with_sinks(self) -> "Case":
+        """The same with sinks from far below to far above all scores."""
+        sinks = torch.linspace(-9.0, 9.0, self.q.shape[1], device=self.q.device)
+        return replace(self, sinks=sinks[torch.arange(len(sinks)) * 5 % len(sinks)])
+
     def run(
         self,
         units: int,
@@ -79,7 +85,7 @@ class Case:
         out = torch.full_like(self.q, 7.0)
         scratch = scratch or decode_scratch(*self.q.shape, units, self.q.device)
         arguments = self.q, self.pool, self.tables, self.slots, self.lengths, out, scratch
-        decode_attention(*arguments, units=units, window=window, scale=scale)
+        decode_attention(*arguments, units=units, window=window, scale=scale, sinks=self.sinks)
         return out
 
     def reference(self, window: int | None = None, scale: float | None = None) -> torch.Tensor:
@@ -98,7 +104,9 @@ class Case:
             first = max(0, n - window) if window else 0
             k, v = kv[:, :, first:n].repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("hd,hnd->hn", q[row], k) * (scale or dim**-0.5)
-            out[row] = torch.einsum("hn,hnd->hd", scores.softmax(-1), v)
+            if self.sinks is not None:
+                scores = torch.cat([scores, self.sinks.cpu()[:, None]], dim=1)
+            out[row] = torch.einsum("hn,hnd->hd", scores.softmax(-1)[:, : n - first], v)
         return out
 
     def check(self, units: int, window: int | None = None, scale: float | None = None) -> None:
@@ -146,6 +154,16 @@ def test_sliding_window(window: int, device: str) -> None:
     Case.make(RAGGED, device=device).check(units=1, window=window)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("units", [1, 3])
+@pytest.mark.parametrize("group", [1, 7])
+def test_sinks(group: int, units: int, window: int | None, device: str) -> None:
+    """Also where several workers share a run, and in a rounded pool."""
+    case = Case.make([*RAGGED, 300], group=group, device=device).with_sinks()
+    case.check(units, window)
+    case.rounded().check(units, window)
+
+
 @pytest.mark.parametrize("units", [1, 2, 5])
 def test_cuts(units: int, device: str) -> None:
     """From several runs a worker to a run over several workers, and workers without work."""
@@ -190,6 +208,7 @@ def test_scratch_is_used_again(device: str) -> None:
         ("tables", {"tables": torch.zeros(4, 2, dtype=torch.int64)}),
         ("lengths", {"lengths": torch.zeros(3, dtype=torch.int32)}),
         ("slots", {"slots": torch.zeros(2, dtype=torch.int64)}),
+        ("sinks", {"sinks": torch.zeros(2)}),
     ],
 )
 def test_refusals_name_the_field(field: str, change: dict[str, torch.Tensor]) -> None:

@@ -36,13 +36,15 @@ def run(build, case: Case, units: int, tuned: hopper.Tuning, window: int | None,
     scratch.partial.fill_(torch.nan)
     values, rounded = values_of(case.pool), isinstance(case.pool, RoundedPool)
     group = case.q.shape[1] // values.shape[1]
-    options = hopper.options(case.q.dtype, case.q.shape[2], values.shape[3], group, tuned, rounded)
+    shape = case.q.shape[2], values.shape[3], group
+    options = hopper.options(case.q.dtype, *shape, tuned, rounded, case.sinks is not None)
     arguments = hopper.arguments(
         *(case.q, values.shape[1], case.tables, case.slots, case.lengths, out),
         *(scratch.partial, scratch.cuts),
         window=window or 1 << 30,
         scale=case.q.shape[2] ** -0.5,
         exponents=exponents_of(case.pool),
+        sinks=case.sinks,
     )
     pool = ctypes.c_void_p(values.data_ptr())
     rows = ctypes.c_ulonglong(values.numel() // case.q.shape[2])
@@ -109,6 +111,20 @@ def test_rounded_pools(build, page, group, tuned, lengths, units, window) -> Non
     assert error.max() < TOLERANCE[dtype], error.max(dim=1)
     assert (out[case.lengths == 0] == 7).all()
     assert conflicts == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "rounded"),
+    [(64, 8, False), pytest.param(128, 9, False, marks=pytest.mark.full), (128, 5, True)],
+)
+def test_sinks(build, dim, group, rounded) -> None:
+    """Of whole runs and of runs that several workers share."""
+    case = Case.make([300, 0, 33], group=group, dim=dim, page=32, dtype=torch.bfloat16)
+    case = (case.rounded() if rounded else case).with_sinks()
+    out, _ = run(build, case, 3, hopper.Tuning(2, 3), None, seed=1)
+    expected = case.reference()
+    error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < TOLERANCE[torch.bfloat16], error.max(dim=1)
 
 
 @pytest.mark.parametrize("rounded", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -1,11 +1,13 @@
 """Mixtures of experts on a GPU: routing against the CPU's, and products grouped by expert."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.experts import grouped_gemm
-from twolane.kernels.experts.products import ExpertBuffers, combined, way
+from twolane.kernels.experts.products import Epilogues, ExpertBuffers, combined, way
 from twolane.kernels.experts.routing import (
     ActiveRows,
     Combination,
@@ -16,8 +18,9 @@ from twolane.kernels.experts.routing import (
 from twolane.kernels.experts.rule import RoutingRule
 from twolane.kernels.fused import rms_norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
+from twolane.model.load.quantized import for_gpu
 from twolane.model.matrix import Matrix, Scheme, in_registers, quantised
-from twolane.model.mlp import Experts
+from twolane.model.mlp import ExpertBiases, Experts
 from twolane.model.products import Products
 from twolane.model.routing import route as on_cpu
 
@@ -103,27 +106,52 @@ def listed(counts: list[int], most: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("rows", "scheme"), [(5, None), (200, None), (5, "fp8_channel")])
-def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
+@pytest.mark.parametrize(
+    ("rows", "scheme", "biased"),
+    [(5, None, False), (200, None, True), (5, "fp8_channel", False), (5, "fp8_channel", True)],
+)
+def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None, biased: bool) -> None:
     """Rows that are not active stay as they are, and what they are does not matter."""
     hidden, inner = 48, 32
     router = Matrix.plain(random(EXPERTS, hidden))
     gate_up = stored(random(EXPERTS * 2 * inner, hidden, seed=1) / 6, scheme)
     down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
-    here = [matrix.to(torch.device("cpu")) for matrix in (router, gate_up, down)]
-    mlp = Experts(*here, RULE, None, activation="silu")
+    matrices = router, gate_up, down
+    mlp = Experts(*matrices, RULE, None, activation="silu")
+    if biased:
+        given = (random(EXPERTS * n, seed=n) for n in (1, 2 * inner, hidden))
+        mlp = replace(mlp, activation="clamped_swiglu", biases=ExpertBiases(*given))
+    cpu = of_cpu(mlp)
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
-    expected, there = mlp.add(residual.cpu(), x.cpu(), Products()).to(DEVICE), active.marks > 0
+    expected, there = cpu.add(residual.cpu(), x.cpu(), Products()).to(DEVICE), active.marks > 0
     room = buffers(rows, hidden, inner, gate_up.scheme)
     close = {"atol": 1e-5, "rtol": 1e-5} if scheme is None else {"atol": 2e-2, "rtol": 1e-2}
     for _ in range(2):
         x[~there] = x[~there] * -7
         out = residual.clone()
-        torch.mm(x, router.values.t(), out=room.logits)
-        left = combined(x, active, gate_up, down, room, GpuProducts(UNITS), RULE, None)
-        left.add_into(out)
+        mlp._combined(x, active, Room(room), GpuProducts(UNITS)).add_into(out)
         torch.testing.assert_close(out[there], expected[there], **close)
         assert torch.equal(out[~there], residual[~there])
+
+
+def of_cpu(mlp: Experts) -> Experts:
+    """The same experts in the CPU's memory."""
+    matrices = {name: getattr(mlp, name).to(torch.device("cpu")) for name in MATRICES}
+    biases = mlp.biases and ExpertBiases(*(each.cpu() for each in vars(mlp.biases).values()))
+    return replace(mlp, **matrices, biases=biases)
+
+
+MATRICES = "router", "gate_up", "down"
+
+
+class Room:
+    """Buffers of a lane that has no others."""
+
+    def __init__(self, room: ExpertBuffers) -> None:
+        self._room = room
+
+    def experts(self, rows: int, scheme: str) -> ExpertBuffers:
+        return self._room
 
 
 def stored(values: torch.Tensor, scheme: Scheme | None) -> Matrix:
@@ -183,7 +211,13 @@ def test_experts_of_four_bits_are_those_of_the_cpu(rows: int, scheme: Scheme, ti
     router = Matrix.plain(random(EXPERTS, hidden).bfloat16())
     wide = random(EXPERTS * 2 * inner, hidden, seed=1) / 16, random(EXPERTS * hidden, inner) / 11
     gate_up, down = (with_zeros(quantised(each.cpu(), scheme)) for each in wide)
-    mlp = Experts(router.to(torch.device("cpu")), gate_up, down, RULE, None, activation="silu")
+    sizes = {"gate_up": 2 * inner, "down": hidden}
+    biases = {name: random(EXPERTS * n, seed=n).bfloat16() for name, n in sizes.items()}
+    of_cpu = {name: each.cpu() for name, each in biases.items()}
+    mlp = Experts(
+        *(router.to(torch.device("cpu")), gate_up, down, RULE, None, "clamped_swiglu"),
+        ExpertBiases(torch.zeros(EXPERTS).bfloat16(), **of_cpu),
+    )
     x, active = random(rows, hidden, seed=3).bfloat16(), some_active(rows)
     residual = torch.zeros_like(x)
     expected = mlp.add(residual.cpu(), x.cpu(), Products()).to(DEVICE)
@@ -191,12 +225,56 @@ def test_experts_of_four_bits_are_those_of_the_cpu(rows: int, scheme: Scheme, ti
     assert way(rows * PER_TOKEN, EXPERTS, ours[0]).rows == tile
     room = buffers(rows, hidden, inner, ours[0].scheme, torch.bfloat16)
     room.logits.copy_(x.float() @ router.values.float().t())
-    left = combined(x, active, *ours, room, GpuProducts(UNITS), RULE, None)
+    after = Epilogues("clamped_swiglu", **biases)
+    left = combined(x, active, *ours, room, GpuProducts(UNITS), RULE, None, after)
     left.add_into(residual)
     there = active.marks > 0
     apart = (residual - expected)[there].float().norm() / expected[there].float().norm()
     assert float(apart) < 0.01
     assert not bool(residual[~there].any())
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "dtype", "tile"),
+    [(5, 160, torch.float32, 16), (29, 64, torch.bfloat16, 16), (150, 160, torch.float32, 64)],
+)
+def test_experts_in_mxfp4_are_those_of_the_cpu(rows, hidden, dtype, tile) -> None:
+    """Kept in four bits, of whole blocks of 64 columns and of one and a half."""
+    inner = 96
+    sizes = EXPERTS, 2 * inner, EXPERTS * 2 * inner, EXPERTS * hidden
+    given = [random(n, seed=n).to(dtype) for n in (sizes[0], sizes[2], sizes[3])]
+    router = Matrix.plain(random(EXPERTS, hidden).to(dtype))
+    wide = random(sizes[2], hidden, seed=1) / 6, random(sizes[3], inner, seed=2) / 5
+    gate_up, down = (quantised(each.cpu(), "mxfp4") for each in wide)
+    cpu = Experts(
+        *(router.to(torch.device("cpu")), gate_up, down, RULE, None, "clamped_swiglu"),
+        ExpertBiases(*(each.cpu() for each in given)),
+    )
+    x, residual, active = random(rows, hidden, seed=3).to(dtype), None, some_active(rows)
+    residual = torch.zeros_like(x)
+    expected = cpu.add(residual.cpu(), x.cpu(), Products()).to(DEVICE)
+    ours = [
+        for_gpu(each, dtype, four_bits=False).to(torch.device(DEVICE)) for each in (gate_up, down)
+    ]
+    for one, other in zip(ours, (gate_up, down), strict=True):
+        assert one.scheme == "mxfp4_gpu" and one.shape[0] == other.shape[0]
+        assert torch.equal(one.dequantised().cpu()[:, : other.shape[1]], other.dequantised())
+    mlp = replace(cpu, router=router, gate_up=ours[0], down=ours[1], biases=ExpertBiases(*given))
+    assert way(rows * PER_TOKEN, EXPERTS, ours[0], mlp._epilogues).rows == tile
+    room = buffers(rows, hidden, inner, ours[0].scheme, dtype)
+    mlp._combined(x, active, Room(room), GpuProducts(UNITS)).add_into(residual)
+    there = active.marks > 0
+    apart = (residual - expected)[there].float().norm() / expected[there].float().norm()
+    assert float(apart) < (1e-5 if dtype == torch.float32 else 0.01)
+    assert not bool(residual[~there].any())
+
+
+def test_scales_beyond_the_kernel_are_served_widened() -> None:
+    matrix = quantised(random(4, 64).cpu() * 40.0, "mxfp4")
+    assert int(matrix.scales.max()) > 128
+    served = for_gpu(matrix, torch.bfloat16)
+    assert served.scheme == "bf16"
+    assert torch.equal(served.values.float(), matrix.dequantised())
 
 
 def with_zeros(matrix: Matrix) -> Matrix:

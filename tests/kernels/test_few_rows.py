@@ -255,7 +255,7 @@ class Room:
         return self._room
 
 
-def multiplied(chosen, x: Activations, gate_up, down, buffers, lane) -> Combination:
+def multiplied(chosen, x: Activations, gate_up, down, buffers, lane, _=None) -> Combination:
     """The products of the sorted rows, or of the batch's rows where masks tell them, in float32."""
     rows = x.values.float() * x.scales if isinstance(x, Quantised) else x.float()
     routing, outs = buffers.routing, buffers.outs

@@ -7,6 +7,7 @@ from torch.nn import functional
 from twolane.kernels import fused
 from twolane.kernels.pool import MirroredPool, Pool, RoundedPool, exponents_of, values_of
 from twolane.model import fp8
+from twolane.model.mlp import ACTIVATIONS
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -281,6 +282,15 @@ def test_silu_mul(rows: int, inner: int, dtype: torch.dtype, device: str) -> Non
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(rows, inner, dtype=dtype, device=device)
     assert_close(fused.act_mul(gate_up, out), functional.silu(gate) * up)
+
+
+def test_clamped_swiglu(device: str) -> None:
+    """Of numbers far beyond the bounds, too."""
+    gate_up = 6 * random(3, 2 * 96, dtype=torch.float32, device=device)
+    out = torch.empty(3, 96, device=device)
+    expected = ACTIVATIONS["clamped_swiglu"](*gate_up.chunk(2, dim=1))
+    assert_close(fused.act_mul(gate_up, out, "clamped_swiglu"), expected)
+    assert float(gate_up.abs().max()) > 14.0
 
 
 @pytest.mark.parametrize("width", [64, 2500])

@@ -41,6 +41,7 @@ FAMILIES = (
         for family in ("llama-bias", "mistral", "ministral3", "qwen3", "smollm3", "glm4")
     ),
     pytest.param("phi4-mini", marks=pytest.mark.full),
+    "gpt-oss",
 )
 
 SHARED_KEYS = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}

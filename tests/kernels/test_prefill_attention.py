@@ -31,7 +31,7 @@ from twolane.kernels.prefill_attention.schedule import (
     schedule,
     tiles,
 )
-from twolane.kernels.prefill_attention.triton_kernels import TritonProgram, tiling
+from twolane.kernels.prefill_attention.triton_kernels import TritonProgram, add_sinks, tiling
 from twolane.model import fp8
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
@@ -55,7 +55,7 @@ def make(segments, heads, kv_heads, dim, page_size, dtype, device, seed=0):
     return q.to(dtype).to(device), pool.to(dtype).to(device), tables
 
 
-def reference(segments, q, pool, tables, window):
+def reference(segments, q, pool, tables, window, sinks=None):
     """Attention in float32, one segment at a time."""
     _, kv_heads, _, page_size, dim = pool.shape
     out, row = torch.empty(q.shape), 0
@@ -69,16 +69,18 @@ def reference(segments, q, pool, tables, window):
         if window is not None:
             seen &= key > place - window
         score = (query @ k.transpose(1, 2) * dim**-0.5).masked_fill(~seen, -torch.inf)
-        out[row : row + new] = (score.softmax(-1) @ v).transpose(0, 1)
+        if sinks is not None:
+            score = torch.cat([score, sinks.cpu()[:, None, None].expand(-1, new, 1)], dim=2)
+        out[row : row + new] = (score.softmax(-1)[:, :, : len(key)] @ v).transpose(0, 1)
         row += new
     return out
 
 
-def check(plan, q, pool, segments, tables, window=None, new=None):
+def check(plan, q, pool, segments, tables, window=None, new=None, sinks=None):
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     # A dense plan does not read the pool.
-    prefill_attention(plan, q, torch.full_like(pool, torch.nan) if new else pool, out, new)
-    expected = reference(segments, q, pool, tables, window)
+    prefill_attention(plan, q, torch.full_like(pool, torch.nan) if new else pool, out, new, sinks)
+    expected = reference(segments, q, pool, tables, window, sinks)
     error = (out.float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() <= TOLERANCE[q.dtype], error.max()
 
@@ -119,6 +121,46 @@ def test_the_triton_kernel_equals_float32_attention(
         backend="triton",
     )
     check(plan, q, pool, segments, tables, window)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("segments", [[(37, 1), (0, 70)], [(1500, 40)]], ids=["whole", "split"])
+def test_sinks(segments, window, device):
+    """Far below and far above all scores; of tiles that are split into pieces, too."""
+    q, pool, tables = make(segments, 6, 2, 64, 32, torch.float32, device)
+    shape = {"page_size": 32, "heads": 6, "kv_heads": 2, "dim": 64, "dtype": torch.float32}
+    lane = {"units": 12, "workspace": PrefillWorkspace(device), "window": window}
+    plan = PrefillPlan.build(segments, tables, **shape, **lane, backend="triton")
+    assert bool(plan._program.merge.count) == (segments[0][0] == 1500 and window is None)
+    sinks = torch.tensor([-9.0, 0.0, 4.0, 1.0, 9.0, -1.0], device=device)
+    check(plan, q, pool, segments, tables, window, sinks=sinks)
+    with pytest.raises(ValueError, match="sinks must be"):
+        check(plan, q, pool, segments, tables, window, sinks=sinks[:2])
+
+
+def test_sinks_are_added_to_attention_without_them(device):
+    """As after FA3, whose log-sum-exps a merge wants, too."""
+    segments = [(0, 9), (30, 5)]
+    q, pool, tables = make(segments, 6, 2, 80, 16, torch.float32, device)
+    batch = AttentionBatch.build(
+        segments, tables, 16, 6, 2, 80, torch.float32, None, PrefillWorkspace(device)
+    )
+    sinks = torch.tensor([-9.0, 0.0, 4.0, 1.0, 9.0, -1.0], device=device)
+    out = reference(segments, q, pool, tables, None).to(device)
+    lse = log2_sums(segments, q, pool, tables)
+    wanted = torch.logaddexp2(lse, sinks.cpu() / np.log(2.0))
+    given = lse.to(device)
+    add_sinks(batch, out, given, sinks)
+    torch.testing.assert_close(given.cpu(), wanted)
+    torch.testing.assert_close(out.cpu(), reference(segments, q, pool, tables, None, sinks))
+
+
+def log2_sums(segments, q, pool, tables):
+    """Base-2 log-sum-exps of all scores [T, heads], from attention whose values are all ones."""
+    ones, many = pool.clone(), torch.full((q.shape[1],), 30.0)
+    ones[:, :, 1] = 1.0
+    shares = reference(segments, q, ones, tables, None, many)[:, :, 0]  # lse / (lse + sink)
+    return ((shares / (1 - shares)).log() + 30.0) / np.log(2.0)
 
 
 @pytest.mark.parametrize("window", [None, 24])

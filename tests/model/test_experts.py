@@ -184,8 +184,8 @@ def test_which_layers_have_experts_follows_from_the_config() -> None:
     assert [spec.has_experts(i) for i in range(6)] == [False, False, False, True, False, True]
     with pytest.raises(ValueError, match="a token cannot go to 9 of 8 experts"):
         dataclasses.replace(spec, moe=MoeSpec(8, 9, 16))
-    with pytest.raises(UnsupportedModel, match="architecture 'GptOssForCausalLM'"):
-        spec_from_config({"architectures": ["GptOssForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match="architecture 'PhimoeForCausalLM'"):
+        spec_from_config({"architectures": ["PhimoeForCausalLM"]})
 
 
 def stacked(family: str, path: Path) -> tuple[Path, Path]:

@@ -24,7 +24,7 @@ REPOSITORIES = {
         "other-Q8_0.gguf": "no",
     },
     "some/empty": {"README.md": ""},
-    "some/gpt-oss": {"config.json": '{"architectures": ["GptOssForCausalLM"]}'},
+    "some/phi": {"config.json": '{"architectures": ["PhiForCausalLM"]}'},
 }
 GATED = "meta/llama"
 
@@ -131,8 +131,8 @@ def test_models_of_the_hub_and_why_others_are_none(endpoint, tmp_path):
         "some/empty": "it has no config.json, so it is no model of transformers",
     }
     names = ("some/llama", "some/gguf:q4_k_m", "some/gguf:Q8_0")
-    others = ("some/gguf:Q5_0", "some/gpt-oss", "some/empty:Q4_0")
-    whole, four, eight, other, oss, wrong, *said = ask(
+    others = ("some/gguf:Q5_0", "some/phi", "some/empty:Q4_0")
+    whole, four, eight, other, phi, wrong, *said = ask(
         tmp_path, endpoint, *names, *others, *reasons
     )
     assert said == [failed(name, reason) for name, reason in reasons.items()]
@@ -141,7 +141,7 @@ def test_models_of_the_hub_and_why_others_are_none(endpoint, tmp_path):
     assert eight[::2] == ["gguf", "m-Q8_0-00001-of-00002.gguf"]
     assert eight[1] == ["m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]
     assert other.endswith("no GGUF file of the quantisation Q5_0: there are Q4_K_M, Q8_0")
-    assert oss.startswith("UnsupportedModel: unsupported architecture 'GptOssForCausalLM': atten")
+    assert phi.startswith("UnsupportedModel: unsupported architecture 'PhiForCausalLM': Layer")
     assert wrong.endswith("there are none")
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.frontend.parsers import harmony
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.reasoning import (
     ReasoningParser,
@@ -121,8 +122,12 @@ class ModelFormats:
         if template is not None and tool_parser not in (None, self.calls):
             problem = f"must be {AS_TEXT}: the model's chat template shows no tools"
             raise FieldError("tool_call_parser", problem)
-        self.thinking = thinking_of(template) if reasons else None
+        self._harmony = self.calls == harmony.NAME
+        thinking = harmony.THINKING if self._harmony else thinking_of(template)
+        self.thinking = thinking if reasons else None
         """Marks of the model's thinking; None: it does not think."""
+        self.reads_all = self.thinking is not None or self._harmony
+        """Whether answers to all conversations are read, whatever a request asks for."""
         self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
 
     def of(self, options: FormatOptions, prompt: str, continued: str | None = None) -> AnswerFormat:
@@ -141,6 +146,8 @@ class ModelFormats:
             return FREE_TEXT if job is None else AnswerFormat(job)
         if options.enforced and options.constraint is not None:
             raise FieldError("tool_choice", f"cannot be combined with {options.constraint[0]}")
+        if self._harmony:
+            return self._in_channels(options, prompt, continued)
         if not (self.thinking or options.tools or options.constraint):
             return FREE_TEXT
         thinking = self._thinking(prompt, continued)
@@ -150,6 +157,28 @@ class ModelFormats:
             shows_special=bool(options.tools) or (thinking is not None and self._hides_thinking),
             forced_call=options.named,
             thinking=thinking,
+        )
+
+    def _in_channels(
+        self, options: FormatOptions, prompt: str, continued: str | None
+    ) -> AnswerFormat:
+        """Return the format of answers whose messages are in channels (`parsers.harmony`)."""
+        ended = continued is not None or prompt.endswith(harmony.MESSAGE)
+        marks = None if ended else harmony.THINKING
+        if options.enforced and marks is not None:
+            marks = msgspec.structs.replace(marks, end=harmony.BEFORE_CALL)
+        strict = any(tool.strict for tool in options.tools)
+        if strict and not (options.enforced or options.constraint):
+            problem = "strict is enforced for this model's calls where tool_choice asks for one"
+            raise FieldError("tools", problem)
+        has_tools, reasons = bool(options.tools), self.thinking is not None
+        parser = partial(harmony.HarmonyParser, prompt, reasons=reasons, calls=has_tools)
+        return AnswerFormat(
+            grammar_job=self._grammar_job(options, marks),
+            reader=lambda: AnswerReader(parser(), several=options.several),
+            shows_special=True,
+            forced_call=options.named,
+            thinking=None if ended or not reasons else harmony.THINKING,
         )
 
     def _thinking(self, prompt: str, continued: str | None) -> ThinkingMarks | None:
@@ -165,7 +194,7 @@ class ModelFormats:
     ) -> GrammarJob | None:
         wanted: tuple[str, OutputConstraint | Calls]
         if options.enforced:
-            several = options.several and not options.named
+            several = options.several and not (options.named or self._harmony)
             wanted = "tools", Calls(self.calls, options.enforced, several, free=False)
         elif options.constraint is not None:
             wanted = options.constraint

@@ -275,7 +275,7 @@ class Preparer:
     ) -> AnswerFormat:
         """Return the format of the answers to a prompt, with its grammar compiled."""
         options, asked = request.format, request.conversation
-        if not (options.constraint or options.tools or (options.reads and self._formats.thinking)):
+        if not (options.constraint or options.tools or (options.reads and self._formats.reads_all)):
             return FREE_TEXT
         if not self.codec.has_tokenizer:
             field, *_ = options.constraint or ("tools",)

@@ -501,6 +501,7 @@ def _act_mul(
     out: tl.tensor,
     scales: tl.tensor,
     GELU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -516,7 +517,10 @@ def _act_mul(
     gate = tl.load(place, mask=inside, other=0.0)
     up = tl.load(place + INNER, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
-    inner = wide
+    if CLAMPED:  # see SWIGLU_LIMIT, SWIGLU_ALPHA
+        wide = tl.minimum(wide, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    inner = wide * 1.702 if CLAMPED else wide
     if GELU:  # 0.5 * x * (1 + tanh(y)) = x * sigmoid(2 * y), with y = sqrt(2 / pi) * (...)
         inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
     act = (wide / (1.0 + tl.exp(-inner))).to(gate.dtype).to(tl.float32)
@@ -528,7 +532,10 @@ def _act_mul(
 
 
 def act_mul(gate_up: torch.Tensor, out: Out, activation: str = "silu") -> Out:
-    """`out` [T, inner] = activation(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
+    """`out` [T, inner] = activation(gate) * up of `gate_up` [T, 2 * inner], the gate first.
+
+    `activation`: of `ModelSpec.activation`; `clamped_swiglu` multiplies with up + 1.
+    """
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     quantised = isinstance(out, Quantised)
     block = power_of_2(inner) if quantised else min(_ELEMENTS, power_of_2(inner))
@@ -540,6 +547,7 @@ def act_mul(gate_up: torch.Tensor, out: Out, activation: str = "silu") -> Out:
         values,
         scales,
         GELU=activation == "gelu_pytorch_tanh",
+        CLAMPED=activation == "clamped_swiglu",
         INNER=inner,
         BLOCK=block,
         QUANTISED=quantised,

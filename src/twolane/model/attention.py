@@ -144,14 +144,15 @@ class _PromptSegment:
     mask: torch.Tensor | None
     """Added to the scores, [n, L]; None: causal."""
 
-    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: Pool) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """[n, heads, head_dim]; arguments as in `Batch.attend`."""
         kv = new[self.rows] if self.slots is None else pool.index_select(0, self.slots)
         k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
         query = q[self.rows].transpose(0, 1).unsqueeze(0)
-        out = functional.scaled_dot_product_attention(
-            query, k, v, self.mask, is_causal=self.mask is None, enable_gqa=True
-        )
+        own = None if sinks is None else sinks[:, None]
+        out = _attended(query, k, v, self.mask, own, causal=self.mask is None)
         return out[0].transpose(0, 1)
 
 
@@ -166,7 +167,9 @@ class _SingleTokenRows:
     mask: torch.Tensor | None
     """Added to the scores, [R, 1, 1, L]; None: no padding."""
 
-    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: Pool) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """[R, heads, head_dim]; arguments as in `Batch.attend`."""
         count, (_, heads, dim), kv_heads = len(self.rows), q.shape, new.shape[1] // 2
         query = q if count == len(q) else q.index_select(0, self.rows)
@@ -174,11 +177,43 @@ class _SingleTokenRows:
         query = query.view(count, kv_heads, heads // kv_heads, dim)
         kv = pool.index_select(0, self.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
         k, v = kv.chunk(2, dim=1)
-        out = functional.scaled_dot_product_attention(query, k, v, self.mask)
-        return out.flatten(1, 2)
+        own = None if sinks is None else sinks.view(kv_heads, -1)
+        return _attended(query, k, v, self.mask, own).flatten(1, 2)
 
 
 _Part = _PromptSegment | _SingleTokenRows
+
+
+def _attended(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Return softmax(query · kᵀ / sqrt(dim) + mask) · v of each batch and head.
+
+    A sink is one more score without a value: it scales what the other scores give by their share of
+    all weights, exp(lse) / (exp(lse) + exp(sink)), with their log-sum-exp (Xiao et al. 2024,
+    arXiv:2309.17453, learnt as in gpt-oss).
+
+    Args:
+        query: [batch, heads, n, dim].
+        k: [batch, heads that share keys, L, dim].
+        v: The same.
+        mask: Added to the scores, or None.
+        sinks: Score of each head's sink, for each query or one for all of them, [heads, n or 1].
+        causal: Whether query i sees the keys up to i alone.
+    """
+    if sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, k, v, mask, is_causal=causal, enable_gqa=True
+        )
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(query, k, v, 0.0, causal, attn_mask=mask)
+    return cast(torch.Tensor, out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype))
 
 
 @dataclass(eq=False)
@@ -257,7 +292,12 @@ class Batch:
         return turn
 
     def attend(
-        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, window: int | None
+        self,
+        q: torch.Tensor,
+        new: torch.Tensor,
+        pool: Pool,
+        window: int | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of every token over its own sequence.
 
@@ -266,6 +306,8 @@ class Batch:
             new: rotated keys, then values of the new tokens [T, 2 * kv_heads, head_dim].
             pool: a layer of the KV pool, into which `new` was written.
             window: tokens seen by each token, itself included; None: all.
+            sinks: Score of a further token of value 0 that each head sees, float32 [heads], or
+                None.
 
         Returns:
             [T, heads * head_dim]
@@ -275,10 +317,10 @@ class Batch:
         if parts is None:
             parts = self._parts[key] = self._plan(window, q.dtype)
         if len(parts) == 1:
-            return parts[0].attend(q, new, pool).flatten(1)
+            return parts[0].attend(q, new, pool, sinks).flatten(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for part in parts:
-            out[part.rows] = part.attend(q, new, pool)
+            out[part.rows] = part.attend(q, new, pool, sinks)
         return out.flatten(1)
 
     def _plan(self, window: int | None, dtype: torch.dtype) -> tuple[_Part, ...]:

@@ -39,6 +39,8 @@ class LayerWeights:
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None; [heads, head_dim] where
     the layer has no keys of its own."""
+    sinks: torch.Tensor | None
+    """Score of the token of value 0 that each head sees, float32 [heads], or None."""
     attention_out_norm: torch.Tensor | None
     """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
@@ -248,7 +250,7 @@ class Decoder:
             if self.spec.v_norm:
                 new[:, kv_heads:] = self._normalised_heads(new[:, kv_heads:])
             new = kv.write(i, batch.write_slots, new)
-        attended = batch.attend(q, new, kv.layers[i], self.spec.window(i))
+        attended = batch.attend(q, new, kv.layers[i], self.spec.window(i), w.sinks)
         return attended * gates.flatten(1).sigmoid() if gated else attended
 
     def _mlp_output(
@@ -269,8 +271,8 @@ class Decoder:
         self, w: LayerInputs, hidden: torch.Tensor, inputs: torch.Tensor, products: Products
     ) -> torch.Tensor:
         """Return what a layer's own inputs [T, layer_inputs] add to the residual stream."""
-        gate = ACTIVATIONS[self.spec.activation](products.linear(hidden, w.gate))
-        out = products.linear(gate * inputs, w.projection)
+        gate = products.linear(hidden, w.gate)
+        out = products.linear(ACTIVATIONS[self.spec.activation](gate, inputs), w.projection)
         return self._normalised(out, w.norm, self.spec.norm_eps)
 
     def _attended_linearly(

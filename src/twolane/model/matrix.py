@@ -7,13 +7,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from twolane.model import fp8, int4, int8
+from twolane.model import fp8, int4, int8, mxfp4
 
 PlainScheme = Literal["float32", "bf16", "float16", "float64"]
 Fp8Scheme = Literal["fp8_channel", "fp8_block128", "fp8_row128"]
 Int4Scheme = Literal["int4_g32", "int4_g64", "int4_g128"]
 Int4GpuScheme = Literal["int4_gpu32", "int4_gpu64", "int4_gpu128"]
-Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme | Literal["int8_channel"]
+Scheme = (
+    PlainScheme
+    | Fp8Scheme
+    | Int4Scheme
+    | Int4GpuScheme
+    | Literal["int8_channel", "mxfp4", "mxfp4_gpu"]
+)
 """Storage scheme of a matrix [rows, columns].
 
 - Plain schemes: numbers without scales.
@@ -28,6 +34,10 @@ Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme | Literal["int8_ch
   `int4.for_registers`; scales are `int4.join_zeros`'s [groups, rows], and hold the zeros.
 - `int8_channel`: whole numbers of eight bits in the layout of `int8.pack`, which a CPU multiplies
   with, and a float32 scale for each row; scales are [rows].
+- `mxfp4`: e2m1 numbers of four bits, packed as in `int4.pack`, with a power of two for each 32
+  columns of a row; scales are its exponents, uint8 [rows, groups], as `mxfp4.quantise` stores them.
+- `mxfp4_gpu`: the same as a GPU's kernel reads it, in the order of `mxfp4.for_gpu`, of whole blocks
+  of 64 columns.
 """
 
 PLAIN: dict[torch.dtype, PlainScheme] = {
@@ -69,7 +79,14 @@ class Matrix:
         rows, columns = self.values.shape
         if self.scheme == "int8_channel":
             return columns, rows
-        return rows, columns * (2 if self.scheme.startswith("int4") else 1)
+        if self.scheme == "mxfp4_gpu":
+            return columns // mxfp4.GROUP, rows * 2 * mxfp4.GROUP
+        return rows, columns * self._packed
+
+    @property
+    def _packed(self) -> int:
+        """Numbers in one of `values`."""
+        return 2 if self.scheme.startswith(("int4", "mxfp4")) else 1
 
     @property
     def nbytes(self) -> int:
@@ -91,6 +108,10 @@ class Matrix:
             return int4.dequantise(int4.from_registers(self.values), *int4.split_zeros(self.scales))
         if self.scheme.startswith("int4"):
             return int4.dequantise(self.values, self.scales, self.zeros)
+        if self.scheme == "mxfp4_gpu":
+            return mxfp4.dequantise(*mxfp4.from_gpu(self.values, self.scales))
+        if self.scheme == "mxfp4":
+            return mxfp4.dequantise(self.values, self.scales)
         if self.scheme == "fp8_channel":
             return fp8.widen(self.values) * self.scales[:, None]
         if self.scheme == "int8_channel":
@@ -120,8 +141,7 @@ class Matrix:
         cut = first % width or (last % width and last != self.shape[1])
         if cut or self.scheme.startswith("int4_gpu"):
             raise ValueError(f"columns {first} to {last} cut groups of {width} of {self.scheme}")
-        packed = 2 if self.scheme.startswith("int4") else 1
-        values = self.values[:, first // packed : -(-last // packed)]
+        values = self.values[:, first // self._packed : -(-last // self._packed)]
         if self.scales is None or self.scheme == "fp8_channel":
             return replace(self, values=values)
         groups = slice(first // width, -(-last // width))
@@ -151,6 +171,8 @@ class Matrix:
         """Return the matrix with every number multiplied by a factor."""
         if self.scales is None:
             return replace(self, values=self.values * factor)
+        if self.scheme == "mxfp4":
+            return quantised(self.dequantised() * factor, self.scheme)
         return replace(self, scales=self.scales * factor)
 
     def reordered(self, order: Tensor) -> "Matrix":
@@ -170,13 +192,17 @@ def _shared_columns(scheme: Scheme) -> int:
     """Return how many neighbouring columns of a row share a scale; 1 if all or none do."""
     if scheme in ("fp8_block128", "fp8_row128"):
         return fp8.BLOCK
+    if scheme == "mxfp4":
+        return mxfp4.GROUP
     return next((size for size, name in GROUPS.items() if name == scheme), 1)
 
 
 def in_registers(matrix: Matrix) -> Matrix:
-    """Return a matrix of four bits, of whole runs of 128 columns, as a GPU's kernels read it; its
-    scales are rounded to bfloat16."""
+    """Return a matrix of four bits as a GPU's kernels read it. Integers have whole runs of 128
+    columns, and their scales are rounded to bfloat16."""
     assert matrix.scales is not None
+    if matrix.scheme == "mxfp4":
+        return Matrix(*_mxfp4_on_gpu(matrix.values, matrix.scales))
     scheme = _ON_GPU[matrix.scheme]
     joined = int4.join_zeros(matrix.scales, matrix.zeros)
     return Matrix(int4.for_registers(matrix.values), scheme, joined)
@@ -186,6 +212,11 @@ def in_eight_bits(matrix: Matrix) -> Matrix:
     """Return a matrix rounded to eight bits, as a CPU's products read it."""
     values, scales = int8.quantise_rows(matrix.dequantised())
     return Matrix(int8.pack(values), "int8_channel", scales)
+
+
+def _mxfp4_on_gpu(values: Tensor, scales: Tensor) -> tuple[Tensor, Scheme, Tensor]:
+    ordered, exponents = mxfp4.for_gpu(values, scales)
+    return ordered, "mxfp4_gpu", exponents
 
 
 _ON_GPU: dict[Scheme, Scheme] = {
@@ -240,10 +271,11 @@ def quantised(values: Tensor, scheme: Scheme) -> Matrix:
     if scheme == "fp8_block128":
         rounded, scales = fp8.quantise_blocks(values)
         return Matrix(rounded, scheme, scales)
-    group = next((size for size, name in GROUPS.items() if name == scheme), 0)
+    group = _shared_columns(scheme) if scheme in (*GROUPS.values(), "mxfp4") else 0
     if not group or values.shape[1] % group:
         raise ValueError(f"{values.shape[1]} columns cannot be stored as {scheme}")
-    rounded, scales = int4.quantise(values, group)
+    four_bits = mxfp4.quantise(values) if scheme == "mxfp4" else int4.quantise(values, group)
+    rounded, scales = four_bits
     return Matrix(rounded, scheme, scales)
 
 

@@ -2,29 +2,36 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twolane.kernels.experts.rule import RoutingRule
+from twolane.kernels.experts.rule import SWIGLU_ALPHA, SWIGLU_LIMIT, RoutingRule
 from twolane.model.matrix import Matrix
 from twolane.model.products import Products
 from twolane.model.routing import route
 
 if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.activations import Activations
-    from twolane.kernels.experts.products import ExpertBuffers
+    from twolane.kernels.experts.products import Epilogues, ExpertBuffers
     from twolane.kernels.experts.routing import ActiveRows, Combination
     from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import GpuProducts, Operation
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1.0)
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: functional.silu(gate).mul_(up),
+    "gelu_pytorch_tanh": lambda gate, up: functional.gelu(gate, approximate="tanh").mul_(up),
+    "clamped_swiglu": _clamped_swiglu,
 }
-"""Activations on a CPU, by the names of `ModelSpec.activation`."""
+"""What gate and up become on a CPU, by the names of `ModelSpec.activation`."""
 MLP_ROWS = 8192
 """Rows that go through the MLP at a time on a GPU, which bounds the size of its workspace."""
 
@@ -73,7 +80,7 @@ class DenseMlp:
         Neither argument changes.
         """
         gate, up = products.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=1)
-        act = ACTIVATIONS[self.activation](gate).mul_(up)
+        act = ACTIVATIONS[self.activation](gate, up)
         return products.add_linear(residual, act, self.down, self.down_bias)
 
     def add_into(
@@ -132,6 +139,22 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertBiases:
+    """Biases of a router and its experts, in the order of the rows of their matrices."""
+
+    router: Tensor
+    """[rule.logits]"""
+    gate_up: Tensor
+    """[rule.stored * 2 * intermediate]"""
+    down: Tensor
+    """[rule.stored * hidden]; zeros on ranks other than 0."""
+
+    def of_expert(self, number: int, experts: int) -> tuple[Tensor, Tensor]:
+        """Return the biases of one of so many experts, of gate and up and of the way back."""
+        return self.gate_up.view(experts, -1)[number], self.down.view(experts, -1)[number]
+
+
+@dataclass(frozen=True, eq=False)
 class Experts:
     """A mixture of experts: each token goes to the few that a router chooses."""
 
@@ -147,6 +170,8 @@ class Experts:
     """What is added to scores where experts are chosen, float32 [rule.experts], or None."""
     activation: str
     """See `ModelSpec.activation`."""
+    biases: ExpertBiases | None = None
+    """The biases of the matrices."""
 
     @property
     def scheme(self) -> str:
@@ -160,15 +185,17 @@ class Experts:
 
         `routed`: The rows that the router reads, [T, hidden]; None: `x`.
         """
-        logits = products.linear(x if routed is None else routed, self.router)
+        biases, stored = self.biases, self.rule.stored
+        of_router = None if biases is None else biases.router
+        logits = products.linear(x if routed is None else routed, self.router, of_router)
         weights, chosen = route(logits, self.rule, self.bias)
         outs = x.new_empty(len(x), self.rule.entries, x.shape[1])
         for number in sorted(set(chosen.flatten().tolist())):
             gate_up, down = (self._of_expert(m, number) for m in (self.gate_up, self.down))
+            first, last = biases.of_expert(number, stored) if biases else (None, None)
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
-            gate, up = products.linear(x[rows], gate_up).chunk(2, dim=1)
-            act = ACTIVATIONS[self.activation](gate).mul_(up)
-            outs[rows, ranks] = products.linear(act, down)
+            gate, up = products.linear(x[rows], gate_up, first).chunk(2, dim=1)
+            outs[rows, ranks] = products.linear(ACTIVATIONS[self.activation](gate, up), down, last)
         return residual + (outs * weights[..., None]).sum(dim=1).to(residual.dtype)
 
     def add_into(
@@ -205,8 +232,7 @@ class Experts:
         """Return whether one kernel normalises and routes this many rows."""
         from twolane.kernels.experts.products import routes_few
 
-        few = routes_few(rows, self.rule, self.router, self.gate_up)
-        return few and self.activation == "silu"
+        return routes_few(rows, self.rule, self.router, self.gate_up, self._epilogues)
 
     def _add_into(
         self,
@@ -245,8 +271,10 @@ class Experts:
             rounded = room.x[:count] if isinstance(room.x, Quantised) else x
             rows = x, None, self.router, active, *weights, rounded
             return norm_and_combined(*rows, room, products, self.rule, self.bias)
-        products.linear(x if routed is None else routed, self.router, None, room.logits)
-        return combined(x, active, *weights, room, products, self.rule, self.bias, self.activation)
+        of_router = None if self.biases is None else self.biases.router
+        products.linear(x if routed is None else routed, self.router, of_router, room.logits)
+        after = self._epilogues
+        return combined(x, active, *weights, room, products, self.rule, self.bias, after)
 
     def write_into(
         self,
@@ -267,6 +295,14 @@ class Experts:
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""
         return ("linear", self.router), ("experts", self.gate_up), ("experts", self.down)
+
+    @property
+    def _epilogues(self) -> "Epilogues":
+        from twolane.kernels.experts.products import Epilogues
+
+        biases = self.biases
+        both = (None, None) if biases is None else (biases.gate_up, biases.down)
+        return Epilogues(self.activation, *both)
 
     def _of_expert(self, matrix: Matrix, number: int) -> Matrix:
         """Return the rows of one expert."""

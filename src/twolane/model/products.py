@@ -39,7 +39,8 @@ class Products:
             "fp8_block128": _Fp8Blocks(self._float32),
             "fp8_row128": _Fp8Blocks(self._float32),
             "int8_channel": _Int8(),
-            **{f"int4_g{size}": _Int4(self._float32) for size in (32, 64, 128)},
+            **{f"int4_g{size}": _FourBits(self._float32) for size in (32, 64, 128)},
+            "mxfp4": _FourBits(self._float32),
         }
 
     def linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -132,7 +133,7 @@ class _Fp8Blocks(_Dequantising):
         return self._float32.linear(meant, Matrix.plain(matrix.dequantised()), None)
 
 
-class _Int4(_Dequantising):
+class _FourBits(_Dequantising):
     """Weights of four bits; activations are not rounded."""
 
     def _product(self, x: Tensor, matrix: Matrix) -> Tensor:

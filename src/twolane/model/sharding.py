@@ -105,6 +105,8 @@ class Shard:
             spec, local = spec.at(layer), local.at(layer)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return Cut(0, self.vocab.start, self.vocab.stop)
+        if name.endswith(".sinks"):
+            return Cut(0, self.rank * local.heads, (self.rank + 1) * local.heads)
         kind = name.split(".")[-2]
         if kind in ("q_norm", "k_norm") and spec.qk_norm != "whole":
             return None

@@ -30,6 +30,9 @@ Attention = Literal["softmax", "linear"]
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 """Activations of MLPs that lanes compute."""
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+"""Activations of models with experts; the last one is gpt-oss': gate * sigmoid(1.702 * gate) *
+(up + 1), with the gate at most 7 and up from -7 to 7."""
 
 MAX_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
@@ -178,6 +181,8 @@ class MoeSpec:
     beside_dense: bool = False
     """Whether layers have a dense MLP beside their experts. Both read the residual stream by norms
     of their own, and so does the router; their outputs are normalised, then added (Gemma 4)."""
+    biases: bool = False
+    """Whether the router and the experts have biases."""
 
     @property
     def rule(self) -> RoutingRule:
@@ -249,6 +254,8 @@ class ModelSpec:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    sinks: bool = False
+    """Whether each head sees one more token, with a learnt score and the value 0."""
     mlp_bias: bool = False
     qk_norm: QkNorm | None = None
     """What queries and keys are normalised over; None: they are not."""
@@ -485,6 +492,7 @@ class ModelSpec:
         heads = {None: 0, "head": (1 + own) * at.head_dim, "whole": at.q_size + own * at.kv_size}
         norms = len(self.norms) * hidden + heads[self.qk_norm]
         biases = (qkv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
+        biases += at.heads if self.sinks else 0
         inputs = 2 * self.layer_inputs * hidden + hidden if self.layer_inputs else 0
         total = norms + biases + inputs + self.layer_scales
         if self.state is not None and self.is_linear(layer):
@@ -500,9 +508,11 @@ class ModelSpec:
     def _expert_parameters(self) -> int:
         """Weights of a layer's experts and their router."""
         assert self.moe is not None
-        rule, hidden = self.moe.rule, self.hidden_size
-        weights = rule.stored * 3 * self.moe.intermediate_size + rule.logits
+        rule, hidden, inner = self.moe.rule, self.hidden_size, self.moe.intermediate_size
+        weights = rule.stored * 3 * inner + rule.logits
         beside = 4 * hidden + rule.experts if self.moe.beside_dense else 0  # norms and scales
+        if self.moe.biases:
+            beside += rule.logits + rule.stored * (2 * inner + hidden)
         return hidden * weights + (rule.experts if rule.biased else 0) + beside
 
     @property
@@ -543,8 +553,9 @@ def check_served(spec: ModelSpec) -> None:
     Raises:
         UnsupportedModel: it does; the message says what.
     """
-    if spec.activation not in ACTIVATIONS:
-        raise UnsupportedModel.because("activation", spec.activation, ACTIVATIONS)
+    works = ACTIVATIONS if spec.moe is None else EXPERT_ACTIVATIONS
+    if spec.activation not in works:
+        raise UnsupportedModel.because("activation", spec.activation, works)
 
 
 def skewed(spec: ModelSpec, skew: float) -> ModelSpec:

@@ -17,6 +17,7 @@ WATCHING = "Metrics, logs and traces"
 OPERATOR_VARIABLE = "TWOLANE_OPERATOR_KEY"
 """Environment variable with the operator's key."""
 ToolForm = Literal[
+    "harmony",
     "hermes",
     "qwen3_coder",
     "seed_oss",

@@ -16,6 +16,8 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
     """Whether the prompt ends within thinking; if not, the answer may begin with it."""
     around_answer: tuple[str, str] | None = None
     """Marks around the answer after the thinking, which are not shown."""
+    needed: bool = False
+    """Whether no answer is without thinking."""
 
 
 KNOWN_MARKS = (

@@ -129,6 +129,7 @@ LISTS = ("<｜tool▁calls▁begin｜>",)
 def format_of(template: str | None) -> str | None:
     """Return the name of the format in a chat template; None: it has none."""
     marks = (
+        ("<|channel|>commentary", "harmony"),
         ("<seed:tool_call>", "seed_oss"),
         ("<minimax:tool_call>", "minimax_m2"),
         ("<arg_key>", "glm45"),

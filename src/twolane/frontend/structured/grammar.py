@@ -157,13 +157,13 @@ def after_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> 
         thinking: the marks of thinking; unless the prompt has opened it, it may think or not.
     """
     [answer, *others] = json.loads(grammar)["grammars"]
-    end, opened = token_of(thinking.end), thinking.opened
-    if end is None:
-        thought = "thought[lazy]: /(.|\\n)*" + re.escape(thinking.end).replace("/", "\\/") + "/"
+    end, opened = terminal(thinking.end, token_of), thinking.opened
+    if end.startswith("<["):
+        thought = f"thought: /(.|\\n)*/ {end}"
     else:
-        thought = f"thought: /(.|\\n)*/ <[{end}]>"
+        thought = "thought[lazy]: /(.|\\n)*" + re.escape(thinking.end).replace("/", "\\/") + "/"
     lark = [
-        f"start: {'thoughts' if opened else 'thoughts?'} @answer",
+        f"start: {'thoughts' if opened or thinking.needed else 'thoughts?'} @answer",
         f"thoughts: {'' if opened else terminal(thinking.begin, token_of)} thought SPACE",
         thought,
         "SPACE: /[ \\n]{0,32}/",  # bounded, as WHITESPACE is
@@ -173,9 +173,20 @@ def after_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> 
 
 
 def terminal(mark: str, token_of: TokenOf) -> str:
-    """Return the Lark terminal of a mark: an added token, or text."""
+    """Return the Lark terminals of a mark: an added token, or text, which may have such in it."""
     token = token_of(mark)
-    return json.dumps(mark) if token is None else f"<[{token}]>"
+    if token is not None:
+        return f"<[{token}]>"
+    parts = [part for part in _SPECIAL.split(mark) if part]
+    tokens = [token_of(part) for part in parts]
+    if len(parts) == 1 or all(each is None for each in tokens):
+        return json.dumps(mark)
+    both = zip(parts, tokens, strict=True)
+    return " ".join(json.dumps(p) if each is None else f"<[{each}]>" for p, each in both)
+
+
+_SPECIAL = re.compile(r"(<\|[a-z]+\|>)")
+"""The form of special tokens within marks."""
 
 
 def check_grammar(grammar: str, field: str) -> str:

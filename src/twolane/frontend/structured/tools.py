@@ -378,6 +378,10 @@ SEP = "<｜tool▁sep｜>"
 ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
+    "harmony": _named_call(
+        *("<|channel|>", "commentary to=functions.NAME ", "<|constrain|>", "json", "<|message|>"),
+        tail=(),
+    ),
     "hermes": _json_call("arguments", "<tool_call>", "</tool_call>"),
     "qwen3_coder": _xml_call("<tool_call>", "</tool_call>"),
     "seed_oss": _xml_call("<seed:tool_call>", "</seed:tool_call>"),
@@ -407,6 +411,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
 }
 """Makers of the rule of one call, by the names of `tool_calls.FORMATS`."""
 LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
+    "harmony": ((), (), ()),
     "hermes": ((), ("\n",), ()),
     "qwen3_coder": ((), ("\n",), ()),
     "seed_oss": ((), ("\n",), ()),

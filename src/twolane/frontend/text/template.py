@@ -297,6 +297,9 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         system_tools=system_tools,
         thinking_parts="assistant" in part_roles
         and shows(template, role_probe("assistant", [thinking_part(SEEN), part("Hello")])),
+        thinking_key=arguments is not None
+        and shows(template, thinking_probe(arguments, contents, "thinking"), times=2)
+        and not shows(template, thinking_probe(arguments, contents, "reasoning_content"), times=2),
         named_calls=named_calls,
         short_ids=arguments is not None and not shows(template, long_id_probe(arguments, contents)),
     )
@@ -322,6 +325,14 @@ def call_probe(arguments: Literal["object", "text"], content: str | None) -> lis
         "function": {**CALLED, "arguments": value},
     }
     return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
+
+
+def thinking_probe(
+    arguments: Literal["object", "text"], contents: Sequence[str | None], key: str
+) -> list[Message]:
+    """Return a conversation with a tool call and the thinking before it under this key."""
+    hello, called, result = call_probe(arguments, contents[0])
+    return [hello, {**called, key: SEEN}, result]
 
 
 def long_id_probe(

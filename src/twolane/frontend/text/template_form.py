@@ -45,6 +45,9 @@ class TemplateForm(msgspec.Struct, frozen=True):
     that message (GLM-4-9B)."""
     thinking_parts: bool = False
     """Whether thinking is rendered from parts of the assistant's content (Magistral)."""
+    thinking_key: bool = False
+    """Whether thinking before a call is its message's `thinking`, beside which content cannot be
+    (gpt-oss)."""
     named_calls: bool = False
     """Whether a call is a message whose `metadata` is the tool's name, and its result one of the
     role `observation` (GLM-4-0414)."""
@@ -87,6 +90,10 @@ class TemplateForm(msgspec.Struct, frozen=True):
             content = made["content"] or []
             parts = [part(content)] if isinstance(content, str) else content
             made["content"] = [thinking_part(thought), *parts]
+        if self.thinking_key and (thought := made.pop("reasoning_content", None)):
+            made["thinking"] = thought
+            if "tool_calls" in made and made["content"]:
+                made["thinking"], made["content"] = f"{thought}\n\n{made['content']}", ""
         if self.short_ids and "tool_call_id" in made:
             made["tool_call_id"] = short_id(made["tool_call_id"])
         return made

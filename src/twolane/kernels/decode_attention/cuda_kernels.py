@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.runtime import nvrtc
 
@@ -38,7 +39,7 @@ class _AttentionArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "tables", "slots", "lengths", "out")),
-        *((name, ctypes.c_void_p) for name in ("partial", "exponents", "cuts")),
+        *((name, ctypes.c_void_p) for name in ("partial", "exponents", "cuts", "sinks")),
         *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group")),
         *((name, ctypes.c_uint) for name in ("q_stride", "table_stride")),
         ("window", ctypes.c_int),
@@ -64,7 +65,13 @@ def tuning(units: int) -> Tuning:
 
 
 def options(
-    dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning, rounded: bool = False
+    dtype: torch.dtype,
+    dim: int,
+    page: int,
+    group: int,
+    tuned: Tuning,
+    rounded: bool = False,
+    sinks: bool = False,
 ) -> tuple[str, ...]:
     """Options of the compiler."""
     values = {
@@ -75,6 +82,7 @@ def options(
         "TILES_N": 1 if group <= 8 else 2,
         "WARPS": tuned.warps,
         "STAGES": tuned.stages,
+        "SINKS": int(sinks),
     }
     return tuple(f"-D{name}={value}" for name, value in values.items())
 
@@ -98,8 +106,10 @@ def arguments(
     window: int,
     scale: float,
     exponents: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> ctypes.Structure:
-    """Return the second parameter; `scale` is base e, `exponents` those of a rounded pool."""
+    """Return the second parameter; `scale` and `sinks` are base e, `exponents` those of a rounded
+    pool."""
     tensors = (
         q,
         tables,
@@ -109,6 +119,7 @@ def arguments(
         partial,
         cuts if exponents is None else exponents,
         cuts,
+        cuts if sinks is None else sinks,
     )
     return _AttentionArguments(
         *(t.data_ptr() for t in tensors),
@@ -164,8 +175,7 @@ def attend(
     pool: Pool,
     *rest: torch.Tensor,
     units: int,
-    window: int,
-    scale: float,
+    scores: RowScores,
     tuned: Tuning,
     extra: tuple[str, ...] = (),
 ) -> None:
@@ -176,20 +186,21 @@ def attend(
         pool: KV pool of the layer.
         rest: the other tensors, as `arguments` takes them.
         units: Number of SMs of the lane.
-        window: Number of last tokens that a row sees.
-        scale: Factor of the scores.
+        scores: What a row sees.
         tuned: warps and stages.
         extra: options of the compiler, for measurements.
     """
     values, rounded = values_of(pool), isinstance(pool, RoundedPool)
     kv_heads, page, device = values.shape[1], values.shape[3], q.device.index or 0
     group = q.shape[1] // kv_heads
-    chosen = options(q.dtype, q.shape[2], page, group, tuned, rounded) + extra
+    has_sinks = scores.sinks is not None
+    chosen = options(q.dtype, q.shape[2], page, group, tuned, rounded, has_sinks) + extra
     kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, device)
     combine = nvrtc.load(source(), chosen, "combine", 0, device)
     halves = tuned.warps * tuned.stages
     shared = halves * (_HALF_BYTES + (_POWERS if rounded else 0)) + 2 * 4 * q.shape[0]
-    given = arguments(q, kv_heads, *rest, window=window, scale=scale, exponents=exponents_of(pool))
+    seen = {**scores._asdict(), "exponents": exponents_of(pool)}
+    given = arguments(q, kv_heads, *rest, **seen)
     parameters = tensor_map(values), given
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
     # Blocks that combine the runs of one block of attention, as in the source.

@@ -33,8 +33,8 @@
 // and the weights are transposed on their way into the second product.
 //
 // The compiler is given T_BF16 (else float16: of queries and results, and of a pool without FP8), FP8,
-// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES;
-// for measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG.
+// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS, STAGES and
+// SINKS (whether each head sees one more token, of value 0); for measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG.
 
 #ifndef PROBE
 #define PROBE 0
@@ -183,6 +183,7 @@ struct Arguments {
     float* partial;
     const signed char* exponents;  // of the lines of the pool
     int2* cuts;  // of each worker: the run that it began and that goes on, and the last worker of it
+    const float* sinks;  // of each head, base e
     int rows, kv_heads, group;
     u32 q_stride, table_stride;  // bytes, entries
     int window;
@@ -713,14 +714,20 @@ __device__ __forceinline__ void store_partial(const Arguments& a, int place, con
     }
 }
 
+// The weight of a sink beside others whose largest is 1.
+__device__ __forceinline__ float sink_weight(const Arguments& a, int head, float peak) {
+    return SINKS ? power2(fmaf(a.sinks[head], 1.4426950408889634f, -peak)) : 0.0f;
+}
+
 __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, const State& state,
                                           const Sums& sums, int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
-        float gain = 1.0f / sums.weight[n];
+        int member = lane / 4 + 8 * n;
+        int of_sink = at.head * a.group + min(member, a.group - 1);
+        float gain = 1.0f / (sums.weight[n] + sink_weight(a, of_sink, sums.peak[n]));
         float gains[2] = {__shfl_sync(ALL, gain, lane % 4 * 8),
                           __shfl_sync(ALL, gain, lane % 4 * 8 + 4)};
-        int member = lane / 4 + 8 * n;
         u64 head = (u64)(at.row * a.kv_heads + at.head) * a.group + member;
         char* to = a.out + head * ROW_BYTES;
         u32 dims[2];
@@ -922,7 +929,7 @@ combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) 
             sum.w += x.w * gain;
         }
         if (quad >= a.group * TEAM) continue;
-        float gain = 1.0f / weight;
+        float gain = 1.0f / (weight + sink_weight(a, run % a.kv_heads * a.group + member, peak));
         u32* out = reinterpret_cast<u32*>(a.out + (u64)run * a.group * ROW_BYTES) + 2 * quad;
         out[0] = pack<T_BF16>(sum.x * gain, sum.y * gain);
         out[1] = pack<T_BF16>(sum.z * gain, sum.w * gain);

@@ -23,6 +23,7 @@ import torch
 
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
+from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 
 MAX_GROUP = 16
@@ -72,6 +73,7 @@ def decode_attention(
     units: int,
     window: int | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write softmax(q · Kᵀ * scale) · V of every row to `out`, on torch's current stream.
 
@@ -89,28 +91,34 @@ def decode_attention(
         units: SMs that the launch is made for.
         window: only the last `window` tokens are seen; None: all.
         scale: Factor of the scores; None: dim ** -0.5.
+        sinks: float32 [heads], the score of one more token of value 0 that each head sees; None:
+            there is none.
 
     Raises:
         ValueError: an argument is none of the above; it is named.
     """
     _check(q, pool, tables, slots, lengths, out)
     _check_scratch(scratch, q, units)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: at least 1")
+    scores = _scores(q, window, scale, sinks)
     rest = tables, slots, lengths, out, scratch.partial
-    # Tokens of a window that hides nothing.
-    window = (1 << 30) if window is None else window
-    scale = q.shape[2] ** -0.5 if scale is None else scale
     if hopper.serves(q, pool):
         tuned = hopper.tuning(units)
-        hopper.attend(
-            q, pool, *rest, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned
-        )
+        hopper.attend(q, pool, *rest, scratch.cuts, units=units, scores=scores, tuned=tuned)
     else:
         chosen = portable.tuning(values_of(pool)[0, 0].numel() * q.element_size())
-        portable.attend(
-            q, pool, *rest, scratch.sums, units=units, window=window, scale=scale, tuned=chosen
-        )
+        portable.attend(q, pool, *rest, scratch.sums, units=units, scores=scores, tuned=chosen)
+
+
+def _scores(
+    q: torch.Tensor, window: int | None, scale: float | None, sinks: torch.Tensor | None
+) -> RowScores:
+    heads, dim = q.shape[1:]
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: at least 1")
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,)):
+        raise ValueError(f"sinks: must be float32 [{heads}]")
+    # Tokens of a window that hides nothing.
+    return RowScores(window or 1 << 30, dim**-0.5 if scale is None else scale, sinks)
 
 
 def _check(

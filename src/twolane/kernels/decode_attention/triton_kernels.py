@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.prefill_attention.triton_kernels import scaled
 
@@ -67,6 +68,23 @@ def _owner(position: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tens
     return (((position.to(tl.int64) + 1) * workers - 1) // total).to(tl.int32)
 
 
+@triton.jit
+def _with_sink(
+    total_weight: tl.tensor,
+    maximum: tl.tensor,
+    sinks: tl.tensor,
+    head: tl.tensor,
+    group: tl.tensor,
+    members: tl.tensor,
+    SINKS: tl.constexpr,
+) -> tl.tensor:
+    """Return the sums of weights of a group's heads with that of their sinks."""
+    if SINKS:
+        sink = tl.load(sinks + head * group + members, mask=members < group, other=0.0)
+        total_weight += tl.exp2(sink * 1.4426950408889634 - maximum)
+    return total_weight
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _attend(
     q: tl.tensor,
@@ -75,6 +93,7 @@ def _attend(
     tables: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
@@ -94,6 +113,7 @@ def _attend(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     worker = tl.program_id(0)
     row_ids = tl.arange(0, ROWS)
@@ -158,6 +178,7 @@ def _attend(
 
         if tiles == count:
             out_at = out + ((row * kv_heads + head) * group + members).to(tl.int64)[:, None] * HEAD
+            total_weight = _with_sink(total_weight, maximum, sinks, head, group, members, SINKS)
             result = accumulated / total_weight[:, None]
             tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
         else:
@@ -172,6 +193,7 @@ def _attend(
 @triton.jit(do_not_specialize=["rows"])
 def _combine(
     lengths: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     partial: tl.tensor,
     sums: tl.tensor,
@@ -185,6 +207,7 @@ def _combine(
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     run = tl.program_id(0)
     row = run // kv_heads
@@ -216,6 +239,9 @@ def _combine(
                 maximum = peak
             out_at = out + (run * group + members).to(tl.int64)[:, None] * HEAD
             mask = (members[:, None] < group) & (dims[None, :] < HEAD)
+            total_weight = _with_sink(
+                total_weight, maximum, sinks, run - row * kv_heads, group, members, SINKS
+            )
             result = accumulated / total_weight[:, None]
             tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -231,8 +257,7 @@ def attend(
     sums: torch.Tensor,
     *,
     units: int,
-    window: int,
-    scale: float,
+    scores: RowScores,
     tuned: TritonTuning,
 ) -> None:
     """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
@@ -244,7 +269,9 @@ def attend(
         "PAGE": page,
         "GROUP": 16,
         "ROWS": triton.next_power_of_2(rows),
+        "SINKS": scores.sinks is not None,
     }
+    sinks = lengths if scores.sinks is None else scores.sinks
     group, workers = heads // kv_heads, units * tuned.workers
     strides = q.stride(0), values.stride(0), values.stride(1), tables.stride(0)
     _attend[(workers,)](
@@ -255,6 +282,7 @@ def attend(
             tables,
             slots,
             lengths,
+            sinks,
             out,
             partial,
             sums,
@@ -263,12 +291,13 @@ def attend(
             group,
             *strides,
         ),
-        window,
-        scale * LOG2E,
+        scores.window,
+        scores.scale * LOG2E,
         **shape,
         STAGES=tuned.stages,
         ROUNDED=isinstance(pool, RoundedPool),
         num_warps=tuned.warps,
     )
-    combined = rows, kv_heads, group, window, workers
-    _combine[(rows * kv_heads,)](lengths, out, partial, sums, *combined, **shape, num_warps=1)
+    combined = rows, kv_heads, group, scores.window, workers
+    given = lengths, sinks, out, partial, sums
+    _combine[(rows * kv_heads,)](*given, *combined, **shape, num_warps=1)

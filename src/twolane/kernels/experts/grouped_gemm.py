@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twolane.kernels.activations import Activations
+from twolane.kernels.experts.mxfp4_gemm import SCHEME, grouped_mxfp4
 from twolane.kernels.experts.routing import Routing
 from twolane.kernels.products.dispatch import Stored, factors
 from twolane.kernels.products.skinny_gemm import INT4_GROUPS, INT4_RUN
@@ -26,6 +27,7 @@ def _grouped_gemm(
     w: tl.tensor,
     x_scales: tl.tensor,
     w_scales: tl.tensor,
+    bias: tl.tensor,
     groups: tl.tensor,
     out: tl.tensor,
     N: tl.constexpr,
@@ -34,6 +36,7 @@ def _grouped_gemm(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     m = tl.arange(0, ROWS)
@@ -56,6 +59,9 @@ def _grouped_gemm(
             of_x = tl.load(x_scales + first + m, mask=m < rows, other=0.0)
             of_w = tl.load(w_scales + expert * N + n, mask=n < N, other=0.0)
             total = total * of_x[:, None] * of_w[None, :]
+        if BIASED:
+            own = tl.load(bias + expert * N + n, mask=n < N, other=0.0)
+            total += own.to(tl.float32)[None, :]
         at = out + (first + m)[:, None] * N + n[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
@@ -93,6 +99,7 @@ def _grouped_int4(
     x: tl.tensor,
     words: tl.tensor,
     scales: tl.tensor,
+    bias: tl.tensor,
     groups: tl.tensor,
     out: tl.tensor,
     lines: tl.tensor,
@@ -102,6 +109,7 @@ def _grouped_int4(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     RUN: tl.constexpr = 128
@@ -137,14 +145,22 @@ def _grouped_int4(
             scale = (both << 16).to(tl.float32, bitcast=True)
             less = (both & -65536).to(tl.float32, bitcast=True) * -scale
             total = tl.dot(_numbers(packed, scale, less, bits), b, total)
+        if BIASED:
+            total += tl.load(bias + line, mask=n < N, other=0.0).to(tl.float32)[:, None]
         at = out + (first + m)[None, :] * N + n[:, None]
         tl.store(at, total.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < N)[:, None])
 
 
 def grouped_gemm(
-    x: Activations, weight: Stored, routing: Routing, out: Tensor, rows: int, units: int
+    x: Activations,
+    weight: Stored,
+    routing: Routing,
+    out: Tensor,
+    rows: int,
+    units: int,
+    bias: Tensor | None = None,
 ) -> None:
-    """`out` [entries, n] = each row of x [entries, k] times the matrix of its expert.
+    """`out` [entries, n] = each row of x [entries, k] times its expert's matrix, plus its bias.
 
     Args:
         x: sorted by expert.
@@ -153,11 +169,28 @@ def grouped_gemm(
         out: rows beyond the last group stay as they are.
         rows: the most rows of a group, of `ROWS` or `FOUR_BIT_ROWS`.
         units: SMs of torch's current stream.
+        bias: [experts * n], or None.
     """
     if weight.scheme in INT4_GROUPS:
         assert isinstance(x, Tensor), "matrices of four bits take x as it is"
-        _launch_int4(x, weight, routing, out, rows, units)
-        return
+        _launch_int4(x, weight, routing, out, rows, units, bias)
+    elif weight.scheme == SCHEME:
+        assert isinstance(x, Tensor), "matrices of four bits take x as it is"
+        grouped_mxfp4(x, weight, routing, out, rows, units, bias)
+    else:
+        _launch_plain(x, weight, routing, out, rows, units, bias)
+
+
+def _launch_plain(
+    x: Activations,
+    weight: Stored,
+    routing: Routing,
+    out: Tensor,
+    rows: int,
+    units: int,
+    bias: Tensor | None,
+) -> None:
+    """See `grouped_gemm`."""
     (values, scales), w = factors(x, weight), weight.values
     n, k = out.shape[1], w.shape[1]
     wide = w.dtype == torch.float32
@@ -169,6 +202,7 @@ def grouped_gemm(
         w,
         of_x,
         of_w,
+        w if bias is None else bias,
         routing.groups,
         out,
         N=n,
@@ -177,13 +211,20 @@ def grouped_gemm(
         COLUMNS=_COLUMNS // (2 if wide else 1),
         DEPTH=_DEPTH * 2 // w.itemsize,
         SCALED=scales is not None,
+        BIASED=bias is not None,
         num_warps=rows // 16,
         num_stages=3,
     )
 
 
 def _launch_int4(
-    x: Tensor, weight: Stored, routing: Routing, out: Tensor, rows: int, units: int
+    x: Tensor,
+    weight: Stored,
+    routing: Routing,
+    out: Tensor,
+    rows: int,
+    units: int,
+    bias: Tensor | None,
 ) -> None:
     """See `grouped_gemm`. Weights become bfloat16 in registers, and each is read once a tile."""
     assert weight.scales is not None and weight.shape[1] % INT4_RUN == 0
@@ -193,6 +234,7 @@ def _launch_int4(
         x,
         weight.values.view(torch.int32),
         weight.scales,
+        out if bias is None else bias,
         routing.groups,
         out,
         weight.shape[0],
@@ -202,6 +244,7 @@ def _launch_int4(
         GROUP=INT4_GROUPS[weight.scheme],
         ROWS=rows,
         COLUMNS=_COLUMNS,
+        BIASED=bias is not None,
         num_warps=8,
         num_stages=3,
     )

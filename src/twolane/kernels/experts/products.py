@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
-from twolane.kernels.experts import few_rows, grouped_gemm
+from twolane.kernels.experts import few_rows, grouped_gemm, mxfp4_gemm
 from twolane.kernels.experts.routing import (
     MIN_GROUP,
     ActiveRows,
@@ -37,6 +37,8 @@ fastest of all on an H200."""
 TRITON_MEANS = {torch.bfloat16: 256.0, torch.float8_e4m3fn: 256.0}
 """Rows of an expert, on average, up to which the Triton kernel is the fastest, by the type of the
 matrices; beyond that PyTorch's is."""
+FOUR_BIT_SCHEMES = (*INT4_GROUPS, mxfp4_gemm.SCHEME)
+"""Schemes of four bits, which Triton multiplies with."""
 FOUR_BIT_MEANS = {16: 8.0, 64: 64.0}
 """Rows of an expert, on average, up to which tiles with this many rows serve matrices of four bits;
 beyond that the largest do."""
@@ -52,6 +54,27 @@ class ExpertWay:
     """The most rows of a group."""
     spread: bool = False
     """Whether the own kernel's rows are those of the batch; masks tell which an expert has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogues:
+    """What follows the products of experts: an activation, and biases if there are any."""
+
+    activation: str = "silu"
+    """See `ModelSpec.activation`."""
+    gate_up: Tensor | None = None
+    """[experts * 2 * intermediate], or None."""
+    down: Tensor | None = None
+    """[experts * hidden], or None."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether all kernels have them: SiLU without biases."""
+        return self.activation == "silu" and self.gate_up is None and self.down is None
+
+
+PLAIN = Epilogues()
+"""SiLU without biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +94,13 @@ class ExpertBuffers:
     """[entries, hidden]"""
 
 
-def way(entries: int, experts: int, gate_up: Stored, activation: str = "silu") -> ExpertWay:
+def way(entries: int, experts: int, gate_up: Stored, epilogues: Epilogues = PLAIN) -> ExpertWay:
     """Return the way for this many rows that are spread over the experts; the own kernel computes
-    SiLU alone."""
+    SiLU without biases alone, and PyTorch's adds no biases."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
-    own = hopper and activation == "silu"
-    if gate_up.scheme in INT4_GROUPS:
+    own, hopper = hopper and epilogues.plain, hopper and epilogues.gate_up is None
+    if gate_up.scheme in FOUR_BIT_SCHEMES:
         fitting = (rows for rows, most in FOUR_BIT_MEANS.items() if mean <= most)
         return ExpertWay("triton", next(fitting, grouped_gemm.FOUR_BIT_ROWS[-1]))
     if own and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
@@ -98,7 +121,7 @@ def combined(
     products: GpuProducts,
     rule: RoutingRule,
     bias: Tensor | None,
-    activation: str = "silu",
+    epilogues: Epilogues = PLAIN,
 ) -> Combination:
     """Compute the experts of each active row of `x` [T, hidden].
 
@@ -111,18 +134,20 @@ def combined(
         products: The products of the lane.
         rule: How experts are chosen.
         bias: float32 [experts], if the rule has one.
-        activation: See `ModelSpec.activation`.
+        epilogues: What follows the products.
     """
-    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, activation)
+    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, epilogues)
     route(buffers.logits, active, buffers.routing, chosen.rows, rule, bias)
     gather(x, buffers.routing, buffers.x)
-    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products, activation)
+    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products, epilogues)
 
 
-def routes_few(rows: int, rule: RoutingRule, router: Stored, gate_up: Stored) -> bool:
+def routes_few(
+    rows: int, rule: RoutingRule, router: Stored, gate_up: Stored, epilogues: Epilogues = PLAIN
+) -> bool:
     """Return whether `norm_and_combined` serves this many rows."""
-    four_bits = gate_up.scheme in INT4_GROUPS
-    own = not four_bits and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
+    own = epilogues.plain and gate_up.scheme not in INT4_GROUPS
+    own = own and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True)
     return own and few_rows.serves(rows, rule.entries, router.values)
 
 
@@ -162,7 +187,7 @@ def _multiplied(
     down: Stored,
     buffers: ExpertBuffers,
     products: GpuProducts,
-    activation: str = "silu",
+    epilogues: Epilogues = PLAIN,
 ) -> Combination:
     """Multiply the sorted entries, or the batch's rows if `chosen` spreads them, twice."""
     routing, outs = buffers.routing, buffers.outs
@@ -177,13 +202,14 @@ def _multiplied(
             _few_rows(x, gate_up, act, routing, chosen, products, following=down)
         _few_rows(act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
-        fused.act_mul(_many_rows(x, gate_up, routing, products), buffers.act, activation)
+        fused.act_mul(_many_rows(x, gate_up, routing, products), buffers.act, epilogues.activation)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
-        grouped_gemm.grouped_gemm(x, gate_up, routing, buffers.gate_up, *tiles)
-        fused.act_mul(buffers.gate_up, buffers.act, activation)
-        grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles)
+        first, second = epilogues.gate_up, epilogues.down
+        grouped_gemm.grouped_gemm(x, gate_up, routing, buffers.gate_up, *tiles, first)
+        fused.act_mul(buffers.gate_up, buffers.act, epilogues.activation)
+        grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles, second)
     return Combination(outs, routing)
 
 

@@ -1,6 +1,10 @@
-"""How a router's logits become the experts of a token and what each of them counts. No torch."""
+"""How a router's logits become the experts of a token and what each of them counts; constants of
+an activation. No torch."""
 
 from typing import NamedTuple
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Gain of the sigmoid, and bound of gate and up, of the activation `clamped_swiglu`."""
 
 
 class RoutingRule(NamedTuple):

@@ -30,7 +30,14 @@ Backend = Literal["flashinfer", "triton"]
 
 
 class _Program(Protocol):
-    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None: ...
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: Pool,
+        out: torch.Tensor,
+        new: NewKV | None,
+        sinks: torch.Tensor | None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ def prefill_attention(
     pool: Pool,
     out: torch.Tensor,
     new: NewKV | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of a batch's new tokens, whose keys and values are in the pool already.
 
@@ -129,10 +137,28 @@ def prefill_attention(
         out: [T, heads, dim]; a token's heads are contiguous. Written whole.
         new: the new tokens' rotated keys and their values, [T, kv_heads, dim] each, a token's heads
             contiguous. Needed and read if `plan.dense`; the pool has the same.
+        sinks: float32 [heads], the score of one more token of value 0 that each head sees; None:
+            there is none.
 
     Raises:
         ValueError: a shape, dtype or layout is not the plan's, or `new` is missing.
     """
+    _check_rows(plan, q, out, new)
+    batch = plan.batch
+    values, dtype = values_of(pool), E4M3 if plan.rounded else batch.dtype
+    if values.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
+        raise ValueError(f"pool is {list(values.shape)}, not [pages, kv_heads, 2, page_size, dim]")
+    if not values.is_contiguous():
+        raise ValueError("pool must be contiguous")
+    if values.dtype != dtype or isinstance(pool, RoundedPool) != plan.rounded:
+        raise ValueError(f"pool is {values.dtype}, not {dtype}")
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (batch.heads,)):
+        raise ValueError(f"sinks must be float32 [{batch.heads}]")
+    plan._program.run(q, pool, out, new, sinks)
+
+
+def _check_rows(plan: PrefillPlan, q: torch.Tensor, out: torch.Tensor, new: NewKV | None) -> None:
+    """Refuse queries, output or new keys and values that are not the plan's."""
     batch = plan.batch
     named = [("q", q, batch.heads), ("out", out, batch.heads)]
     if plan.dense and new is None:
@@ -144,14 +170,6 @@ def prefill_attention(
             raise ValueError(f"{name} is {list(tensor.shape)}, not the plan's [T, heads, dim]")
         if tensor.stride()[1:] != (batch.dim, 1) or tensor.dtype != batch.dtype:
             raise ValueError(f"{name}: {batch.dtype} is needed, a token's heads contiguous")
-    values, dtype = values_of(pool), E4M3 if plan.rounded else batch.dtype
-    if values.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
-        raise ValueError(f"pool is {list(values.shape)}, not [pages, kv_heads, 2, page_size, dim]")
-    if not values.is_contiguous():
-        raise ValueError("pool must be contiguous")
-    if values.dtype != dtype or isinstance(pool, RoundedPool) != plan.rounded:
-        raise ValueError(f"pool is {values.dtype}, not {dtype}")
-    plan._program.run(q, pool, out, new)
 
 
 def choose(

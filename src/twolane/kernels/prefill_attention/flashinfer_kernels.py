@@ -40,7 +40,12 @@ from twolane.kernels.prefill_attention.schedule import (
     schedule,
     tiles,
 )
-from twolane.kernels.prefill_attention.triton_kernels import Merge, gather_kernel, unpack_kernel
+from twolane.kernels.prefill_attention.triton_kernels import (
+    Merge,
+    add_sinks,
+    gather_kernel,
+    unpack_kernel,
+)
 from twolane.kernels.runtime.launch import launch
 from twolane.kernels.sizes import EMPTY_KEYS, FILLED, tile_tokens
 
@@ -122,10 +127,11 @@ class _Launch:
         q: torch.Tensor,
         new: NewKV,
         out: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> None:
-        """Attend to keys and values in the order of the rows."""
+        """Attend to keys and values in the order of the rows; see `paged`."""
         unused = self.lists
-        common = self._common(batch, out, None, _CAUSAL, _NHD)
+        common = self._common(batch, out, lse, _CAUSAL, _NHD)
         module.ragged_run(unused, self.lists, self.plan_info, q, *new, unused, unused, *common)
 
     @staticmethod
@@ -138,6 +144,12 @@ class _Launch:
         soft_cap, v_scale, item_length = 0.0, 1.0, 0
         scalars = soft_cap, batch.scale, v_scale, item_length
         return out, lse, mask, layout, -1, no_dependent_launch, *tensors, *scalars
+
+
+def _lse(batch: AttentionBatch) -> torch.Tensor:
+    """Return room in the batch's workspace for log-sum-exps, float32 [T, heads]."""
+    lse = batch.workspace.take("lse", batch.tokens * batch.heads, torch.float32)
+    return lse[: batch.tokens * batch.heads].view(-1, batch.heads)
 
 
 @dataclass(frozen=True)
@@ -175,8 +187,7 @@ class _Fronts:
         slot_out = take("slot_out", storage, batch.dtype).as_strided(shape, strides)
         slot_lse = take("slot_lse", slots * rows * heads, torch.float32)
         slot_lse = slot_lse[: slots * rows * heads].view(-1, heads)
-        lse = take("lse", batch.tokens * heads, torch.float32)
-        lse = lse[: batch.tokens * heads].view(-1, heads)
+        lse = _lse(batch)
         layout = {"first_place": heads - 1, "lse_stride": heads, "lse_shift": 1}
         merge = Merge(sent[-1], merges, rows, 1, lse, slot_out, slot_lse, **layout)
         launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
@@ -220,16 +231,25 @@ class FlashInferProgram:
             fronts = _Fronts.of(batch, plan.slots, len(plan.merges), buffer, sent[_LISTS:])
         return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
 
-    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: Pool,
+        out: torch.Tensor,
+        new: NewKV | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Launch it; as `prefill_attention`, with a pool that is not rounded."""
         assert isinstance(pool, torch.Tensor)
         batch, fronts = self.batch, self.fronts
-        if fronts is None:
-            self.main.paged(self.module, batch, q, pool, out, None, _CAUSAL)
-            return
-        fronts.run(self.module, batch, q, pool)
-        self.main.paged(self.module, batch, q, pool, out, fronts.merge.lse, _CAUSAL)
-        fronts.merge.run(batch, out)
+        if fronts is not None:
+            fronts.run(self.module, batch, q, pool)
+        lse = None if fronts is None and sinks is None else _lse(batch)
+        self.main.paged(self.module, batch, q, pool, out, lse, _CAUSAL)
+        if sinks is not None and lse is not None:
+            add_sinks(batch, out, lse, sinks)
+        if fronts is not None:
+            fronts.merge.run(batch, out)
 
 
 UNPACKED_TOKENS = 32_768
@@ -294,11 +314,18 @@ class UnpackingProgram:
         inner = FlashInferProgram.plan(replace(batch, pages=unpacked.pages), units)
         return cls(batch.pages, unpacked, inner)
 
-    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: Pool,
+        out: torch.Tensor,
+        new: NewKV | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Launch it; as `prefill_attention`."""
         assert isinstance(pool, RoundedPool)
         self.unpacked.fill(pool, self.pages, self.unpacked.count)
-        self.program.run(q, self.unpacked.room, out, new)
+        self.program.run(q, self.unpacked.room, out, new, sinks)
 
 
 class Replayed:
@@ -367,7 +394,7 @@ class Replayed:
             assert isinstance(pool, RoundedPool)
             self._unpacked.fill(pool, self._listed, self._count)
             pool = self._unpacked.room
-        self._program(split, len(q)).run(q, pool, out, None)
+        self._program(split, len(q)).run(q, pool, out, None, None)
 
     def _program(self, split: bool, rows: int) -> "FlashInferProgram":
         batch, lists = replace(self._batch, tokens=rows, pages=self._pages), self._lists
@@ -396,10 +423,20 @@ class DenseProgram:
         module, _ = _load(batch.dtype, batch.dim)
         return cls(batch, module, _Launch(buffer, _plan_info(sent)))
 
-    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: Pool,
+        out: torch.Tensor,
+        new: NewKV | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Launch it; as `prefill_attention`."""
         assert new is not None
-        self.launch.dense(self.module, self.batch, q, new, out)
+        lse = None if sinks is None else _lse(self.batch)
+        self.launch.dense(self.module, self.batch, q, new, out, lse)
+        if sinks is not None and lse is not None:
+            add_sinks(self.batch, out, lse, sinks)
 
 
 _LISTS = 7

@@ -147,6 +147,7 @@ def prefill_kernel(
     pages: tl.tensor,
     items: tl.tensor,
     bounds: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,6 +158,7 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     ROUNDED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute the items [bounds[b], bounds[b + 1]) of `items` in program b.
@@ -214,6 +216,9 @@ def prefill_kernel(
             scale, HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, True, ROUNDED, PRECISION,
         )  # fmt: skip
 
+        if SINKS:  # once for a tile: its end has it, not the pieces of its front
+            sink = tl.load(sinks + query_head) * 1.4426950408889634
+            total += tl.where(slot < 0, tl.math.exp2(sink - top), 0.0)
         acc = acc / total[:, None]
         if slot >= 0:
             base = slot.to(tl.int64) * ROWS
@@ -317,6 +322,61 @@ def gather_kernel(
     value = tl.load(q + source, mask=inside, other=0.0)
     place = (FIRST_PLACE + tl.load(piece + 7).to(tl.int64)) * ROWS
     tl.store(slot_q + (place + row)[:, None] * DIM + dims[None, :], value)
+
+
+@triton.jit
+def sink_kernel(
+    out: tl.tensor,
+    out_stride: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Add the sinks of all heads to the attention of one token, and to its log-sum-exps."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    dims = tl.arange(0, WIDTH)
+    there = head < HEADS
+    at = lse + token * HEADS + head
+    old = tl.load(at, mask=there, other=0.0)
+    sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+    top = tl.maximum(old, sink)
+    total = top + tl.math.log2(tl.math.exp2(old - top) + tl.math.exp2(sink - top))
+    inside = there[:, None] & (dims < DIM)[None, :]
+    places = out + token * out_stride + head[:, None] * DIM + dims[None, :]
+    value = tl.load(places, mask=inside, other=0.0)
+    share = tl.math.exp2(old - total)
+    tl.store(places, (value.to(tl.float32) * share[:, None]).to(value.dtype), mask=inside)
+    tl.store(at, total, mask=there)
+
+
+def add_sinks(
+    batch: AttentionBatch, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> None:
+    """Add sinks, float32 [heads], to attention without them.
+
+    Args:
+        batch: The batch, none of whose rows belongs to no segment.
+        out: Its attention [T, heads, dim], which is scaled in place.
+        lse: Base-2 log-sum-exps, float32 [T, heads], which get those of the sinks.
+        sinks: Scores, base e.
+    """
+    launch(
+        sink_kernel,
+        (batch.tokens,),
+        out,
+        out.stride(0),
+        lse,
+        sinks,
+        HEADS=batch.heads,
+        DIM=batch.dim,
+        BLOCK=power_of_2(batch.heads),
+        WIDTH=power_of_2(batch.dim),
+        num_warps=8,
+    )
 
 
 @triton.jit
@@ -427,7 +487,14 @@ class TritonProgram:
         )
         return cls(batch, shape, blocks, listed, bounds, merge)
 
-    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        pool: Pool,
+        out: torch.Tensor,
+        new: NewKV | None,
+        sinks: torch.Tensor | None,
+    ) -> None:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge
         launch(
@@ -445,6 +512,7 @@ class TritonProgram:
             batch.pages,
             self.items,
             self.bounds,
+            merge.lse if sinks is None else sinks,
             batch.scale * math.log2(math.e),
             HEADS=batch.heads,
             GROUP=batch.group,
@@ -455,6 +523,7 @@ class TritonProgram:
             ROWS=self.tiling.rows,
             KEYS=self.tiling.keys,
             ROUNDED=isinstance(pool, RoundedPool),
+            SINKS=sinks is not None,
             PRECISION="ieee" if batch.dtype == torch.float32 else "tf32",
             num_warps=self.tiling.warps,
             num_stages=self.tiling.stages,

@@ -39,7 +39,7 @@ FP8_SCHEMES = ("fp8_channel",)
 """The schemes whose products take activations in e4m3, with a scale for each row."""
 PLAIN_SCHEMES = ("float32", "bf16", "float16")
 """The schemes without scales."""
-SERVED_SCHEMES = (*PLAIN_SCHEMES, *FP8_SCHEMES, *skinny_gemm.INT4_GROUPS)
+SERVED_SCHEMES = (*PLAIN_SCHEMES, *FP8_SCHEMES, *skinny_gemm.INT4_GROUPS, "mxfp4_gpu")
 """The schemes of matrices that products are computed with on a GPU."""
 
 

@@ -129,7 +129,8 @@ class MixedRows(PromptRows):
         self, q: Tensor, new: NewKV | None, pool: Pool, layer: int, out: Tensor
     ) -> None:
         """Causal attention of the prompts' rows alone."""
-        prefill_attention(self.plans[self.decoder.plan_key(layer)], q, pool, out, new)
+        plan = self.plans[self.decoder.plan_key(layer)]
+        prefill_attention(plan, q, pool, out, new, self.decoder.weights.layers[layer].sinks)
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ class DecodeRows:
             self.scratch,
             units=self.units,
             window=self.decoder.spec.window(layer),
+            sinks=self.decoder.weights.layers[layer].sinks,
         )
 
     def attend_linearly(self, layer: int, buffers: DeltaBuffers, states: GpuStatePool) -> None:

@@ -249,6 +249,9 @@ class ExpertNames:
     """Names of the tensors of `SideExperts` by its fields, where experts are beside a dense MLP."""
     scales: str = "router.per_expert_scale"
     """Name of the factors of the experts' outputs there, one for each expert."""
+    in_turn: bool = False
+    """Whether checkpoints have all experts of a layer in one tensor, [experts, columns, rows], in
+    which rows of gate and up take turns (gpt-oss)."""
 
 
 Key = Callable[[str, float], float]

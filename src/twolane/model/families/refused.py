@@ -3,8 +3,7 @@
 import re
 
 _REASONS = {
-    "attention sinks and experts in MXFP4 are not built": "gptoss",
-    "attention sinks are not built": "mimov2 mimo2",
+    "heads whose keys and values differ in size are not built": "mimov2 mimo2",
     "predictions of several activations at a time (AltUp) are not built": "gemma3n",
     "soft caps of scores and logits are not built": "gemma2 vaultgemma",
     "of Gemma, the third and the fourth are built": "gemmafor gemma$ t5gemma paligemma",

@@ -11,6 +11,7 @@ from twolane.model.families import (
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
@@ -42,7 +43,7 @@ _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
     *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3, gemma4),
     *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum, lfm2, lfm2_moe),
-    *(hunyuan_v1_dense, hunyuan_v1_moe),
+    *(hunyuan_v1_dense, hunyuan_v1_moe, gpt_oss),
     *(qwen3_next, qwen3_5, qwen3_5_moe),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}

@@ -90,10 +90,10 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
         return linears
     names, width = facts.family.experts, spec.moe.intermediate_size
     for expert in map(names.expert.format, range(spec.moe.experts)):
-        linears[f"{expert}.{names.gate}"] = LinearModule(width, hidden, bias=False)
-        linears[f"{expert}.{names.up}"] = LinearModule(width, hidden, bias=False)
-        linears[f"{expert}.{names.down}"] = LinearModule(hidden, width, bias=False)
-    linears[names.router] = LinearModule(spec.moe.experts, hidden, bias=False)
+        linears[f"{expert}.{names.gate}"] = LinearModule(width, hidden, spec.moe.biases)
+        linears[f"{expert}.{names.up}"] = LinearModule(width, hidden, spec.moe.biases)
+        linears[f"{expert}.{names.down}"] = LinearModule(hidden, width, spec.moe.biases)
+    linears[names.router] = LinearModule(spec.moe.experts, hidden, spec.moe.biases)
     if spec.moe.shared:
         wide = width * spec.moe.shared
         linears[f"{names.shared}.gate_proj"] = LinearModule(wide, hidden, bias=False)
@@ -152,13 +152,16 @@ def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
         }
     if spec.convolution is not None and spec.is_linear(layer):
         return {"short_conv.conv.weight": (spec.hidden_size, 1, spec.convolution.taps)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.sinks:
+        shapes["self_attn.sinks"] = (spec.heads,)
     if spec.qk_norm is None:
-        return {}
+        return shapes
     at, whole = spec.at(layer), spec.qk_norm == "whole"
     sizes = {"q_norm": at.q_size, "k_norm": at.kv_size}
     if spec.kind(layer).reads_earlier:
         del sizes["k_norm"]
-    return {
+    return shapes | {
         f"self_attn.{name}.weight": (size if whole else at.head_dim,)
         for name, size in sizes.items()
     }

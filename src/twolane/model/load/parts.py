@@ -4,7 +4,9 @@ Some families join modules whose rows follow each other (Phi-3, GLM). And `trans
 with all experts of a layer in one tensor, and writes it so if it is not asked for the original
 format: `mlp.experts.gate_up_proj` [experts, 2 * intermediate, hidden], the rows of the gate first,
 and `mlp.experts.down_proj` [experts, hidden, intermediate], whatever the family's own names are.
-Qwen3-VL is published with rows and columns exchanged: the shapes of both tensors say it.
+Qwen3-VL is published with rows and columns exchanged: the shapes of both tensors say it. gpt-oss
+has them exchanged, too, and rows of gate and up in turn, with biases, and with values of four bits
+and their scales in tensors of their own (`ExpertNames.in_turn`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +17,14 @@ import torch
 from twolane.model.families.family import PARTS
 from twolane.model.load.checkpoint import WeightsError, part_rows, refuse_tensors
 from twolane.model.load.facts import ModelFacts
+from twolane.model.load.quantization import MX_GROUP
 from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
 from twolane.model.spec import MoeSpec
 
 _STACKS = ("gate_up_proj", "down_proj")
+_IN_TURN = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
+"""What follows the name of a stack whose rows take turns, and the tensor of a module that it is."""
 
 
 class StoredPart(NamedTuple):
@@ -35,6 +40,8 @@ class StoredPart(NamedTuple):
     """The expert whose rows these are; None: the tensor is not one of experts."""
     turned: bool = False
     """Whether an expert's matrix is stored as [columns, rows]."""
+    step: int = 1
+    """The distance of its rows there."""
 
 
 class InParts:
@@ -68,14 +75,15 @@ class InParts:
     def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """See `TensorSource.get`. All rows of an expert are read; joined modules are cut by rows
         alone."""
-        stored, first, rows, expert, turned = self._parts.get(name, StoredPart(name))
+        part = self._parts.get(name, StoredPart(name))
+        stored, first, rows, expert, turned, step = part
         if rows is None:
             return torch.as_tensor(self._source.get(stored, cut))
         if expert is None:
             start, stop = (0, rows) if cut is None else (cut.start, cut.stop)
             return torch.as_tensor(self._source.get(stored, Cut(0, first + start, first + stop)))
         whole = torch.as_tensor(self._source.get(stored, Cut(0, expert, expert + 1)))[0]
-        own = (whole.t() if turned else whole)[first : first + rows]
+        own = (whole.t() if turned else whole)[first : first + rows * step : step]
         return own if cut is None else own.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
@@ -112,6 +120,8 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     stacked = [name for name in names if any(f"{where}{stack}" in name for stack in _STACKS)]
     if moe is None or not stacked:
         return source
+    if facts.family.experts.in_turn:
+        return _of_turns(source, facts, moe, stacked)
     if others := [name for name in stacked if not name.endswith(_STACKS)]:
         raise WeightsError(
             f"{facts.name}: quantised experts in one tensor are not read, such as {others[0]}; "
@@ -124,12 +134,7 @@ def of_stacked(source: TensorSource, facts: ModelFacts) -> TensorSource:
     if turned:
         shapes = columns_first
     wanted = {name: shapes[name.endswith(_STACKS[1])] for name in stacked}
-    wrong = [
-        f"{name} {list(source.shape(name))} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if source.shape(name) != shape
-    ]
-    refuse_tensors(facts.name, "misshapen", sorted(wrong))
+    _check_shapes(source, facts, wanted)
     parts = dict(_of_experts(facts, moe, set(stacked), turned=turned))
     own, prefixes = facts.family.experts.router, {name.split(where)[0] for name in stacked}
     if own != "mlp.gate" and where.startswith(".mlp."):
@@ -162,6 +167,64 @@ def of_gguf_experts(source: TensorSource, facts: ModelFacts) -> TensorSource:
                 weight = f"model.layers.{layer}.{names.expert.format(number)}.{module}.weight"
                 parts[weight] = StoredPart(stored, first, rows, number)
     return InParts(source, parts)
+
+
+def _check_shapes(
+    source: TensorSource, facts: ModelFacts, wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse stacks that have not the wanted shapes.
+
+    Raises:
+        WeightsError: there is one.
+    """
+    wrong = [
+        f"{name} {list(source.shape(name))} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if source.shape(name) != shape
+    ]
+    refuse_tensors(facts.name, "misshapen", sorted(wrong))
+
+
+def _of_turns(
+    source: TensorSource, facts: ModelFacts, moe: MoeSpec, stacked: list[str]
+) -> TensorSource:
+    """Return a source in which the experts of a family `in_turn` are seen apart.
+
+    Raises:
+        WeightsError: a stack has another shape than the config says.
+    """
+    names, width, hidden = facts.family.experts, moe.intermediate_size, facts.spec.hidden_size
+    parts: dict[str, StoredPart] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    places = (
+        (names.gate, _STACKS[0], 0, width, 2, hidden),
+        (names.up, _STACKS[0], 1, width, 2, hidden),
+        (names.down, _STACKS[1], 0, hidden, 1, width),
+    )
+    for stored in stacked:
+        prefix, _, end = stored.partition(f".{names.stack}.")
+        for module, stack, first, rows, step, columns in places:
+            kind = _IN_TURN.get(end.removeprefix(stack)) if end.startswith(stack) else None
+            if kind is None:
+                continue
+            wanted[stored] = _shape_of(kind, moe.experts, rows * step, columns)
+            for number in range(moe.experts):
+                place = StoredPart(stored, first, rows, number, kind == "weight", step)
+                parts[f"{prefix}.{names.expert.format(number)}.{module}.{kind}"] = place
+    _check_shapes(source, facts, wanted)
+    return InParts(source, parts)
+
+
+def _shape_of(kind: str, experts: int, rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of a stack of experts whose rows take turns."""
+    match kind:
+        case "weight":
+            return experts, columns, rows
+        case "bias":
+            return experts, rows
+        case "blocks":
+            return experts, rows, columns // MX_GROUP, MX_GROUP // 2
+    return experts, rows, columns // MX_GROUP
 
 
 def _of_experts(

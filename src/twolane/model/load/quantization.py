@@ -8,6 +8,8 @@ from typing import Literal
 
 BLOCK = 128
 """Rows and columns of the only blocks of FP8 that are read."""
+MX_GROUP = 32
+"""Columns that share a scale in MXFP4."""
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of tensors that are no quantised values, as safetensors names them."""
 _POWERS = ("F8_E8M0",)
@@ -30,7 +32,7 @@ class StoredTensor:
 class Format:
     """A storage format of a linear module."""
 
-    kind: Literal["fp8_block", "fp8_scale", "awq", "gptq", "packed"]
+    kind: Literal["fp8_block", "fp8_scale", "awq", "gptq", "packed", "mxfp4"]
     """The layout of its tensors."""
     name: str
     """Name of the format in the checkpoint's config."""
@@ -64,7 +66,19 @@ class Format:
                 "weight": StoredTensor(((rows, columns),), ("F8_E4M3",)),
                 self.scales: StoredTensor(((rows, 1), (rows,), (1,), (), (1, 1))),
             }
+        if self.kind == "mxfp4":
+            return self._mxfp4(rows, columns)
         return self._four_bits(rows, columns)
+
+    def _mxfp4(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
+        """See `tensors`."""
+        if columns % MX_GROUP:
+            raise ValueError(f"{columns} columns are no whole groups of {MX_GROUP}")
+        groups = columns // MX_GROUP
+        return {
+            "blocks": StoredTensor(((rows, groups, MX_GROUP // 2),), ("U8",)),
+            "scales": StoredTensor(((rows, groups),), ("U8",)),
+        }
 
     def _four_bits(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
         """See `tensors`."""
@@ -144,19 +158,21 @@ class Quantization:
         return "floats, for a KV cache of 8 bits" if self.unused else "floats"
 
     @property
-    def scheme(self) -> Literal["fp8_block128", "fp8_channel", "int4_g128"] | None:
+    def scheme(self) -> Literal["fp8_block128", "fp8_channel", "int4_g128", "mxfp4"] | None:
         """The scheme of matrices that dummy weights get in place of the checkpoint's."""
         if not self.groups:
             return None
         kind = self.groups[0].format.kind
         if kind == "fp8_block":
             return "fp8_block128"
+        if kind == "mxfp4":
+            return "mxfp4"
         return "fp8_channel" if kind == "fp8_scale" else "int4_g128"
 
     @property
-    def int4(self) -> bool:
+    def four_bits(self) -> bool:
         """Whether the quantised modules have four bits."""
-        return self.scheme == "int4_g128"
+        return self.scheme in ("int4_g128", "mxfp4")
 
     def format(self, module: str) -> Format | None:
         """Return the format of a linear module; None: in 16 bits."""

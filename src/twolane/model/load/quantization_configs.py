@@ -22,7 +22,7 @@ CALIBRATED_INPUTS = (".input_scale", ".activation_scale", ".act_scale")
 """Ends of the names of scales that were calibrated for activations."""
 
 
-_SERVED = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
+_SERVED = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt", "mxfp4")
 
 
 class _Method(msgspec.Struct):
@@ -66,6 +66,12 @@ class _Fp8(msgspec.Struct):
     ignored_layers: list[str] | None = None
     modules_to_not_convert: list[str] | None = None
     kv_cache_scheme: Any = None
+
+
+class _Mxfp4(msgspec.Struct):
+    """Configuration of `quant_method` "mxfp4", whose modules are those of experts."""
+
+    modules_to_not_convert: list[str] | None = None
 
 
 class _ModelOpt(msgspec.Struct):
@@ -183,6 +189,8 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
             return _auto_round(converted(fields, _AutoRound, _WHERE, lax=True))
         case "modelopt":
             return _modelopt(converted(fields, _ModelOpt, _WHERE, lax=True))
+        case "mxfp4":
+            return _mxfp4(converted(fields, _Mxfp4, _WHERE, lax=True))
         case "compressed-tensors":
             return _compressed(converted(fields, _CompressedTensors, _WHERE, lax=True))
     raise UnsupportedModel.because("quantisation", method, (*_SERVED, "GGUF files"))
@@ -228,13 +236,22 @@ def _unused(static: bool, cache: bool) -> tuple[str, ...]:
 def _modelopt(config: _ModelOpt) -> Quantization:
     if config.quantization is not None:
         config = converted(config.quantization, _ModelOpt, f"{_WHERE}: quantization")
-    names = (*(config.ignore or ()), *(config.exclude_modules or ()))
-    left = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
+    left = _globbed((*(config.ignore or ()), *(config.exclude_modules or ())))
     cache = config.kv_cache_quant_algo is not None or config.kv_cache_scheme is not None
     if config.quant_algo is None and cache:
         return _of_all([], left, unused=_unused(False, cache))
     _only("quant_algo of modelopt", (config.quant_algo or "").upper(), "FP8")
     return _of_all([Format("fp8_scale", "modelopt")], left, unused=_unused(True, cache))
+
+
+def _globbed(names: Sequence[str]) -> list[str]:
+    """Return names of modules, those with a star as patterns."""
+    return [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
+
+
+def _mxfp4(config: _Mxfp4) -> Quantization:
+    left = _globbed(config.modules_to_not_convert or ())
+    return _of_all([Format("mxfp4", "mxfp4", scales="scales")], left, (r"re:.*\.mlp\.experts\.",))
 
 
 def _auto_round(config: _AutoRound) -> Quantization:

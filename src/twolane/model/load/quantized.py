@@ -8,6 +8,7 @@ from torch import Tensor
 from twolane.model import fp8, int4
 from twolane.model.load.quantization import Format
 from twolane.model.matrix import GROUPS, Matrix, in_registers, quantised
+from twolane.model.mxfp4 import LARGEST_ON_GPU
 
 
 def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
@@ -21,6 +22,10 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
         ValueError: a number in a tensor cannot be; the message begins with the tensor's name.
     """
     matrix = _READERS[format.kind](format, tensors)
+    if matrix.scheme == "mxfp4":
+        if bool((tensors["scales"] == _NAN).any()):
+            raise ValueError("scales has scales that are not numbers")
+        return matrix
     name = "scales" if format.kind in ("awq", "gptq") else format.scales
     scales = tensors[name] if matrix.scales is None else matrix.scales  # None: act-order
     signed = format.kind in ("awq", "gptq", "packed")  # AutoRound makes use of both signs
@@ -38,14 +43,16 @@ def for_gpu(matrix: Matrix, dtype: torch.dtype, *, four_bits: bool = True) -> Ma
     Blocks of e4m3 get a scale for each row instead. The numbers that are meant, in `dtype`, take
     the place of what products do not multiply with: values with scales where `dtype` is not
     bfloat16, e4m3 whose rows or columns are no multiple of 16, and four bits whose columns are none
-    of 128, or without `four_bits`.
+    of 128, or without `four_bits`. MXFP4 stays as it is, in the order of its kernel.
     """
     if matrix.scales is None:
         return matrix
+    if matrix.scheme == "mxfp4" and int(matrix.scales.max()) <= LARGEST_ON_GPU:
+        return in_registers(matrix)
     int4 = matrix.scheme.startswith("int4")
     whole = all(size % 16 == 0 for size in matrix.shape)
     whole &= not int4 or (four_bits and matrix.shape[1] % 128 == 0)
-    if not whole or dtype != torch.bfloat16:
+    if not whole or dtype != torch.bfloat16 or matrix.scheme == "mxfp4":
         return Matrix.plain(matrix.dequantised().to(dtype))
     if int4:
         return in_registers(matrix)
@@ -146,12 +153,20 @@ def _ordered(
     return Matrix.plain((numbers.float() - middle[:, index]) * scales.float()[:, index])
 
 
+def _mxfp4(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
+    """Read groups of 16 bytes, even columns in the low half of each."""
+    return Matrix(tensors["blocks"].flatten(1), "mxfp4", tensors["scales"])
+
+
+_NAN = 255
+"""The stored exponent of a scale that is no number (e8m0)."""
 _READERS: dict[str, Callable[[Format, Mapping[str, Tensor]], Matrix]] = {
     "fp8_block": _fp8_block,
     "fp8_scale": _fp8_scale,
     "awq": _awq,
     "gptq": _gptq,
     "packed": _packed,
+    "mxfp4": _mxfp4,
 }
 
 

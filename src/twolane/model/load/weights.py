@@ -48,7 +48,7 @@ from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, in_eight_bits, quantised
-from twolane.model.mlp import DenseMlp, Experts
+from twolane.model.mlp import DenseMlp, ExpertBiases, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
@@ -61,8 +61,11 @@ QUANTIZATIONS: dict[str, Scheme] = {
     "fp8": "fp8_channel",
     "fp8_block128": "fp8_block128",
     "int4": "int4_g128",
+    "mxfp4": "mxfp4",
 }
 """Names of `quantization`, and the scheme that matrices get."""
+_PUBLISHED = {"int4": "an AWQ or GPTQ", "mxfp4": "a published"}
+"""Names of `quantization` for dummy weights alone, and the checkpoints that have such weights."""
 
 
 def load_weights(
@@ -87,8 +90,8 @@ def load_weights(
         dtype: A type of `DTYPES`, or "auto", which is float32 on a CPU and bfloat16 on a GPU.
         load_format: "dummy" takes random normal weights, the same for the same seed and device.
         quantization: One of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
-            they are loaded. "int4" is for dummy weights alone; of quantised checkpoints only those
-            of four bits are rounded again, to "fp8".
+            they are loaded; "mxfp4" rounds those of experts alone. "int4" and "mxfp4" are for dummy
+            weights; of quantised checkpoints only those of four bits are rounded again, to "fp8".
         max_positions: Overrides the positions of the config.
         seed: The seed of dummy weights.
         router_skew: The `MoeSpec.skew` of dummy weights.
@@ -109,7 +112,7 @@ def load_weights(
     device = torch.device(device)
     floats, dummy, facts = _floats(dtype, device), load_format == "dummy", source.facts
     scheme = asked_scheme(quantization, facts.quantization, dummy)
-    _check_options(scheme, ranks, dummy, router_skew)
+    _check_options(facts.spec, scheme, ranks, dummy, router_skew)
     eight = eight_bits and _serves_eight_bits(device, ranks, scheme)
     if max_positions is not None:
         facts = replace(facts, spec=replace(facts.spec, max_positions=max_positions))
@@ -154,17 +157,20 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {name!r}")
     matrices = None if dummy or stored is None or not stored.groups else stored
-    if matrices is not None and not (name == "fp8" and matrices.int4):
+    if matrices is not None and not (name == "fp8" and matrices.four_bits):
         raise ValueError(
             f"quantization {name} is for weights in 16 or 32 bits, and fp8 also for four; "
             f"the checkpoint is stored as {matrices.name} and is served so without it"
         )
-    if name == "int4" and not dummy:
-        raise ValueError("quantization int4 is for dummy weights; use an AWQ or GPTQ checkpoint")
+    if name in _PUBLISHED and not dummy:
+        use = _PUBLISHED[name]
+        raise ValueError(f"quantization {name} is for dummy weights; use {use} checkpoint")
     return QUANTIZATIONS[name]
 
 
-def _check_options(scheme: Scheme | None, ranks: int, dummy: bool, router_skew: float) -> None:
+def _check_options(
+    spec: ModelSpec, scheme: Scheme | None, ranks: int, dummy: bool, router_skew: float
+) -> None:
     """Refuse options that do not go together.
 
     Raises:
@@ -175,6 +181,8 @@ def _check_options(scheme: Scheme | None, ranks: int, dummy: bool, router_skew: 
         raise FieldError(
             "tensor_parallel_size", "above 1 goes with weights as they are stored, or with fp8"
         )
+    if scheme == "mxfp4" and spec.moe is None:
+        raise FieldError("quantization", "mxfp4 is for models with experts")
     if router_skew and not dummy:
         raise FieldError("router_skew", "is for dummy weights")
 
@@ -435,7 +443,7 @@ class _Loader:
             joined = concatenated(matrices)
         except ValueError as error:
             stored = self.facts.quantization
-            rounded = stored is not None and stored.int4
+            rounded = stored is not None and stored.four_bits
             other = "; --quantization fp8 makes them alike" if rounded else ""
             raise WeightsError(f"{prefix}: {', '.join(names)}: {error}{other}") from error
         if self.device.type == "cpu":
@@ -457,6 +465,7 @@ class _Loader:
             qkv=self._state_projections(prefix) if linear else self._qkv(prefix, i),
             qkv_bias=self._qkv_bias(attention, i) if spec.qkv_bias and not linear else None,
             qk_norm=self._qk_norm(attention, i) if spec.qk_norm and not linear else None,
+            sinks=self._get(f"{attention}.sinks").float() if spec.sinks and not linear else None,
             o=self._fused(prefix, back if linear else "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias and not linear, f"{attention}.o_proj"),
             attention_out_norm=norms.get("attention_out_norm"),
@@ -575,6 +584,14 @@ class _Loader:
             rule=moe.rule,
             bias=None if bias is None else torch.as_tensor(bias).to(self.device).float().flatten(),
             activation=spec.activation,
+            biases=self._expert_biases(prefix, stacks) if moe.biases else None,
+        )
+
+    def _expert_biases(self, prefix: str, stacks: Sequence[Sequence[str]]) -> ExpertBiases:
+        """Load the biases of a layer's router and of the modules of its experts, in their order."""
+        names = [self.facts.family.experts.router], *stacks
+        return ExpertBiases(
+            *(torch.cat([self._get(f"{prefix}.{n}.bias") for n in each]) for each in names)
         )
 
     def _expert_scales(self, prefix: str) -> dict[str, float]:
@@ -591,7 +608,14 @@ class _Loader:
         scales: Mapping[str, float] = MappingProxyType({}),
     ) -> list[Matrix]:
         """Load modules of a layer, times the factors that some of them have."""
-        modules = {name: self._module(f"{prefix}.{name}", self.scheme) for name in names}
+        experts_alone = self.scheme == "mxfp4"
+        modules = {
+            name: self._module(
+                f"{prefix}.{name}",
+                None if experts_alone and ".experts." not in name else self.scheme,
+            )
+            for name in names
+        }
         return [m.times(scales[n]) if n in scales else m for n, m in modules.items()]
 
     def _shared(self, prefix: str, moe: MoeSpec) -> tuple[list[Matrix], list[Matrix]]:
