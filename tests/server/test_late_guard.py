@@ -170,8 +170,25 @@ def test_late_first_tokens_shorten_the_queue() -> None:
     made = guard({None: 250})
     assert not refuses(made, 50, call())
     for turn in range(10):
-        made.note(Expected(0.3, 0.5, 100.0 + turn), 100.9 + turn)
+        made.await_first(Expected(0.3, 0.5, 100.0 + turn))(100.9 + turn)
     assert refuses(made, 50, call())
+
+
+def test_a_first_token_that_is_overdue_counts_before_it_comes(still) -> None:
+    """`auto` serves those last that are late already; one whose client has gone does not count."""
+    made, patient = guard({None: 250}), Slo(ttft=9.0)
+    for turn in range(10):
+        still(100.0 + turn)
+        gone, prompt = (made.await_first(Expected(0.3, 0.5, 100.0 + turn)) for _ in range(2))
+        gone(None)
+        prompt(100.2 + turn)
+        assert not refuses(made, 1, call(slo=patient, waited=-turn))
+    assert not refuses(made, 50, call(waited=-9))
+    for turn in range(10, 20):
+        still(100.0 + turn)
+        made.await_first(Expected(0.3, 0.5, 100.0 + turn))
+        assert not refuses(made, 1, call(slo=patient, waited=-turn))
+    assert refuses(made, 50, call(waited=-19))
 
 
 def test_a_flood_is_refused_at_once(tiny) -> None:

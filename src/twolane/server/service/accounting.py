@@ -74,8 +74,8 @@ class RequestAccounting:
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
         self._arrival, self._key = call.arrival, call.key
-        self.on_first: Callable[[float], None] | None = None
-        """Is told the time of each first token."""
+        self.on_first: Callable[[float | None], None] | None = None
+        """Is told the time of each first token; None: it does not come."""
 
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """See `Observer.tokens`."""
@@ -112,8 +112,8 @@ class RequestAccounting:
     def _leave(self, index: int, now: float, *, served: bool) -> None:
         if self._queued[index]:
             self._queued[index] = False
-            if served and self.on_first is not None:
-                self.on_first(now)
+            if self.on_first is not None:
+                self.on_first(now if served else None)
             self._admission.leave(served=served, key=self._key, tokens=self._lengths[index])
 
 

@@ -10,10 +10,13 @@ predicts most of the next ones by their length alone.
 """
 
 import contextlib
+import heapq
+import itertools
 import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from twolane.engine.prompt_work import PromptWork
@@ -88,6 +91,11 @@ class LateGuard:
         self._correction = TtftCorrection()
         self._bodies = defaultdict[int | None, BodyWork](BodyWork)
         """By API key."""
+        self._awaited: dict[int, Expected] = {}
+        """First tokens that are awaited and not overdue, by number."""
+        self._due: list[tuple[float, int]] = []
+        """Heap of their numbers by the time at which they are due."""
+        self._numbers = itertools.count()
 
     def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
         """Refuse a request by its headers, before its body is read, if it would be late whichever
@@ -135,8 +143,29 @@ class LateGuard:
                 raise self._late(expected)
         return expected
 
-    def note(self, expected: Expected, now: float) -> None:
-        """Learn from a first token that came at `now`."""
+    def await_first(self, expected: Expected) -> Callable[[float | None], None]:
+        """Return what is to be called at the time of the first token, or with None if none comes.
+
+        A system may serve those last that are late already, so that their first tokens come long
+        after others were admitted by the same prediction. The guard learns from them when they are
+        overdue.
+        """
+        number = next(self._numbers)
+        self._awaited[number] = expected
+        heapq.heappush(self._due, (expected.at + expected.bound, number))
+        return partial(self._ended, number)
+
+    def _ended(self, number: int, now: float | None) -> None:
+        expected = self._awaited.pop(number, None)
+        if expected is not None and now is not None:
+            self._learn(expected, now)
+
+    def _learn_from_overdue(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            due, number = heapq.heappop(self._due)
+            self._ended(number, due)
+
+    def _learn(self, expected: Expected, now: float) -> None:
         self._correction.note(expected.seconds, expected.at, now, expected.bound)
 
     @property
@@ -188,6 +217,7 @@ class LateGuard:
         if bound is None or not pace:
             return None
         now = time.monotonic()
+        self._learn_from_overdue(now)
         seconds = self._wait(key, tokens) + pace.seconds(own)
         return Expected(seconds, max(0.0, bound - (now - arrival)), now)
 

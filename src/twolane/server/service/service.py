@@ -4,7 +4,6 @@ import hashlib
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -248,7 +247,7 @@ class Service:
         traces = self._traces(prepared, answers, call)
         account = RequestAccounting(self.admission, self.availability, answers, call, traces)
         if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
-            account.on_first = partial(self.late_guard.note, expected)
+            account.on_first = self.late_guard.await_first(expected)
         return account
 
     def _check_logprobs(self, prepared: Prepared) -> None:
