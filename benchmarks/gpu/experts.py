@@ -106,7 +106,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--model", default=MODEL)
     add("--ranks", type=int, default=1, help="GPUs that share the model")
     add("--router-skew", type=float, default=0.0, help="see `twolane serve`")
-    add("--quantization", choices=("fp8", "int4"), help="see `twolane serve`")
+    add("--quantization", choices=("fp8", "int4", "mxfp4"), help="see `twolane serve`")
     add("--pages", type=int, default=12_000, help="pages of KV; 64 rows need 5,200")
 
 

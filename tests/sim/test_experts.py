@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from twolane.engine.settings import EngineConfig
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load, decode_step, hybrid_pass
@@ -15,7 +16,8 @@ from twolane.model.shapes import SHAPES
 from twolane.model.spec import MAX_SHARE, MoeSpec, skewed
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS
-from twolane.sim.operators import OperatorCosts
+from twolane.sim.machine import SimulatedMachine
+from twolane.sim.operators import OperatorCosts, Storage
 from twolane.sim.profile import simulated_profile
 
 SPEC = replace(SHAPES["qwen3-30b-a3b"], layers=8)
@@ -140,3 +142,21 @@ def test_steps_of_all_sizes_are_predicted(
     alone = estimator.predict(decode_step(Load.decode([2048] * 8)), 132)
     together = estimator.predict(hybrid_pass(mixed), 132)
     assert alone is not None and together is not None and together > 1.5 * alone
+
+
+def test_experts_in_four_bits_are_kept_and_read_as_such() -> None:
+    """gpt-oss-120b fits one H200 in MXFP4; what a step reads of its layers shrinks alike."""
+    spec = SHAPES["gpt-oss-120b"]
+    machines = {
+        name: SimulatedMachine(GPU, spec, EngineConfig(model="gpt-oss-120b", quantization=name))
+        for name in (None, "mxfp4")
+    }
+    room = {name: machine.kv_bytes(8192) for name, machine in machines.items()}
+    assert room[None] == 0 and 40e9 < room["mxfp4"] < 65e9
+    assert 0.53 < machines["mxfp4"].weight_itemsize < 0.6
+    kinds = Storage(), Storage(own=0.53125)
+    costs = [OperatorCosts(GPU, spec, 1, kind) for kind in kinds]
+    wide, narrow = (each.layer(64, 132, decode=True).bytes for each in costs)
+    assert spec.moe is not None
+    experts = 3 * spec.hidden_size**2 * spec.moe.active(64)
+    assert wide - narrow == pytest.approx((2 - 0.53125) * experts, rel=0.01)

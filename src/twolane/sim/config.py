@@ -80,8 +80,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("tp", f"is 1 for an emulated card, not {self.tp}")
         if self.engine.dtype not in ("auto", "bfloat16"):
             raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
-        if self.engine.quantization not in (None, "fp8", "int4"):
-            raise FieldError("quantization", "is fp8 or int4 in a simulation, or none")
+        if self.engine.quantization not in (None, "fp8", "int4", "mxfp4"):
+            raise FieldError("quantization", "is fp8, int4 or mxfp4 in a simulation, or none")
         narrow = self.engine.quantization == "fp8" or self.engine.kv_cache_dtype != "auto"
         if narrow and self.gpu == "a100-80gb":
             raise FieldError("gpu", "a100-80gb does not multiply in FP8; h100 and h200 do")

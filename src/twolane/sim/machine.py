@@ -26,10 +26,20 @@ SHARE_STEP = 2
 
 def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
     """Return the widths of weights and KV cache, scales included: a float32 for each row of a
-    matrix, or 32 bits for each group of 128 4-bit numbers."""
+    matrix, 32 bits for each group of 128 4-bit numbers, or a byte for each 32 numbers of experts in
+    MXFP4."""
     widths = {None: float(ITEM), "fp8": 1 + 4 / spec.hidden_size, "int4": 0.5 + 4 / 128}
-    weights = widths[config.quantization]
-    return Storage(weights, spec.kv_itemsize(config.kv_cache_dtype, ITEM))
+    weights, mxfp4 = widths.get(config.quantization, float(ITEM)), config.quantization == "mxfp4"
+    kv = spec.kv_itemsize(config.kv_cache_dtype, ITEM)
+    return Storage(weights, kv, 0.5 + 1 / 32 if mxfp4 else None)
+
+
+def expert_parameters(spec: ModelSpec) -> int:
+    """Return the weights of all layers' experts."""
+    if spec.moe is None:
+        return 0
+    each = 3 * spec.hidden_size * spec.moe.intermediate_size
+    return spec.expert_layers * spec.moe.rule.stored * each
 
 
 class SimulatedMachine:
@@ -69,7 +79,10 @@ class SimulatedMachine:
         self.pass_sizes: Sequence[int] = self.device.pass_sizes
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
-        self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
+        self.kv_itemsize = float(storage.kv)
+        dense, experts = spec.layers * shapes_of(spec, 1).weights, expert_parameters(spec)
+        stored = storage.weights * dense + storage.experts * experts
+        self.weight_itemsize = float(stored / (dense + experts))
         own = sum(spec.each[i].kv_size // kv_parts(spec.each[i], tp) for i in spec.kv_layers)
         self.page_token_bytes = round(2 * own * storage.kv)
         self.state_bytes = spec.state_bytes(ITEM) // tp
@@ -97,6 +110,7 @@ class SimulatedMachine:
         lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)
         matrices = spec.layers * shapes_of(spec, device.tp).weights
         weights = ITEM * spec.parameters / device.tp - (ITEM - self._storage.weights) * matrices
+        weights -= (ITEM - self._storage.experts) * expert_parameters(spec) / device.tp
         # Bytes that driver, libraries and loading take; from pool sizes on an H200.
         taken = weights + 2 * lane + GRAPH_BYTES + 2.6e9
         return max(0, int(self._utilization * device.gpu.memory - taken))

@@ -34,6 +34,13 @@ class Storage(NamedTuple):
     """Width of the layers' matrices; those of one byte are multiplied in e4m3, narrower ones in
     bfloat16, to which passes widen them first."""
     kv: float = ITEM
+    own: float | None = None
+    """Width of experts' matrices, where it differs from that of others (MXFP4)."""
+
+    @property
+    def experts(self) -> float:
+        """Width of experts' matrices."""
+        return self.weights if self.own is None else self.own
 
 
 BFLOAT16 = Storage()
@@ -218,7 +225,7 @@ class OperatorCosts:
         computed = active * (math.ceil(each / TILE) * TILE if each > TILE else each)
         weights = 3 * h * inner
         flops = 2.0 * (computed * weights + tokens * h * moe.experts)
-        stored = self._storage.weights * active * weights
+        stored = self._storage.experts * active * weights
         moved = stored + ITEM * (h * moe.experts + rows * (4 * h + 4 * inner))
         cost = self._bounded(flops, flops, moved, units, decode=decode)
         return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
