@@ -1,11 +1,16 @@
 """The books of the KV cache: pages, the radix tree, allocations."""
 
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twolane.common.errors import FieldError
+from twolane.engine.build import make_kv_manager
+from twolane.engine.config import EngineConfig
 from twolane.engine.kv import prefix_tree
 from twolane.engine.kv.manager import Allocation, KVCacheManager, Lookup
 from twolane.engine.kv.page_hash import page_hashes, page_key
@@ -387,3 +392,10 @@ def test_who_watches_the_tree_knows_what_can_be_found() -> None:
     kv.forget_prefixes()
     assert not watcher.nodes
     kv.check()
+
+
+def test_a_model_without_keys_and_values_is_refused_by_name() -> None:
+    """All layers of such a checkpoint have linear attention; a page of it would take no memory."""
+    config, machine = EngineConfig(model="linear"), SimpleNamespace(page_token_bytes=0)
+    with pytest.raises(FieldError, match="linear has no layer with keys and values"):
+        make_kv_manager(config, cast(Any, machine), 100)

@@ -190,7 +190,14 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
 
 
 def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) -> KVCacheManager:
-    """Make the manager of a pool of `kv_tokens`, or of the device's share of its memory."""
+    """Make the manager of a pool of `kv_tokens`, or of the device's share of its memory.
+
+    Raises:
+        FieldError: a setting is wrong, or no layer of the model has keys and values.
+        MemoryError: not even a page fits.
+    """
+    if not machine.page_token_bytes:
+        raise FieldError("model", f"{config.model} has no layer with keys and values to keep")
     page_size = _page_size(config, machine)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // page_size
