@@ -33,7 +33,7 @@ PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
 FAMILIES = (
-    *("hunyuan-moe", "lfm2", "lfm2-moe"),
+    *("hunyuan-moe", "lfm2", "lfm2-moe", "muse-glimmer", "laguna"),
     *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5", "gemma4", "gemma4-moe"),
     pytest.param("qwen3-next", marks=pytest.mark.full),
     *(
@@ -106,8 +106,8 @@ class OnGpu:
         """Row 0 is padding."""
         tables = torch.zeros(3, len(PAGES), dtype=torch.int32, device=DEVICE)
         tables[1] = ints(*PAGES)
-        dim = max(at.head_dim for at in self.spec.each)
-        scratch = decode_scratch(2, self.spec.heads, dim, UNITS, DEVICE)
+        sizes = (max(getattr(at, n) for at in self.spec.each) for n in ("heads", "head_dim"))
+        scratch = decode_scratch(2, *sizes, UNITS, DEVICE)
         lengths = ints(0, PROMPT + 1)
         return DecodeRows(
             self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS

@@ -101,11 +101,12 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     model = _auto_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _initialise(name, parameter, model.config.tie_word_embeddings)
+            tied = getattr(model.config, "tie_word_embeddings", False)
+            _initialise(name, parameter, tied)
             if "gemma" in config.model_type:
                 _for_gemma(name, parameter, fourth="gemma4" in config.model_type)
-            if config.model_type.startswith(("qwen3_5", "qwen3_next")):
-                _for_hybrid(name, parameter)
+            if config.model_type.startswith(("qwen3_5", "qwen3_next", "muse")):
+                _for_hybrid(name, parameter, bare=config.model_type.startswith("muse"))
         for name, buffer in model.named_buffers():
             if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.3)
@@ -128,10 +129,12 @@ def _for_gemma(name: str, parameter: torch.Tensor, *, fourth: bool) -> None:
         parameter -= 1.0
 
 
-def _for_hybrid(name: str, parameter: torch.Tensor) -> None:
+def _for_hybrid(name: str, parameter: torch.Tensor, *, bare: bool) -> None:
     """Undo that the model adds 1 to norms; and states outlast some tens of tokens."""
     if name.endswith("norm.weight") and ".linear_attn." not in name:
         parameter -= 1.0
+    if name in FINAL_NORMS and bare:  # of Muse, the only norm with whole weights
+        parameter += 1.0
     if name.endswith("A_log"):
         parameter.uniform_(-5.0, 0.0)
 

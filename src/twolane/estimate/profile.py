@@ -345,6 +345,8 @@ def model_digest(shape: ModelSpec) -> str:
         fields["delta"] = shape.delta
     if shape.convolution is not None:
         fields["convolution"] = shape.convolution
+    if shape.gate is not None:
+        fields["gate"] = shape.gate
     if shape.output_gate:
         fields["output_gate"] = True
     if shape.activation != "silu":

@@ -58,6 +58,8 @@ class LayerWeights:
     taps: torch.Tensor | None = None
     """The taps of a short convolution in the place of attention, [channels, taps], the latest last;
     None: the layer has none."""
+    gate: Matrix | None = None
+    """The output gates of attention, [gate_rows, hidden], or None; see `ModelSpec.gate`."""
     side: "SideExperts | None" = None
     """The experts of a layer that has a dense MLP, too."""
     inputs: "LayerInputs | None" = None
@@ -69,7 +71,8 @@ class LayerWeights:
     def matrices(self) -> Sequence[Matrix]:
         """The matrices that rows are multiplied with."""
         mlps = (self.mlp,) if self.side is None else (self.mlp, self.side.experts)
-        own = () if self.inputs is None else (self.inputs.gate, self.inputs.projection)
+        own = [] if self.inputs is None else [self.inputs.gate, self.inputs.projection]
+        own += [] if self.gate is None else [self.gate]
         return self.qkv, self.o, *(m for mlp in mlps for _, m in mlp.matrices()), *own
 
 
@@ -227,7 +230,7 @@ class Decoder:
             hidden = w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
         else:
             out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
-            hidden = hidden + self._normalised(out, w.attention_out_norm, self.spec.norm_eps)
+            hidden = hidden + self._normalised(out, w.attention_out_norm, self.spec.out_eps)
             hidden = hidden + self._mlp_output(w, hidden, products)
         if w.inputs is not None:
             own = inputs.view(len(inputs), self.spec.layers, -1)[:, i]
@@ -251,13 +254,18 @@ class Decoder:
                 new[:, kv_heads:] = self._normalised_heads(new[:, kv_heads:])
             new = kv.write(i, batch.write_slots, new)
         attended = batch.attend(q, new, kv.layers[i], self.spec.window(i), w.sinks)
+        if self.spec.gate is not None and w.gate is not None:
+            opened = functional.softplus if self.spec.gate.softplus else torch.sigmoid
+            gates_of = opened(products.linear(x, w.gate).float()).to(attended.dtype)
+            each = gates_of.view(len(x), shape.heads, -1)
+            return (attended.view(len(x), shape.heads, -1) * each).flatten(1)
         return attended * gates.flatten(1).sigmoid() if gated else attended
 
     def _mlp_output(
         self, w: LayerWeights, hidden: torch.Tensor, products: Products
     ) -> torch.Tensor:
         """Return what the MLP adds to the residual stream [T, hidden], of all ranks."""
-        eps, side, nothing = self.spec.norm_eps, w.side, torch.zeros_like(hidden)
+        eps, side, nothing = self.spec.out_eps, w.side, torch.zeros_like(hidden)
         x = self._read(hidden, w.mlp_norm)
         out = self.group.all_reduce(w.mlp.add(nothing, x, products))
         if side is not None:

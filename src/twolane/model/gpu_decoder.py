@@ -294,6 +294,8 @@ class Workspace:
             "norm_scales": 1,
             "q_scales": 1,
         }
+        if spec.gate is not None:
+            self._sizes["gates"] = max(at.gate_rows for at in spec.each)
         self._mlp_sizes = {
             "gate_up": max(2 * at.intermediate_size for at in spec.each),
             "act": max(at.intermediate_size for at in spec.each),
@@ -593,6 +595,10 @@ class GpuDecoder:
         q, qkv, _ = self.attended(i, workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, pending)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
+        if w.gate is not None:
+            assert w.gate.scheme == w.qkv.scheme, "what both read is rounded alike"
+            rows_of = self.shapes[i].gate_rows
+            products.linear(x, w.gate, None, workspace.narrow("gates", len(residual), rows_of))
         if self.spec.qk_norm == "whole":
             self._norm_whole(qkv, w, workspace.channel)
         rows.write(qkv, q, i, pool)
@@ -674,6 +680,8 @@ class GpuDecoder:
             attended = workspace.narrow("attended", count, size)
             # The queries are not needed any more.
             room = workspace.input("q", count, w.o.scheme, size)
+            if self.spec.gate is not None:
+                self._open(attended, i, workspace)
             if self.spec.output_gate:
                 gates = workspace.get("qkv", count)[:, -self.spec.q_size :]
                 fused.gate(attended, gates)
@@ -721,6 +729,18 @@ class GpuDecoder:
         self._end_block(out, side.out_norm, workspace)
         partial.add_(out)
 
+    def _open(self, attended: Tensor, i: int, workspace: Workspace) -> None:
+        """Multiply attention's output [T, q_size] of layer i with its gates, in place."""
+        gate, at, count = self.spec.gate, self.shapes[i], len(attended)
+        assert gate is not None
+        gates = workspace.narrow("gates", count, at.gate_rows)
+        if not gate.softplus and not gate.each_head:
+            fused.gate(attended, gates)
+            return
+        opened = functional.softplus if gate.softplus else torch.sigmoid
+        each = opened(gates.float()).to(attended.dtype).view(count, at.heads, -1)
+        attended.view(count, at.heads, -1).mul_(each)
+
     def _sums(self, workspace: Workspace) -> bool:
         """Return whether blocks' outputs are incomplete when their products end: summed over ranks
         or normalised later."""
@@ -737,7 +757,7 @@ class GpuDecoder:
         if channel is not None:
             channel.all_reduce(partial)
         if weight is not None:
-            fused.rms_norm(partial, weight, self.spec.norm_eps, partial)
+            fused.rms_norm(partial, weight, self.spec.out_eps, partial)
         return PartialSum(partial)
 
     @contextmanager
@@ -852,6 +872,8 @@ def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
     yield "linear", layer.qkv
     if layer.delta is not None:
         yield "linear", layer.delta.rates
+    if layer.gate is not None:
+        yield "linear", layer.gate
     yield "add_linear", layer.o
     yield from layer.mlp.matrices()
     if layer.side is not None:

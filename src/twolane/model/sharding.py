@@ -121,6 +121,7 @@ class Shard:
         parts = {
             "q_proj": (0, local.q_rows),
             "q_norm": (0, local.q_size),
+            "g_proj": (0, local.gate_rows),
             "o_proj": (1, local.q_size),
             "out_proj": (1, _state_outputs(local)),
             **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (0, inner)),

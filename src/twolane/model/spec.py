@@ -131,6 +131,21 @@ LINEAR = LayerKind(attention="linear")
 
 
 @dataclass(frozen=True)
+class GateModule:
+    """Gates that a module of their own (`g_proj`) makes of what attention reads; attention's output
+    is multiplied with them."""
+
+    softplus: bool = False
+    """Whether a gate is the softplus of its number, otherwise the sigmoid."""
+    each_head: bool = False
+    """Whether there is one gate for a head, otherwise one for each of its dimensions."""
+
+    def rows(self, heads: int, head_dim: int) -> int:
+        """Return the rows of the module for this many heads."""
+        return heads if self.each_head else heads * head_dim
+
+
+@dataclass(frozen=True)
 class ShortConvolution:
     """The shape of layers with a short causal convolution between two gates (LFM2).
 
@@ -290,6 +305,14 @@ class ModelSpec:
     output_gate: bool = False
     """Whether attention's output is multiplied with the sigmoid of as many gates, whose rows the
     projection of the queries has, too."""
+    gate: GateModule | None = None
+    """The gates of attention's output that a module of their own makes; None: there are none."""
+    out_norm_eps: float | None = None
+    """The epsilon of norms of outputs; None: `norm_eps`."""
+    norms_embeddings: bool = False
+    """Whether each embedding is divided by its root mean square (Muse)."""
+    bare_qk_norm: bool = False
+    """Whether the norms of queries and keys have no weights (Muse)."""
     delta: DeltaRule | None = None
     """The shape of the layers of linear attention, or None where there are none."""
     convolution: ShortConvolution | None = None
@@ -464,6 +487,16 @@ class ModelSpec:
         return self.norm_eps / self.residual_scale**2
 
     @property
+    def out_eps(self) -> float:
+        """The epsilon of norms of outputs."""
+        return self.norm_eps if self.out_norm_eps is None else self.out_norm_eps
+
+    @property
+    def gate_rows(self) -> int:
+        """Rows of the module of output gates."""
+        return 0 if self.gate is None else self.gate.rows(self.heads, self.head_dim)
+
+    @property
     def q_size(self) -> int:
         """Elements of one token's queries."""
         return self.heads * self.head_dim
@@ -490,7 +523,7 @@ class ModelSpec:
         qkv = at.q_rows + stored * at.kv_size
         own = min(stored, 1)
         heads = {None: 0, "head": (1 + own) * at.head_dim, "whole": at.q_size + own * at.kv_size}
-        norms = len(self.norms) * hidden + heads[self.qk_norm]
+        norms = len(self.norms) * hidden + (0 if self.bare_qk_norm else heads[self.qk_norm])
         biases = (qkv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
         biases += at.heads if self.sinks else 0
         inputs = 2 * self.layer_inputs * hidden + hidden if self.layer_inputs else 0
@@ -498,7 +531,7 @@ class ModelSpec:
         if self.state is not None and self.is_linear(layer):
             total += self.state.parameters(hidden) - (heads["head"] if self.qk_norm else 0)
         else:
-            total += (qkv + at.q_size) * hidden
+            total += (qkv + at.q_size + at.gate_rows) * hidden
         if self.has_dense(layer):
             width, more = at.intermediate_size, 2 * at.intermediate_size + hidden
             total += 3 * width * hidden + (more if self.mlp_bias else 0)

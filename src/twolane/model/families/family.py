@@ -308,8 +308,9 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of names of tensors in safetensors files, and what is in their place in the names that
     most families have; an earlier one is replaced first."""
-    norms_less_1: bool = False
-    """Whether safetensors files store what norms multiply with less 1."""
+    norms_less_1: str = ""
+    """End of the names of norms of which safetensors files store the weights less 1; empty: of
+    none."""
     norms: Mapping[LayerNorm, str] = field(default_factory=lambda: PRE_NORMS)
     """Names of a layer's norms in checkpoints."""
     qk_norm: QkNorm | None = None

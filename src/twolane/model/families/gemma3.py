@@ -94,7 +94,7 @@ FAMILY = Family(
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_out_norm": "post_feedforward_layernorm",
     },
-    norms_less_1=True,
+    norms_less_1="norm.weight",
     qk_norm="head",
     gguf=GGUFFacts(
         ("gemma3",), full_each=6, sliding_base=lambda rope: 10_000.0, factors=_gguf_factors

@@ -20,7 +20,7 @@ FAMILY = Family(
     architectures=("Qwen3_5MoeForCausalLM",),
     vision={"Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"},
     config=Qwen35MoeConfig,
-    norms_less_1=True,
+    norms_less_1="norm.weight",
     qk_norm="head",
     experts=ExpertNames(shared="mlp.shared_expert"),
     predicts_more=True,

@@ -81,7 +81,7 @@ FAMILY = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
     config=Qwen3NextConfig,
-    norms_less_1=True,
+    norms_less_1="norm.weight",
     qk_norm="head",
     experts=ExpertNames(shared="mlp.shared_expert"),
     predicts_more=True,

@@ -23,12 +23,7 @@ _REASONS = {
         "zaya plamo2 rwkv arwkv xlstm recurrentgemma"
     ),
     "of LFM, the text models LFM2 and LFM2.5 are built": "lfm2vl lfm3",
-    "heads that differ by layer, with gates of attention's output, are not built": (
-        "laguna step3p5 step3p7"
-    ),
-    "soft caps of logits, with norms that have an epsilon of their own, are not built": (
-        "museglimmer"
-    ),
+    "clamped gates of experts, whose bound differs by layer, are not built": "step3p5 step3p7",
     "its layers are described by code in its repository alone, and are not built": (
         "interns2 plamo3"
     ),

@@ -15,6 +15,7 @@ from twolane.model.families import (
     granite,
     hunyuan_v1_dense,
     hunyuan_v1_moe,
+    laguna,
     lfm2,
     lfm2_moe,
     llama,
@@ -22,6 +23,7 @@ from twolane.model.families import (
     minimax_m2,
     mistral,
     mixtral,
+    muse_glimmer,
     olmo2,
     olmo3,
     phi3,
@@ -43,7 +45,7 @@ _FILES = (
     *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
     *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3, gemma4),
     *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum, lfm2, lfm2_moe),
-    *(hunyuan_v1_dense, hunyuan_v1_moe, gpt_oss),
+    *(hunyuan_v1_dense, hunyuan_v1_moe, laguna, muse_glimmer, gpt_oss),
     *(qwen3_next, qwen3_5, qwen3_5_moe),
 )
 FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}

@@ -114,6 +114,7 @@ def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
             "short_conv.out_proj": LinearModule(hidden, hidden, bias=False),
         }
     if delta is None or not facts.spec.is_linear(layer):
+        rows = spec.gate_rows
         own = () if kind.reads_earlier else ("k",) if kind.keys_are_values else ("k", "v")
         return {
             "self_attn.q_proj": LinearModule(spec.q_rows, hidden, spec.qkv_bias),
@@ -122,6 +123,7 @@ def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
                 for n in own
             },
             "self_attn.o_proj": LinearModule(hidden, spec.q_size, spec.o_bias),
+            **({"self_attn.g_proj": LinearModule(rows, hidden, False)} if rows else {}),
         }
     apart = {
         "qkv": delta.mixed_size,
@@ -155,7 +157,7 @@ def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.sinks:
         shapes["self_attn.sinks"] = (spec.heads,)
-    if spec.qk_norm is None:
+    if spec.qk_norm is None or spec.bare_qk_norm:
         return shapes
     at, whole = spec.at(layer), spec.qk_norm == "whole"
     sizes = {"q_norm": at.q_size, "k_norm": at.kv_size}

@@ -41,7 +41,8 @@ class Safetensors:
         directory: The directory of a model.
         stack: Closes the files.
         vision: Whether tensors that read images are left out.
-        norms_less_1: Whether what norms multiply with is stored less 1.
+        norms_less_1: End of the names of norms whose weights are stored less 1; empty: there are
+            none.
 
     Raises:
         ValueError: a file is missing or broken, or it is not clear which of two has a tensor.
@@ -53,7 +54,7 @@ class Safetensors:
         stack: ExitStack,
         *,
         vision: bool = False,
-        norms_less_1: bool = False,
+        norms_less_1: str = "",
     ) -> None:
         self._norms_less_1 = norms_less_1
         self._files: dict[str, tuple[Any, str]] = {}
@@ -105,7 +106,8 @@ class Safetensors:
             tensor = file.get_slice(stored)[cut.start : cut.stop]
         else:
             tensor = file.get_slice(stored)[:, cut.start : cut.stop]
-        less_1 = self._norms_less_1 and name.endswith("norm.weight") and _LINEAR not in name
+        ending = self._norms_less_1
+        less_1 = ending and name.endswith(ending) and _LINEAR not in name
         return tensor.float() + 1.0 if less_1 else tensor
 
 

@@ -248,6 +248,10 @@ class _Loader:
     def weights(self, progress: OnProgress) -> Weights:
         """Load the rank's part of all weights, layer by layer."""
         embedding = self._get(EMBEDDING)
+        if self.spec.norms_embeddings:
+            shape, wide = embedding.shape[1:], embedding.float()
+            wide = functional.rms_norm(wide, shape, None, self.spec.norm_eps)
+            embedding = wide.to(embedding.dtype)
         layers = []
         for i in range(self.spec.layers):
             progress("weights", i / self.spec.layers)
@@ -477,7 +481,21 @@ class _Loader:
             inputs=self._layer_inputs(prefix) if spec.layer_inputs else None,
             scale=self._get(f"{prefix}.{LAYER_SCALE}").view(1) if spec.layer_scales else None,
             taps=self._taps(prefix) if convolved else None,
+            gate=self._gate(prefix) if spec.gate and not linear else None,
         )
+
+    def _gate(self, prefix: str) -> Matrix:
+        """Load the rank's output gates.
+
+        Raises:
+            WeightsError: they are stored in another form than queries, which a GPU rounds what both
+                read for.
+        """
+        names = ("self_attn.q_proj", "self_attn.g_proj")
+        query, gate = (stored_form(f"{prefix}.{name}", self.facts)[0] for name in names)
+        if self.device.type != "cpu" and query != gate:
+            raise WeightsError(f"{prefix}: {', '.join(names)} must be stored alike for a GPU")
+        return self._fused(prefix, names[1])
 
     def _taps(self, prefix: str) -> Tensor:
         """Load the rank's taps of a short convolution."""
@@ -643,6 +661,8 @@ class _Loader:
         heads = {"q": spec.heads, "k": spec.kv_heads}
         if self.spec.kind(i).reads_earlier:
             del heads["k"]
+        if spec.bare_qk_norm:
+            return torch.ones(sum(heads.values()), spec.head_dim, device=self.device).to(self.dtype)
         norms = (self._get(f"{attention}.{n}_norm.weight") for n in heads)
         parts = [pair_rows(norm, spec.head_dim, rope) for norm in norms]
         if spec.qk_norm == "whole":
