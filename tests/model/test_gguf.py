@@ -51,7 +51,9 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     names = {stem: name for name, stem in hugging_face_stems(family, spec.layers).items()}
     for name, *arguments in fields:
         getattr(writer, name)(*arguments)
-    weights = load_file(checkpoint / "model.safetensors")
+    loaded = load_file(checkpoint / "model.safetensors")
+    own_names = {family.usual_name(name): name for name in loaded}
+    weights = {name: loaded[own] for name, own in own_names.items()}
     for name, values in merged(spec, family, weights).items():
         raw = quantize(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
@@ -66,10 +68,10 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
         values = interleave(values, heads) if permuted else values
         used = kind if values.ndim == 2 else Type.F32
         raw = quantize(values, used)
-        usual = family.usual_name(name)
-        stem, suffix = usual.removesuffix("_bias"), "bias"
-        if not usual.endswith("correction_bias"):
-            stem, suffix = usual.rsplit(".", 1)
+        stem, suffix = name.removesuffix("_bias"), "bias"
+        stem = name if stem not in names else stem
+        if not name.endswith(("correction_bias", "expert_bias")):
+            stem, suffix = name.rsplit(".", 1)
         writer.add_tensor(f"{names[stem]}.{suffix}", raw.squeeze(), raw_dtype=used)
         if family.norms_less_1 and name.endswith("norm.weight"):
             continue
@@ -82,6 +84,7 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
+    weights = {own_names[name]: tensor for name, tensor in weights.items()}
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
 
 
@@ -139,6 +142,9 @@ def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields)
     assert spec.attention_scale is None
 
 
+ARCHITECTURE = {"lfm2": "lfm2", "lfm2_moe": "lfm2moe"}
+
+
 def keys_of(spec):
     """Keys that a file has besides those of all models."""
     keys, rope = [], spec.rope
@@ -165,6 +171,10 @@ def keys_of(spec):
     if rope.query_beta:
         keys.append(("add_attn_temperature_scale", rope.query_beta))
         keys.append(("add_rope_scaling_yarn_log_mul", 1.0))
+    if spec.convolution is not None:
+        listed = [0 if spec.is_linear(i) else spec.kv_heads for i in range(spec.layers)]
+        keys.append(("add_shortconv_l_cache", spec.convolution.taps))
+        keys.append(("add_array", f"{ARCHITECTURE[spec.family]}.attention.head_count_kv", listed))
     if (moe := spec.moe) is not None:
         keys.append(("add_expert_count", moe.experts))
         keys.append(("add_expert_used_count", moe.per_token))

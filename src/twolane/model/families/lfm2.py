@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import Family, GGUFFacts, HFConfig
 from twolane.model.spec import FULL, LINEAR, LayerKind, ShortConvolution, UnsupportedModel
 
 
@@ -96,5 +96,6 @@ FAMILY = Family(
     renamed=RENAMED,
     norms=NORMS,
     qk_norm="head",
+    gguf=GGUFFacts(("lfm2",)),
     fixtures={"lfm2": {"layer_types": TINY_TYPES, "block_multiple_of": 16}},
 )

@@ -17,6 +17,8 @@ from twolane.model.families.registry import GGUF_ARCHITECTURES, unsupported
 from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.sharding import Cut
 from twolane.model.spec import (
+    FULL,
+    LINEAR,
     MAX_HEADS,
     MAX_LAYERS,
     UNROTATED,
@@ -24,13 +26,17 @@ from twolane.model.spec import (
     ModelSpec,
     MoeSpec,
     RopeSpec,
+    ShortConvolution,
     UnsupportedModel,
     merge_eos,
 )
 
 _STEMS = ("model.embed_tokens", "model.norm", "lm_head")
 """The modules outside of layers."""
-_LAYER_STEMS = ("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+_LAYER_STEMS = (
+    *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj"),
+    *(f"short_conv.{name}" for name in ("in_proj", "conv", "out_proj")),
+)
 """The modules of layers that have the same names in all families."""
 _ROPE_FREQS = "rope_freqs.weight"
 _ROPE_LONG, _ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -139,12 +145,16 @@ class GGUFModel:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, [out, in]."""
         shape = tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
-        return (1, *shape) if self._is_flat(name, len(shape)) else shape
+        return self._whole(name, shape)
 
-    def _is_flat(self, name: str, dimensions: int) -> bool:
-        """Return whether files have a matrix of one row as a list."""
-        gate = f".{self._family.experts.shared_gate}.weight"
-        return dimensions == 1 and name.endswith(gate)
+    def _whole(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape that checkpoints have of a tensor from which files leave out a dimension
+        of 1: a matrix of one row, or the taps of a convolution."""
+        if len(shape) == 1 and name.endswith(f".{self._family.experts.shared_gate}.weight"):
+            return 1, *shape
+        if len(shape) == 2 and name.endswith(".short_conv.conv.weight"):
+            return shape[0], 1, shape[1]
+        return shape
 
     def type(self, name: str) -> str:
         """Return the type of `get`'s result, as safetensors names it."""
@@ -172,7 +182,7 @@ class GGUFModel:
                 f"unsupported GGUF tensor type {tensor.tensor_type.name!r} of {name}; "
                 "these work: Q4_1, Q8_0, F16, F32 and all others that the gguf package dequantises"
             ) from None
-        values = values[None] if self._is_flat(name, values.ndim) else values
+        values = values.reshape(self._whole(name, values.shape))
         if permuted and ".q_proj." in name:
             values = _separate_halves(values, self.spec.heads)
         elif permuted and ".k_proj." in name:
@@ -203,7 +213,7 @@ class GGUFModel:
             layers=layers,
             hidden_size=hidden,
             heads=heads,
-            kv_heads=int(self._key("attention.head_count_kv", heads)),
+            kv_heads=self._kv_heads(heads),
             head_dim=head_dim,
             intermediate_size=int(self._key("feed_forward_length")),
             vocab_size=vocab_size,
@@ -215,6 +225,7 @@ class GGUFModel:
             o_bias="blk.0.attn_output.bias" in self._tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
             kinds=self._kinds(layers, rope),
+            convolution=self._convolution(hidden),
             moe=self._moe(layers),
             eos_token_ids=merge_eos(
                 vocab_size,
@@ -231,8 +242,23 @@ class GGUFModel:
         normed = "blk.0.attn_q_norm.weight" in self._tensors
         return {**constants, "qk_norm": constants["qk_norm"] or ("head" if normed else None)}
 
+    def _kv_heads(self, heads: int) -> int:
+        """Return the heads of keys; a list has 0 for layers with a short convolution."""
+        listed = self._field(f"{self._architecture}.attention.head_count_kv")
+        counts = {*listed} - {0} if isinstance(listed, list) else set()
+        own = next(iter(counts)) if len(counts) == 1 else None
+        return int(self._key("attention.head_count_kv", heads) if own is None else own)
+
+    def _convolution(self, hidden: int) -> ShortConvolution | None:
+        """Return the short convolutions of layers that have one."""
+        taps = int(self._key("shortconv.l_cache", 0))
+        return ShortConvolution(hidden, taps) if taps else None
+
     def _kinds(self, layers: int, rope: RopeSpec) -> tuple[LayerKind, ...]:
         """Return the kind of each layer; none where all are alike and see all tokens."""
+        convolved = [f"blk.{i}.shortconv.conv.weight" in self._tensors for i in range(layers)]
+        if any(convolved):
+            return tuple(LINEAR if each else FULL for each in convolved)
         facts, window = self._facts, int(self._key("attention.sliding_window", 0)) or None
         listed = self._field(f"{self._architecture}.attention.sliding_window_pattern")
         each = listed if isinstance(listed, int) and listed else facts.full_each
@@ -412,15 +438,26 @@ def hugging_face_stems(family: Family, layers: int) -> dict[str, str]:
     parts = (part for whole in PARTS if whole not in family.joined for part in PARTS[whole])
     in_layer = (*family.norms.values(), *_LAYER_STEMS, *wholes, *parts, *_of_experts(family))
     own = [f"model.layers.{i}.{stem}" for i in range(layers) for stem in in_layer]
-    named = ((known.get_name(stem), stem) for stem in (*_STEMS, *own))
+    named = (
+        (known.get_name(s) or known.get_name(_own_name(s, family)), s) for s in (*_STEMS, *own)
+    )
     return {name: stem for name, stem in named if name is not None}
+
+
+def _own_name(stem: str, family: Family) -> str:
+    """Return what a family's checkpoints call a module with a usual name (`Family.renamed`)."""
+    dotted = f".{stem}."
+    found = ((part, usual) for part, usual in family.renamed.items() if usual in dotted)
+    part, usual = next(found, ("", ".."))
+    return dotted.replace(usual, part).strip(".")
 
 
 def _of_experts(family: Family) -> tuple[str, ...]:
     """Return the modules of experts that are not stored as one tensor for all of them."""
     names = family.experts
     shared = (f"{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
-    return names.router, names.shared_gate, *shared, names.bias.removesuffix("_bias")
+    biases = names.bias, names.bias.removesuffix("_bias")
+    return names.router, names.shared_gate, *shared, *biases
 
 
 def _hugging_face_name(name: str, stems: Mapping[str, str]) -> str:
@@ -428,8 +465,9 @@ def _hugging_face_name(name: str, stems: Mapping[str, str]) -> str:
     stem, _, end = name.rpartition(".")
     if stem not in stems:
         return name
-    joint = "_" if stem.endswith("exp_probs_b") else "."  # it is no module there
-    return f"{stems[stem]}{joint}{end}"
+    if stem.endswith("exp_probs_b"):  # it is no module there
+        return f"{stems[stem].removesuffix('_bias')}_bias"
+    return f"{stems[stem]}.{end}"
 
 
 def _separate_halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
