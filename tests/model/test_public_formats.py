@@ -758,7 +758,7 @@ REFUSED = {
     **{
         f"the method {method}": ({"quant_method": method}, f"quantisation '{method}'")
         for method in (
-            *("bitsandbytes", "fbgemm_fp8", "torchao", "hqq", "quark", "mxfp4", "modelopt_fp4"),
+            *("bitsandbytes", "fbgemm_fp8", "torchao", "hqq", "quark", "modelopt_fp4"),
             *("aqlm", "vptq", "eetq", "quanto", "higgs", "spqr", "bitnet", "exl2", "exl3"),
             *("fp_quant", "auto-round-fp", "experts_int8", "qqq", "paroquant"),
         )

@@ -19,8 +19,10 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def real():
-    """A server of the real model, shared by all tests that only ask."""
-    with serving(MODEL, "--kv-tokens", "20000", "--allow-priority") as served:
+    """A server of the real model, shared by all tests that only ask. In float32 its answers do not
+    depend on what runs beside them."""
+    args = ("--dtype", "float32", "--kv-tokens", "20000", "--allow-priority")
+    with serving(MODEL, *args) as served:
         yield served
 
 

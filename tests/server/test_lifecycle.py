@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from twolane.engine.kv.prefix_digest import PrefixBook
+from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Stats
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
@@ -202,12 +203,18 @@ def service_of(texts):
         pass
 
     ready = SimpleNamespace(
-        max_model_len=100, vocab_size=100, slo=Slo(), page_size=16, kv_cache_dtype="auto"
+        max_model_len=100,
+        vocab_size=100,
+        slo=Slo(),
+        page_size=16,
+        kv_cache_dtype="auto",
+        prefix_cache=True,
     )
     engine = SimpleNamespace(
         ready=ready,
         failure=None,
         liveness=Liveness(),
+        lateness=Lateness(),
         stats=Stats(),
         watchers=[],
         wait_for_gap=no_wait,

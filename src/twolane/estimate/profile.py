@@ -34,7 +34,16 @@ _SIZES = (
     "vocab_size",
 )
 _SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
-_NEWER_OF_EXPERTS = ("skew", "sigmoid", "biased", "scale", "shared", "gated", "beside_dense")
+_NEWER_OF_EXPERTS = (
+    "skew",
+    "sigmoid",
+    "biased",
+    "scale",
+    "shared",
+    "gated",
+    "beside_dense",
+    "biases",
+)
 _ROPE_FIELDS = (
     *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors"),

@@ -8,8 +8,7 @@ from twolane.lanes.base import Machine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.disaggregated.cpu_decode import DisaggregatedCpuMachine
 from twolane.lanes.ranks.cpu_machine import RankedCpuMachine
-from twolane.lanes.settings import load_shard
-from twolane.model.load.hub import resolve
+from twolane.lanes.settings import check_states_stay, load_shard
 
 
 def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
@@ -23,11 +22,12 @@ def load(settings: DeviceSettings, progress: OnProgress) -> Machine:
     several = device == "cuda" and settings.tensor_parallel_size > 1
     if settings.all_reduce in ("two-shot", "joined") and not several:
         raise FieldError("all_reduce", "is only for several GPUs")
-    if settings.disaggregated and resolve(settings.model, settings.load_format).spec().state:
-        raise FieldError("disaggregated", "does not carry the states of linear attention yet")
     if device == "cpu":
+        if settings.disaggregated:
+            check_states_stay(settings)
+            return DisaggregatedCpuMachine(settings, progress)
         kind = RankedCpuMachine if settings.tensor_parallel_size > 1 else CpuMachine
-        return (DisaggregatedCpuMachine if settings.disaggregated else kind)(settings, progress)
+        return kind(settings, progress)
     if settings.disaggregated:
         from twolane.lanes.disaggregated.cuda_decode import DisaggregatedCudaMachine
 

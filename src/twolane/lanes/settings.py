@@ -43,6 +43,16 @@ class LaneSizes(msgspec.Struct, frozen=True):
         return min(self.tokens, self.max_model_len)
 
 
+def check_states_stay(settings: DeviceSettings) -> None:
+    """Refuse a model with states where another process decodes than the one that reads prompts.
+
+    Raises:
+        FieldError: a request of the model keeps a state.
+    """
+    if resolve(settings.model, settings.load_format).spec().state:
+        raise FieldError("disaggregated", "does not carry the states of linear attention yet")
+
+
 def without_adapters(spec: ModelSpec) -> str | None:
     """Return why LoRA adapters of a model are not served; None: they are."""
     if spec.state is not None:

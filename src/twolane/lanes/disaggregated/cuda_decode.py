@@ -34,7 +34,7 @@ from twolane.lanes.disaggregated.cuda_mirror import MirroredGpuKVCache
 from twolane.lanes.disaggregated.lanes import DisaggregatedLanes
 from twolane.lanes.ranks.followers import Followers
 from twolane.lanes.sampling_points import BatchRows, SamplingPoints
-from twolane.lanes.settings import LaneSizes, load_shard
+from twolane.lanes.settings import LaneSizes, check_states_stay, load_shard
 from twolane.lanes.work import LaunchRecord, PrefillWork, TokenMask, Work
 from twolane.parallel.group import awaited, meet
 from twolane.parallel.peer_memory import PeerGroup, map_each_other
@@ -245,6 +245,7 @@ class DisaggregatedCudaMachine(MirroredCudaMachine):
     def __init__(self, settings: DeviceSettings, progress: OnProgress) -> None:
         if lacking := lacks():
             raise FieldError("disaggregated", lacking)
+        check_states_stay(settings)
         read, write = os.pipe()
         followers = self.followers = Followers(settings, FOLLOWER, files=(write,))
         os.close(write)
