@@ -84,7 +84,7 @@ def served(monkeypatch, **engine):
             paced.setdefault(request.id, []).append((request, request.last_token_at, request.due))
 
     monkeypatch.setattr(build, "Pacer", Recording)
-    workload = WorkloadSpec(dataset="azure-conv", num_prompts=120, request_rate=26, seed=3)
+    workload = WorkloadSpec(dataset="azure-conv", num_prompts=120, request_rate=30, seed=3)
     slo = Slo(ttft=0.3, ttft_per_token=0.2 / 1024, tbt=0.012)
     config = SimulateConfig(
         engine=EngineConfig(model="qwen3-8b", slo=slo, transport=TRANSPORT, **engine),
