@@ -11,6 +11,10 @@ PACE_FRACTION = 0.97
 """Fraction of the TBT bound from one shown token to the next; the rest of the bound is for what
 varies on the way to the client."""
 
+SHORT_BOUND = 0.0115
+"""TBT bounds below this, in seconds, have no room to deliver sooner or to keep slack in reserve:
+that would make more tokens late than it saves."""
+
 
 def first_shown(arrival: float, hold: float, deadline: float | None) -> float:
     """Return the time at which the first of several tokens is shown, in seconds.

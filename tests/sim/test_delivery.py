@@ -55,5 +55,5 @@ def gaps_p99(host_factor: float) -> float:
 
 def test_a_slow_host_is_paced_for(monkeypatch: pytest.MonkeyPatch) -> None:
     learnt = gaps_p99(6.0)
-    monkeypatch.setattr(pacing, "LEAST_LEARNT", 1.0)  # all bounds are paced alike on all hosts
+    monkeypatch.setattr(pacing, "SHORT_BOUND", 1.0)  # all bounds are paced alike on all hosts
     assert learnt < 0.95 * gaps_p99(6.0)

@@ -207,16 +207,26 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
             check_room(config.kv_tokens, machine.page_token_bytes * config.ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size)
-        states = config.max_running * (2 if config.prefix_cache else 1)
-        room = machine.kv_bytes(max_model_len) - states * machine.state_bytes
+        states = config.max_running * _request_state_bytes(config, machine)
+        room = machine.kv_bytes(max_model_len) - states
         pages = min(room // (page_size * machine.page_token_bytes), most)
     if pages < 1:
         raise MemoryError("there is not enough memory for the model and a KV pool")
-    snapshots = None if not machine.state_bytes else config.max_running * config.prefix_cache
-    shares = config.prefix_cache
+    reuses = config.prefix_cache
+    snapshots = config.max_running if reuses else 0
     return KVCacheManager(
-        pages, page_size, config.max_running, prefix_cache=shares, snapshots=snapshots
+        pages,
+        page_size,
+        config.max_running,
+        prefix_cache=reuses,
+        snapshots=snapshots if machine.state_bytes else None,
     )
+
+
+def _request_state_bytes(config: EngineConfig, machine: Machine) -> int:
+    """Return the bytes of a request's states, with the snapshot beside them if prefixes are
+    reused."""
+    return machine.state_bytes * (2 if config.prefix_cache else 1)
 
 
 def with_room_for_states(
@@ -230,7 +240,7 @@ def with_room_for_states(
     """
     if not machine.state_bytes:
         return config
-    each = machine.state_bytes * (2 if config.prefix_cache else 1)
+    each = _request_state_bytes(config, machine)
     most = machine.kv_bytes(max_model_len) // 2 // each
     if most < 1:
         raise MemoryError("there is not enough memory for the model and the states of a request")

@@ -12,15 +12,12 @@ from itertools import islice
 
 from twolane.engine.request import InFlightLaunch, Phase, Request
 from twolane.lanes.base import Sampled
-from twolane.playout import PACE_FRACTION, first_shown, next_shown
+from twolane.playout import PACE_FRACTION, SHORT_BOUND, first_shown, next_shown
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
 LEAST_PACE = 0.92
 """Tokens are due no closer together than this fraction of the TBT bound."""
-LEAST_LEARNT = 0.0115
-"""TBT bounds below this, in seconds, are paced alike on all hosts: a shorter pace would make more
-tokens late than it saves."""
 SPREAD_KEPT = 0.9
 """A spread of late deliveries counts for this fraction of it a second later."""
 
@@ -90,7 +87,7 @@ class Pacer:
         twice the spread; the time for transport covers a part of it.
         """
         most, least = PACE_FRACTION * bound, LEAST_PACE * bound
-        if bound < LEAST_LEARNT:
+        if bound < SHORT_BOUND:
             return most
         return max(least, min(most, bound + self._transport - 2 * self._spread))
 

@@ -107,6 +107,7 @@ class LateGuard:
         length = headers.get("content-length")
         if length is None or not self._watches:
             return
+        self._learn_from_overdue()
         with contextlib.suppress(ValueError):  # the endpoint says what is wrong
             named = [headers.get(name) for name in TTFT_HEADERS]
             own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
@@ -135,6 +136,7 @@ class LateGuard:
         Raises:
             ApiError: 429, it would be late.
         """
+        self._learn_from_overdue()
         expected = self._expected_of(prepared, call)
         if expected is not None and self._watches and self._is_late(expected):
             expected = self._expected_of(prepared, call, reused)
@@ -160,7 +162,8 @@ class LateGuard:
         if expected is not None and now is not None:
             self._learn(expected, now)
 
-    def _learn_from_overdue(self, now: float) -> None:
+    def _learn_from_overdue(self) -> None:
+        now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             due, number = heapq.heappop(self._due)
             self._ended(number, due)
@@ -217,7 +220,6 @@ class LateGuard:
         if bound is None or not pace:
             return None
         now = time.monotonic()
-        self._learn_from_overdue(now)
         seconds = self._wait(key, tokens) + pace.seconds(own)
         return Expected(seconds, max(0.0, bound - (now - arrival)), now)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twolane.estimate.query import Load, decode_step
+from twolane.playout import SHORT_BOUND
 from twolane.systems.view import RequestView, View
 
 DEFAULT_TBT_SECONDS = 0.05
@@ -17,8 +18,6 @@ launches that take longer than predicted; once it is used up, every request is l
 
 MAX_RESERVE_SECONDS, RESERVE_FRACTION = 0.006, 0.3
 """Slack that is never planned with: this many seconds, but at most this fraction of the bound."""
-LEAST_RESERVED = 0.0115
-"""All slack is planned with under TBT bounds below this, in seconds: they leave too little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def target_tbt(
 
 def _reserve(bound: float) -> float:
     """Return the slack in seconds that is left for launches that stall and late deliveries."""
-    return min(MAX_RESERVE_SECONDS, RESERVE_FRACTION * bound) if bound >= LEAST_RESERVED else 0.0
+    return min(MAX_RESERVE_SECONDS, RESERVE_FRACTION * bound) if bound >= SHORT_BOUND else 0.0
 
 
 def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:
