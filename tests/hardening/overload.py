@@ -16,20 +16,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 from ..server.serving import children, end, write_tiny_model
 
 SERVER_CORES = 2
-SYSTEMS = ("auto-profiled", "static-split", "chunked", "auto")
-"""The one that takes longest first."""
+SYSTEMS = ("static-split", "chunked", "auto", "auto-profiled")
 KINDS = ("serve", "fleet")
 BOUND = 0.5
 """Seconds within which a first token is wanted."""
@@ -39,8 +39,9 @@ LOADS = (1, 3, 10)
 REST_SECONDS = 2.0
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
 MODEL |= {"num_attention_heads": 4, "vocab_size": 1024, "max_position_embeddings": 4096}
-ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "131072")
-SERVED = ("--slo-ttft-ms", str(1e3 * BOUND), "--device", "cpu")
+ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "131072", "--device", "cpu")
+"""Also those of the profile: one of a GPU predicts nothing of a server on CPU cores."""
+SERVED = ("--slo-ttft-ms", str(1e3 * BOUND))
 FLEET = ("--hosts", "local", "--replicas", "1")
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -155,28 +156,52 @@ def running(
         )
     try:
         line = process.stdout.readline().strip()
-        assert line, f"{kind} ended with {process.wait()}; see {log}"
+        if not line:
+            code, told = process.wait(), log.read_text(errors="replace")
+            raise RuntimeError(f"{kind} ended with {code}: {told[-2000:]}")
         yield line, process.pid
     finally:
         end(process)
         process.stdout.close()
 
 
-def measured(name: str, cores: Sequence[int], options: argparse.Namespace) -> dict:
-    """Measure one combination on these cores, the server's first."""
-    (system, kind), folder = name.split("/"), Path(tempfile.mkdtemp())
+def profiled(folder: Path, cores: Sequence[int], seconds: float) -> Path:
+    """Measure a profile of a folder's model on the server's of these cores; return its file."""
+    out, model = folder / "profile.json", str(folder / "model")
+    command = [sys.executable, "-m", "twolane", "profile", model, *ARGUMENTS]
+    command += ["--out", str(out), "--seconds", str(seconds)]
+    pinned = partial(os.sched_setaffinity, 0, set(cores[:SERVER_CORES]))
+    run = subprocess.run(command, capture_output=True, text=True, preexec_fn=pinned)
+    if run.returncode:
+        raise RuntimeError(f"profile ended with {run.returncode}: {run.stderr[-2000:]}")
+    return out
+
+
+def measured(
+    name: str,
+    cores: Sequence[int],
+    options: argparse.Namespace,
+    folder: Path,
+    profile: Future[Path],
+) -> dict:
+    """Measure one combination on these cores, the server's first.
+
+    Args:
+        name: A system and a kind.
+        cores: The cores.
+        options: Those of the command line.
+        folder: Has the model, and takes the log.
+        profile: The file of its profile.
+    """
+    system, kind = name.split("/")
     own, theirs = cores[:SERVER_CORES], cores[SERVER_CORES:] or cores
-    model = str(write_tiny_model(folder / "model", **MODEL))
-    words = [model, *ARGUMENTS, *SERVED, "--system", system.removesuffix("-profiled")]
+    words = [str(folder / "model"), *ARGUMENTS, *SERVED]
+    words += ["--system", system.removesuffix("-profiled")]
     if system.endswith("-profiled"):
-        profile = ["--out", str(folder / "p.json"), "--seconds", str(options.profile_seconds)]
-        command = [sys.executable, "-m", "twolane", "profile", model, *ARGUMENTS, *profile]
-        pinned = partial(os.sched_setaffinity, 0, set(own))
-        subprocess.run(command, check=True, capture_output=True, preexec_fn=pinned)
-        words += ["--profile", str(folder / "p.json")]
+        words += ["--profile", str(profile.result())]
     words += FLEET if kind == "fleet" else ()
     with (
-        running(kind, words, own, folder / "log") as (announcement, pid),
+        running(kind, words, own, folder / f"{system}-{kind}.log") as (announcement, pid),
         ProcessPoolExecutor(len(theirs)) as pool,
     ):
         host, port = announcement.split(" | ")[1].removeprefix("http://").split(":")
@@ -194,6 +219,7 @@ def measured(name: str, cores: Sequence[int], options: argparse.Namespace) -> di
             cpu = [round(seconds_of(p) - s, 2) for p, s in before.items()]
             rows.append(figures(load, rate, options.seconds, found) | {"cpu_seconds": cpu})
             rows[-1]["wall_seconds"] = round(time.monotonic() - begun, 2)
+            print(json.dumps({"name": name, **rows[-1]}), flush=True)
     best = max(row["goodput"] for row in rows)
     # Nobody can serve more than is offered.
     worst = min(row["goodput"] / min(best or 1.0, row["offered"]) for row in rows)
@@ -217,23 +243,31 @@ def main() -> None:
     for first in range(0, max(1, len(allowed) - whole + 1), whole):
         places.put(allowed[first : first + whole])
 
-    def one(name: str) -> dict:
+    def placed(work: Callable[[Sequence[int]], Any]) -> Any:
         cores = places.get()
         try:
-            return measured(name, cores, options)
-        except Exception as error:  # the others are worth having
-            return {"name": name, "error": repr(error)}
+            return work(cores)
         finally:
             places.put(cores)
 
+    folder, profile = Path(tempfile.mkdtemp()), Future[Path]()
+    write_tiny_model(folder / "model", **MODEL)
+    # Those that wait for the profile come last, so that it has a place.
+    names = sorted(options.only, key=lambda name: "-profiled/" in name)
     with ThreadPoolExecutor(places.qsize()) as pool:
+        if "-profiled/" in names[-1]:
+            take = partial(profiled, folder, seconds=options.profile_seconds)
+            profile = pool.submit(placed, take)
+        measure = partial(measured, options=options, folder=folder, profile=profile)
+        runs = {pool.submit(placed, partial(measure, name)): name for name in names}
         results = []
-        for done in as_completed([pool.submit(one, name) for name in options.only]):
-            results.append(result := done.result())
-            print(json.dumps({key: result[key] for key in result if key != "rows"}), flush=True)
-            for row in result.get("rows", ()):
-                print("  ", json.dumps(row), flush=True)
+        for done in as_completed(runs):
+            error = done.exception()  # the others are worth having
+            results.append({"name": runs[done], "error": repr(error)} if error else done.result())
+            told = {key: value for key, value in results[-1].items() if key != "rows"}
+            print(json.dumps(told), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n")
+    sys.exit(any("error" in result for result in results))
 
 
 if __name__ == "__main__":
