@@ -1,5 +1,6 @@
 """Devices: their kinds and settings, their lanes' names, and the progress of a start on one."""
 
+import time
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -23,6 +24,40 @@ MachineKind = Literal["cpu", "cuda", "simulated"]
 
 OnProgress = Callable[[str, float], None]
 """Called with a stage of a start and the fraction of it that is done."""
+
+
+class StartTimes:
+    """Adds up the seconds of each stage of a start, from the progress that it reports.
+
+    Args:
+        begun: Time in seconds on the monotonic clock at which the process was asked for; the time
+            until now is the stage `imports`.
+        tell: Called with the progress, too.
+    """
+
+    def __init__(self, begun: float, tell: OnProgress) -> None:
+        self._begun, self._tell = begun, tell
+        self.seconds: dict[str, float] = {}
+        """Seconds by stage, in the order in which the stages began."""
+        self._stage, self._since = "imports", begun
+        self._turn_to("settings")
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Take a step of the start; what comes until the next one counts as this stage."""
+        self._turn_to(stage)
+        self._tell(stage, fraction)
+
+    def end(self) -> str:
+        """End the last stage; return the seconds of all of them as a line for a log."""
+        self._turn_to("")
+        parts = ", ".join(f"{stage} {took:.1f}" for stage, took in self.seconds.items())
+        return f"started in {self._since - self._begun:.1f} s: {parts}"
+
+    def _turn_to(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = stage, now
+
 
 MODEL, MEMORY, DEVICE = "Model", "Memory", "Device"
 """Panels of options in the help."""

@@ -299,7 +299,7 @@ def test_sums_are_chosen_for_the_decode_lane_and_for_the_whole_device(
     monkeypatch.setattr(DecodeGraphs, "_layer_seconds", seconds)
     monkeypatch.setattr(DecodeGraphs, "_capture_level", capture)
     steps = Timed(NullChannel(0, 2), dist.HashStore(), ("nccl", "joined"))
-    World(path, [NullChannel(0, 2), steps]).runner.steps.capture(partitions, lambda _: None)
+    World(path, [NullChannel(0, 2), steps]).runner.steps.capture(partitions, lambda *_: None)
     level = ["nccl", "nccl", "joined", "nccl"]
     assert captured == {16: level, 32: level, 48: level, 132: ["nccl"] * 4}
     assert set(timed) == {32, 132}

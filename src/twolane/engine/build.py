@@ -93,12 +93,14 @@ def assemble(
     spec = machine.spec
     max_model_len = context_length(config, spec)
     config = with_room_for_states(config, machine, max_model_len)
+    progress("pool", 0.0)
     kv = make_kv_manager(config, machine, max_model_len)
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
     sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
+    progress("predictions", 0.0)
     profile = find_profile(config, key)
     estimator = make_estimator(profile, config.estimator or system.estimator, key)
     if config.adapter_slots:

@@ -109,3 +109,6 @@ class EngineStart(msgspec.Struct, frozen=True):
     """ZeroMQ address to push `messages.FromEngine` to; the API process binds it."""
     log_level: str = "warning"
     """Lowest level of log messages that the engine writes to standard error."""
+    begun: float | None = None
+    """Time in seconds on the monotonic clock at which the API process asked for the engine; None:
+    the start is timed from the first line of the engine's main function on."""

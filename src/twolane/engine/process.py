@@ -5,6 +5,7 @@ long as that pipe is open and its parent lives.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from twolane.common import garbage
 from twolane.common.errors import FieldError
 from twolane.common.log_lines import log_to
 from twolane.common.resources import die_with_parent
+from twolane.devices import StartTimes
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
 from twolane.engine.loop import run
@@ -32,6 +34,8 @@ from twolane.engine.messages import (
     decode_to_engine,
     encode,
 )
+
+log = logging.getLogger("twolane.engine")
 
 
 class ApiProcessGone(Exception):
@@ -157,9 +161,12 @@ def main() -> int:
     built: Built | None = None
     port = ZmqPort(start, waker)
     die_with_parent()  # a start may wait for long, such as for a file that does not come
+    begun = time.monotonic() if start.begun is None else start.begun
+    times = StartTimes(begun, port.tell_progress)
     try:
-        built = build(start.config, waker.wake, progress=port.tell_progress)
+        built = build(start.config, waker.wake, progress=times)
         garbage.freeze()
+        log.info(times.end())
         port.end_with(parent)
         port.tell(built.ready)
         run(built.engine, port)

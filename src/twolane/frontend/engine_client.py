@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -289,6 +290,7 @@ class EngineClient:
         # first. A session of its own would do so, too, but Linux may share the processor between
         # sessions (sched(7), autogroup), where nice(2) counts for nothing. The pipe's end, however
         # the API process dies, tells the engine to exit.
+        begun = time.monotonic()
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, *self.arguments),
             stdin=asyncio.subprocess.PIPE,
@@ -298,7 +300,7 @@ class EngineClient:
             cwd=None if has_folder() else "/",
         )
         assert self.process.stdin is not None
-        start = EngineStart(config, to_engine, from_engine, log_level)
+        start = EngineStart(config, to_engine, from_engine, log_level, begun)
         self.process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._loop.add_reader(self._pull.fileno(), self._read)
         self._watching = asyncio.create_task(self._watch())

@@ -15,8 +15,11 @@ log = logging.getLogger("twolane.server")
 
 STAGES = {
     "weights": "loading the weights",
+    "pool": "allocating the KV cache",
     "kernels": "compiling and timing kernels",
     "graphs": "recording CUDA graphs",
+    "warm-up": "trying every kernel",
+    "predictions": "reading the profile",
 }
 """Descriptions of the stages of the engine's start."""
 

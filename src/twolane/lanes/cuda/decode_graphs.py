@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.garbage import gc_disabled
+from twolane.devices import OnProgress
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.products.dispatch import GpuProducts
@@ -184,10 +185,10 @@ class DecodeGraphs:
         self.levels: dict[int, LevelGraphs] = {}
         self._products: dict[int, GpuProducts] = {}
 
-    def capture(self, partitions: GreenContexts, progress: Callable[[float], None]) -> None:
+    def capture(self, partitions: GreenContexts, progress: OnProgress) -> None:
         """Tune the products and make the graphs of every level.
 
-        `progress` is called with the share that is done.
+        `progress` is called with the stage, `kernels` or `graphs`, and the share that is done.
         """
         shares = partitions.decode_units
         gc.collect()
@@ -197,12 +198,12 @@ class DecodeGraphs:
                 if (timed := timed_on.get(units)) is not None:
                     self._choose_sums(partitions.capture_stream("decode", timed), timed)
 
-                def part(done: float, place: int = place) -> None:
-                    progress((place + done) / len(shares))
+                def part(stage: str, done: float, place: int = place) -> None:
+                    progress(stage, (place + done) / len(shares))
 
                 stream = partitions.capture_stream("decode", units)
                 self.levels[units] = self._capture_level(stream, units, part)
-        progress(1.0)
+        progress("graphs", 1.0)
 
     def _choose_sums(self, stream: torch.cuda.Stream, units: int) -> None:
         """Choose how several ranks sum on a share, for each number of rows: until the next choice,
@@ -236,8 +237,9 @@ class DecodeGraphs:
             self._decoder.tune(self.products(units), self.buckets[-1], adapted=adapted)
 
     def _capture_level(
-        self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]
+        self, stream: torch.cuda.Stream, units: int, progress: OnProgress
     ) -> LevelGraphs:
+        progress("kernels", 0.0)
         begun = time.monotonic()
         self._tune(stream, units)
         tuning = time.monotonic() - begun
@@ -252,7 +254,7 @@ class DecodeGraphs:
             return captured(stream, self._pool, run)
 
         for done, bucket in enumerate(reversed(self.buckets)):
-            progress(done / len(self.buckets))
+            progress("graphs", done / len(self.buckets))
             for adapted in (False,) if self.adapters is None else (False, True):
                 run = partial(self._forward, bucket, units, adapted)
                 forward[bucket, adapted] = made(run)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.garbage import gc_disabled
+from twolane.devices import OnProgress
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
@@ -120,7 +121,7 @@ class LayerGraphs:
         self,
         partitions: GreenContexts,
         whole: Callable[[torch.cuda.Stream, Any], None] | None,
-        progress: Callable[[float], None],
+        progress: OnProgress,
     ) -> None:
         """Tune the products and make the graphs of every share that prefill can have.
 
@@ -128,13 +129,14 @@ class LayerGraphs:
             partitions: the shares.
             whole: makes the graphs of whole passes with a stream and a memory pool, if there are
                 any; called for the share that is the whole device.
-            progress: called with the share that is done.
+            progress: called with the stage, `kernels` or `graphs`, and the share that is done.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with gc_disabled():  # to free device memory or events while a graph is captured ends it
+            progress("kernels", 0.0)
             self._choose_sizes(partitions.capture_stream("prefill", self._whole))
             for place, units in enumerate(shares):
-                progress(place / len(shares))
+                progress("kernels", place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
                 begun = time.monotonic()
                 self._tune(stream, units)
@@ -142,6 +144,7 @@ class LayerGraphs:
                 self._load_kernels(stream, units)
                 torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+                progress("graphs", place / len(shares))
                 # The largest first: the others find their memory.
                 layers = {
                     (size, adapted): self._capture(stream, units, size, adapted)
@@ -152,7 +155,7 @@ class LayerGraphs:
                     whole(stream, self._pool)
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
                 self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
-        progress(1.0)
+        progress("graphs", 1.0)
 
     def _tune(self, stream: torch.cuda.Stream, units: int) -> None:
         """Choose how passes multiply on this share, unless that has been done."""

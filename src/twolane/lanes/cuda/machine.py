@@ -160,7 +160,7 @@ class CudaMachine:
             progress: called with ("graphs", fraction).
         """
         lanes = self._lanes(*self._launched_runner(sizes, progress), notify)
-        progress("kernels", 0.0)
+        progress("warm-up", 0.0)
         self._warm_up(lanes, sizes)
         return lanes
 
@@ -197,12 +197,12 @@ class CudaMachine:
         runner = self.runner_type(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
             if self.decodes:
-                steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
+                steps.capture(self.partitions, lambda stage, done: progress(stage, done / 2))
             if self.prefills:
                 hybrid = runner.whole if self.decodes else None
                 whole = None if hybrid is None else hybrid.capture
                 runner.passes.capture(
-                    self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
+                    self.partitions, whole, lambda stage, done: progress(stage, (1 + done) / 2)
                 )
                 self.pass_sizes = runner.passes.sizes
             else:

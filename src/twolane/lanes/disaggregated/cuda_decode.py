@@ -263,7 +263,7 @@ class DisaggregatedCudaMachine(MirroredCudaMachine):
         self.meet_ready()
         local = DecodeLanes(runner, self, launcher, notify, self._arrivals)
         lanes = DisaggregatedLanes(local, self.followers)
-        progress("kernels", 0.0)
+        progress("warm-up", 0.0)
         units, prompts = self.partitions.units, self.first_prompts(sizes)
         for ticket in [lanes.launch("prefill", units, whole, ()) for whole in prompts]:
             while not ticket.done:
