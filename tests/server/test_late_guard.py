@@ -92,7 +92,7 @@ def test_the_bound_is_kept_to_by_queue_and_own_prompt() -> None:
 )
 def test_nothing_else_is_refused(waiting, asked, pace, on) -> None:
     made = guard(waiting, pace, on=on)
-    made.check_arrival({"content-length": "9"}, asked, None)
+    made.check_arrival({"content-length": "9"}, asked.slo, None)
     assert not refuses(made, 5000, asked)
 
 
@@ -108,12 +108,12 @@ def test_a_key_waits_for_no_more_of_another_key_than_it_brings() -> None:
 def test_the_queue_alone_refuses_by_the_headers() -> None:
     made = guard({None: 600})
     with pytest.raises(ApiError) as refusal:
-        made.check_arrival({"content-length": "900"}, call(), None)
+        made.check_arrival({"content-length": "900"}, call().slo, None)
     assert refusal.value.status_code == 429
-    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call(), None)
-    made.check_arrival({"content-length": "900"}, call(slo=Slo(ttft=0.5, ttft_per_token=1)), None)
-    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call(), None)
-    made.check_arrival({}, call(), None)
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call().slo, None)
+    made.check_arrival({"content-length": "900"}, Slo(ttft=0.5, ttft_per_token=1), None)
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call().slo, None)
+    made.check_arrival({}, call().slo, None)
 
 
 def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16) -> int:
@@ -121,7 +121,7 @@ def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16
     refused = 0
     for _ in range(times):
         try:
-            made.check_arrival({"content-length": str(length)}, call(key), key)
+            made.check_arrival({"content-length": str(length)}, SLO, key)
         except ApiError:
             refused += 1
     return refused
@@ -159,10 +159,10 @@ def test_a_bound_that_grows_with_the_prompt_is_kept_to_by_its_least_and_its_most
     for _ in range(8):
         assert refuses(made, 100, call(length=500))
     headers = {"content-length": "500"}
-    made.check_arrival(headers, call(), None)  # which is read all the same
+    made.check_arrival(headers, call().slo, None)  # which is read all the same
     with pytest.raises(ApiError):
-        made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=1e-3)), None)
-    made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=2e-3)), None)
+        made.check_arrival(headers, Slo(ttft=0.4, ttft_per_token=1e-3), None)
+    made.check_arrival(headers, Slo(ttft=0.4, ttft_per_token=2e-3), None)
 
 
 @pytest.mark.usefixtures("still")

@@ -1,10 +1,16 @@
 """The ASGI application: every endpoint, and the middleware before them."""
 
+from functools import partial
+from http import HTTPStatus
+
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import CallMiddleware
+from twolane.server.http.entry import EarlyGate
+from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import Gate
 from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.methods import CORS, Cors, Head
@@ -17,6 +23,7 @@ from twolane.server.ops.adapters import add_adapter_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
 from twolane.server.ops.fleet import add_fleet_routes
 from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
+from twolane.server.ops.metrics import ServerMetrics
 from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
 from twolane.server.responses.routes import add_response_routes
@@ -59,24 +66,18 @@ def create_app(
     app.state.body_checker = service.body_checker
     app.state.unknown_fields = UnknownFields(ignore=options.unknown_fields == "warn")
     app.add_middleware(Head)
-    app.add_middleware(
-        Gate,
-        api_keys=options.api_keys,
-        max_body_bytes=options.max_body_bytes,
-        operator_key=options.operator_key,
-        check_call=service.late_guard.check_arrival,
-        allowed_hosts=options.hosts,
-    )
+    metrics = monitoring.metrics
+    add_gates(app, service, metrics, options)
     if options.cors_origins:  # around the gate: a browser asks whether it may without the key
         app.add_middleware(Cors, allow_origins=list(options.cors_origins), **CORS)
     app.add_middleware(  # the outermost
         CallMiddleware,
-        observer=monitoring.metrics,
+        observer=metrics,
         paths=GENERATION_PATHS,
         quiet=service.engine.wait_for_gap,
     )
     add_error_handlers(app, service.admission.retry_after)
-    add_info_routes(app, service, monitoring.metrics)
+    add_info_routes(app, service, metrics)
     add_fleet_routes(app, service, monitoring.dashboard)
     add_token_routes(app, service)
     add_generation_routes(app, service)
@@ -88,6 +89,35 @@ def create_app(
     if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:
-        add_adapter_routes(app, service, monitoring.metrics)
+        add_adapter_routes(app, service, metrics)
     add_dashboard_routes(app, service, monitoring.dashboard)
     return app
+
+
+def add_gates(
+    app: FastAPI, service: Service, metrics: ServerMetrics, options: ServerOptions
+) -> None:
+    """Put the gate before an application, and before all else (`app.state.early`) what it refuses
+    by a head alone."""
+    guard = service.late_guard
+    gate = partial(
+        Gate,
+        api_keys=options.api_keys,
+        max_body_bytes=options.max_body_bytes,
+        operator_key=options.operator_key,
+        check_call=guard.check_arrival,
+        allowed_hosts=options.hosts,
+    )
+    app.add_middleware(gate)
+
+    def check_call(headers: Headers, path: str, key: int | None) -> None:
+        guard.check_arrival(headers, metrics.slo, key, reads=False)
+
+    def note(path: str, error: ApiError) -> None:
+        overload = error.status_code == HTTPStatus.TOO_MANY_REQUESTS
+        metrics.begin_call().refuse(error.code, error.message, overload=overload)
+        metrics.count_http("POST", path, error.status_code)
+
+    app.state.early = EarlyGate(
+        gate(app), GENERATION_PATHS, lambda: guard.watches, check_call, note
+    )

@@ -34,6 +34,7 @@ from twolane.server.http.connection import (
     EXTRA_CONNECTIONS,
     Connection,
     ConnectionLimits,
+    EarlyCheck,
     connection_class,
 )
 from twolane.server.http.entry import Entry
@@ -140,7 +141,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
     with bind(options.host, options.port) as listener:
         entry = Entry()
         output = UnsentOutput()
-        server = UvicornServer(uvicorn_config(entry, options, output))
+        early = entry.refuse_early
+        server = UvicornServer(uvicorn_config(entry, options, output, refuse_early=early))
         serving = await serving_at(listener, server)
         with progress_bars() as show:
             starting = asyncio.create_task(
@@ -168,7 +170,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             service.tracing = tracing = Tracing(provider, engine)
         ticking = asyncio.create_task(tick(monitoring.dashboard))
         try:
-            entry.app = await application(service, monitoring, config, options)
+            entry.app = app = await application(service, monitoring, config, options)
+            entry.early = app.state.early
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             address = address_of(listener)
             refuses = options.refuse_late
@@ -275,7 +278,12 @@ def span_provider(endpoint: str) -> "TracerProvider":
 
 
 def uvicorn_config(
-    app: ASGIApp, options: ServerOptions, output: UnsentOutput, *, files_each: int = 1
+    app: ASGIApp,
+    options: ServerOptions,
+    output: UnsentOutput,
+    *,
+    files_each: int = 1,
+    refuse_early: EarlyCheck = lambda data, default_headers: None,
 ) -> uvicorn.Config:
     """Return uvicorn's settings; the limit on open files is raised first.
 
@@ -284,6 +292,7 @@ def uvicorn_config(
         options: the bounds on connections.
         output: unsent output of all connections.
         files_each: open files that a connection takes.
+        refuse_early: Refuses requests by their heads.
     """
     most = raise_file_limit() - open_files() - FILES_BESIDE
     most = max(1, (most - EXTRA_CONNECTIONS - ACCEPTED_AT_ONCE) // files_each)
@@ -293,7 +302,7 @@ def uvicorn_config(
     limits = ConnectionLimits(min(wanted, most), options.arrival_seconds, options.stall_seconds)
     return uvicorn.Config(
         app,
-        http=connection_class(limits, output),
+        http=connection_class(limits, output, refuse_early),
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         proxy_headers=bool(options.trusted_proxies),

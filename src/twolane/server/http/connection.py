@@ -7,7 +7,8 @@ import re
 import sys
 import termios
 import time
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import h11
 import msgspec
@@ -139,6 +140,31 @@ def check_head(head: bytes) -> None:
             raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding")
 
 
+class EarlyRefusal(NamedTuple):
+    """Answer to a request that its head alone has refused."""
+
+    answer: bytes
+    """The whole answer."""
+    length: int
+    """Bytes of the request, head and body."""
+    closes: bool
+    """Whether the connection ends with it."""
+
+
+class EarlyCheck(Protocol):
+    """Refuses requests by their heads, before anything else is done for them."""
+
+    def __call__(
+        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]]
+    ) -> EarlyRefusal | None:
+        """Return the answer to the request that some bytes begin with; None: it goes its usual way.
+
+        Args:
+            data: The first bytes of the request.
+            default_headers: Headers of every answer.
+        """
+
+
 class Connection(H11Protocol):
     """A client's connection, which refuses invalid HTTP with an error in OpenAI's format."""
 
@@ -150,10 +176,15 @@ class Connection(H11Protocol):
     request, longest first."""
     logged_at: ClassVar[float]
     """Time of the last log line about too many connections."""
+    refuse_early: ClassVar[EarlyCheck]
 
     probes_only = False
     """Whether the connection came beyond the bound, so that only probes are served on it."""
     _arrival: asyncio.TimerHandle | None = None
+    _refused: EarlyRefusal | None = None
+    """The last request that its head alone has refused."""
+    _unwanted = 0
+    """Bytes of it that have not arrived yet, and are dropped."""
     _progress: asyncio.TimerHandle
     _unsent = 0
     """Unsent bytes at the last check while writing was paused; 0: the client has read since."""
@@ -202,8 +233,35 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        super().data_received(data)
+        if rest := self._after_refusal(data):
+            super().data_received(rest)
         self._watch_arrival()
+
+    def _after_refusal(self, data: bytes) -> bytes:
+        """Return the data after a request that its head refuses, which is answered here.
+
+        A connection closes once the whole request has been read: see `RestOfBody`.
+        """
+        if not self._unwanted:
+            states = {self.conn.their_state, self.conn.our_state}
+            if states != {h11.IDLE} or self.conn.trailing_data[0] or self.flow.write_paused:
+                return data
+            refused = self.refuse_early(data, self.server_state.default_headers)
+            if refused is None or self.probes_only:
+                return data
+            self._refused, self._unwanted = refused, refused.length
+            self.waiting.pop(self, None)
+            self.transport.write(refused.answer)
+            self.output.grew(len(refused.answer))
+        dropped = min(self._unwanted, len(data))
+        self._unwanted -= dropped
+        if self._unwanted:
+            return b""
+        if self._refused is not None and self._refused.closes:
+            self.transport.close()
+            return b""
+        self.on_response_complete()
+        return data[dropped:]
 
     def on_response_complete(self) -> None:
         """Continue with the next request, part of which may have arrived."""
@@ -307,12 +365,13 @@ class Connection(H11Protocol):
 
     def _watch_arrival(self) -> None:
         state = self.conn.their_state
-        asked = self.cycle is not None
+        asked = self.cycle is not None or self._refused is not None
         if state is h11.IDLE and not self.transport.is_closing():
             self.waiting.setdefault(self, self.loop.time())
         else:
             self.waiting.pop(self, None)
-        idle = state is h11.IDLE and asked and not self.conn.trailing_data[0]
+        arriving = self.conn.trailing_data[0] or self._unwanted
+        idle = state is h11.IDLE and asked and not arriving
         if idle or state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_watch()
         elif self._arrival is None:
@@ -359,12 +418,19 @@ def unacknowledged(transport: asyncio.Transport) -> int:
     return int.from_bytes(answer, sys.byteorder)
 
 
-def connection_class(limits: ConnectionLimits, output: UnsentOutput) -> type[Connection]:
+def connection_class(
+    limits: ConnectionLimits,
+    output: UnsentOutput,
+    refuse_early: EarlyCheck = lambda data, default_headers: None,
+) -> type[Connection]:
     """Return a protocol class for uvicorn with its own limits and state.
 
     Args:
         limits: the limits of all connections.
         output: unsent output of all connections.
+        refuse_early: Refuses requests by their heads.
     """
-    shared = {"limits": limits, "output": output, "waiting": {}, "logged_at": -LOG_SECONDS}
+    shared: dict[str, Any] = {"limits": limits, "output": output}
+    shared |= {"waiting": {}, "logged_at": -LOG_SECONDS}
+    shared["refuse_early"] = staticmethod(refuse_early)
     return type("BoundConnection", (Connection,), shared)

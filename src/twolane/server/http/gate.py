@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 
 import msgspec
@@ -24,6 +24,7 @@ from twolane.server.http.bodies import (
 )
 from twolane.server.http.calls import Call, set_key, set_reason
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
+from twolane.slo import Slo
 
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID = "request-id"
@@ -72,7 +73,8 @@ class Gate:
             there is none.
         keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
-        check_call: Refuses a call by its headers and the index of its key, before its body is read.
+        check_call: Refuses a call by its headers, the server's latency bounds and the index of its
+            key, before its body is read.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Gate:
         operator_key: str | None = None,
         keeps_bodies: bool = False,
         on_refusal: Callable[[str], None] = lambda code: None,
-        check_call: Callable[[Headers, Call, int | None], None] = lambda headers, call, key: None,
+        check_call: Callable[[Mapping[str, str], Slo, int | None], None] = lambda *call: None,
     ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
@@ -112,15 +114,11 @@ class Gate:
             check_room(scope)
             rest = RestOfBody(scope, receive, send, self._max_bytes)
             receive, send = rest.receive, rest.send
-            self._hosts.check(headers)
-            check_path(scope)
-            key = self._check_key(scope, headers)
+            key = self.check(scope, headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
-            if int(headers.get("content-length", "0")) > self._max_body_bytes:
-                raise too_large(self._max_body_bytes)
             call: Call | None = scope.get("state", {}).get("call")
             if call is not None:
-                self._check_call(headers, call, key)
+                self._check_call(headers, call.slo, key)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
             self._on_refusal(error.code)
@@ -139,6 +137,19 @@ class Gate:
             body.end()
             if turn is not None:
                 turn.end()
+
+    def check(self, scope: Scope, headers: Headers) -> int | None:
+        """Return the index of a request's key; None: it needs none.
+
+        Raises:
+            ApiError: its head alone refuses it.
+        """
+        self._hosts.check(headers)
+        check_path(scope)
+        key = self._check_key(scope, headers)
+        if int(headers.get("content-length", "0")) > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
+        return key
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
         """Return the index of the request's key; None: it needs none.
@@ -235,15 +246,20 @@ def request_id(headers: Headers) -> str:
     return id[:MAX_ID_LENGTH] or uuid.uuid4().hex
 
 
+def id_headers(path: str) -> tuple[str, ...]:
+    """Return the headers in which the clients of a path read a request's id."""
+    anthropic = path.startswith(ANTHROPIC_PATH)
+    return (REQUEST_ID, ANTHROPIC_REQUEST_ID) if anthropic else (REQUEST_ID,)
+
+
 def with_request_id(send: Send, id: str, path: str) -> Send:
     """Add the id to the answer's headers, under each name that clients of the path read."""
 
     async def wrapped(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            headers[REQUEST_ID] = id
-            if path.startswith(ANTHROPIC_PATH):
-                headers[ANTHROPIC_REQUEST_ID] = id
+            for name in id_headers(path):
+                headers[name] = id
         await send(message)
 
     return wrapped
@@ -251,12 +267,17 @@ def with_request_id(send: Send, id: str, path: str) -> Send:
 
 async def refuse(error: ApiError, path: str, send: Send) -> None:
     """Send an error in the format of the API that the path belongs to."""
+    headers, body = refusal(error, path)
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def refusal(error: ApiError, path: str) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return headers and body of an error in the format of the API that the path belongs to."""
     body = msgspec.json.encode(error_for(path, error.body))
     headers: Sequence[tuple[str, str]] = [
         ("Content-Type", "application/json"),
         ("Content-Length", str(len(body))),
         *(error.headers or {}).items(),
     ]
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    return [(name.lower().encode(), value.encode()) for name, value in headers], body

@@ -97,30 +97,39 @@ class LateGuard:
         """Heap of their numbers by the time at which they are due."""
         self._numbers = itertools.count()
 
-    def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
+    def check_arrival(
+        self, headers: Mapping[str, str], slo: Slo, key: int | None, *, reads: bool = True
+    ) -> None:
         """Refuse a request by its headers, before its body is read, if it would be late whichever
         work its body is expected to be.
+
+        Args:
+            headers: Its headers.
+            slo: The server's latency bounds.
+            key: The index of its API key.
+            reads: Whether its body is read next if it is not refused.
 
         Raises:
             ApiError: 429.
         """
         length = headers.get("content-length")
-        if length is None or not self._watches:
+        if length is None or not self.watches:
             return
         self._learn_from_overdue()
         with contextlib.suppress(ValueError):  # the endpoint says what is wrong
             named = [headers.get(name) for name in TTFT_HEADERS]
             own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
-            slo, bodies, now = own.over(call.slo), self._bodies[key], time.monotonic()
+            bounds, bodies, now = own.over(slo), self._bodies[key], time.monotonic()
             least, most = (
-                self._expected(work, int(work.tokens), int(work.tokens), key, slo, now)
+                self._expected(work, int(work.tokens), int(work.tokens), key, bounds, now)
                 for work in bodies.range(int(length))
             )
             if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
                 return
             if not bodies.known or now < bodies.read_at + READ_SECONDS:
                 raise self._late(least)
-            bodies.read_at = now
+            if reads:
+                bodies.read_at = now
 
     def check(
         self, prepared: Prepared, call: Call, reused: Callable[[list[int]], int]
@@ -138,7 +147,7 @@ class LateGuard:
         """
         self._learn_from_overdue()
         expected = self._expected_of(prepared, call)
-        if expected is not None and self._watches and self._is_late(expected):
+        if expected is not None and self.watches and self._is_late(expected):
             expected = self._expected_of(prepared, call, reused)
             assert expected is not None
             if self._is_late(expected):
@@ -172,7 +181,8 @@ class LateGuard:
         self._correction.note(expected.seconds, expected.at, now, expected.bound)
 
     @property
-    def _watches(self) -> bool:
+    def watches(self) -> bool:
+        """Whether a request may be refused now."""
         return self._on and self._admission.waiting > 0
 
     def _wait(self, key: int | None, tokens: int) -> float:
