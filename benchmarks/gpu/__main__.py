@@ -11,9 +11,8 @@ import harness
 
 CASES = {
     "lanes": "lanes of a dense model reach the device's speed, alone and side by side",
-    "experts": "steps, passes and prefill of a model with experts beside the bytes that they read",
     "adapters": "what LoRA adapters cost",
-    "step": "where the time of a decode step goes, kernel by kernel",
+    "step": "steps and prompts of a model beside the bytes and FLOPs that they need; kernels",
     "ranks": "one model on several GPUs",
     "all-reduce": "sums over ranks, with and without the norm that follows",
     "transfer": "pages written into another GPU's KV pool",

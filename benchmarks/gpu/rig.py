@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import random
 import statistics
 import time
@@ -31,11 +32,14 @@ from twolane.lanes.work import (
     SlotUpdate,
     Work,
 )
+from twolane.model.gpu_decoder import layer_matrices
 from twolane.parallel.channel import NullChannel
 from twolane.parallel.group import CHANNELS
 from twolane.sampling import SamplingParams
 
 PAGE = 32
+ROOM = 64
+"""Tokens for which a decode row has pages beyond its context."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -47,6 +51,8 @@ class Rig:
     decode_units: Sequence[int] | None = None
     slots: int = 256
     pages: int = 0
+    longest: int = 40_960
+    """Tokens of the longest request."""
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     router_skew: float = 0.0
@@ -72,8 +78,10 @@ class Rig:
         )
         self.machine = CudaMachine(*load_rank(settings, 0, lambda *_: None))
         if not self.pages:
-            self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)
-        sizes = LaneSizes(self.pages, PAGE, self.slots, 40_960)
+            self.pages = self.machine.kv_bytes(self.longest) // (
+                PAGE * self.machine.page_token_bytes
+            )
+        sizes = LaneSizes(self.pages, PAGE, self.slots, self.longest)
         self.lanes = self.machine.start(sizes, lambda: None, lambda *_: None)
         self.lanes.fill_kv()
         torch.cuda.synchronize()
@@ -106,12 +114,17 @@ class Rig:
         return self.lanes.launch(lane, units, self.untold.attach(work), ())
 
     def decode_rows(self, count: int, context: int, steps: int = 1) -> tuple[DecodeRow, ...]:
-        """Return requests with this much context and room for many more tokens."""
+        """Return requests with this much context and room for more tokens."""
         for slot in range(count):
-            self.take(slot, context + 512, context)
+            self.take(slot, context + ROOM, context)
         if self.spec.moe is not None:
             self.draw_tokens(count, context - 2)
         return tuple(DecodeRow(slot, context - 1, steps) for slot in range(count))
+
+    def holds(self, rows: int, context: int, prompt: int = 0) -> bool:
+        """Return whether so many decode rows and a prompt have slots and pages at a time."""
+        pages = rows * -(-(context + ROOM) // PAGE) + -(-prompt // PAGE)
+        return rows < self.slots and pages <= self.pages
 
     def draw_tokens(self, count: int, position: int) -> None:
         """Sample the last token of each slot from a random one: equal tokens wake equal experts."""
@@ -168,6 +181,37 @@ def decode_seconds(rig: Rig, rows: Sequence[DecodeRow], units: int, k: int = 4) 
 
 def replaced(row: DecodeRow, steps: int) -> DecodeRow:
     return DecodeRow(row.slot, row.position, steps)
+
+
+def step_bytes(rig: Rig, rows: int, context: int) -> float:
+    """Return bytes that a decode step must read: weights as they are stored, of experts those that
+    its rows wake; the head; keys and values within windows; states, which it also writes."""
+    machine, spec, weights = rig.machine, rig.machine.decoder.spec, rig.machine.decoder.weights
+    awake = 1.0 if spec.moe is None else spec.moe.active(rows) / spec.moe.rule.stored
+    moved = weights.head.nbytes + 2.0 * rows * machine.state_bytes
+    for operation, matrix in (each for layer in weights.layers for each in layer_matrices(layer)):
+        moved += matrix.nbytes * (awake if operation == "experts" else 1.0)
+    for layer, at in enumerate(spec.each):
+        seen = 0 if spec.is_linear(layer) else min(context, spec.window(layer) or context)
+        moved += rows * seen * 2 * at.kv_size * machine.kv_itemsize
+    return moved
+
+
+def prompt_flops(rig: Rig, tokens: int) -> float:
+    """Return the FLOPs of a prompt: products, attention within windows, and the delta rule."""
+    spec, weights = rig.machine.decoder.spec, rig.machine.decoder.weights
+    chosen = 1.0 if spec.moe is None else spec.moe.rule.entries / spec.moe.rule.stored
+    flops = 0.0
+    for operation, matrix in (each for layer in weights.layers for each in layer_matrices(layer)):
+        share = chosen if operation == "experts" else 1.0
+        flops += 2.0 * tokens * math.prod(matrix.shape) * share
+    for layer, at in enumerate(spec.each):
+        if spec.is_linear(layer):
+            flops += 0.0 if spec.delta is None else tokens * spec.delta.prompt_flops
+        else:
+            seen = min(spec.window(layer) or tokens, tokens)
+            flops += 4.0 * at.q_size * (tokens * seen - seen * (seen - 1) / 2)
+    return flops
 
 
 def decode_attention_of(rig: Rig, rows: Sequence[DecodeRow], units: int) -> Callable[[], None]:
@@ -303,10 +347,12 @@ def pass_seconds(rig: Rig, rows: Sequence[DecodeRow], new: int, reused: int = 0)
     return took
 
 
-def prompt_seconds(rig: Rig, new: int, units: int | None = None, reused: int = 0) -> float:
+def prompt_seconds(
+    rig: Rig, new: int, units: int | None = None, reused: int = 0, times: int = 3
+) -> float:
     """Return the seconds of a prompt's prefill by itself; by default on the whole device."""
     row, units = rig.prompt(new, reused), units or rig.machine.partitions.units
-    took = repeat(3, lambda: rig.launch("prefill", units, rig.prefill(row)))
+    took = repeat(times, lambda: rig.launch("prefill", units, rig.prefill(row)))
     rig.give_back([row])
     return took
 

@@ -98,3 +98,8 @@ def test_a_recorded_command_has_no_folder_of_outputs_and_no_temporary_one(monkey
     monkeypatch.setattr(sys, "argv", ["scripts/run.py", *words])
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
     assert own_command()[2:] == ["--work", "runs", "--out", "found.json", "--traces", "a/b.csv"]
+
+
+def test_a_recorded_command_names_a_program_that_is_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", [str(tmp_path), "step"])
+    assert own_command() == ["python", str(tmp_path), "step"]

@@ -95,7 +95,7 @@ def own_command() -> list[str]:
     program, words = Path(sys.argv[0]), _named_outputs(without_secrets(sys.argv[1:]))
     if program.name == "__main__.py":
         return ["python", "-m", program.parent.name, *words]
-    if program.suffix == ".py":
+    if program.suffix == ".py" or program.is_dir():  # a folder's __main__.py
         return ["python", str(_from_checkout(program)), *words]
     return [program.name, *words]
 
