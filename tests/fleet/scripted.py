@@ -168,8 +168,9 @@ async def fleet_of(
             keeping = asyncio.create_task(pool.run())
             shared = ServerOptions(api_keys=keys)
             output = UnsentOutput()
-            app = application(pool, session, shared, output)
-            server = UvicornServer(uvicorn_config(app, shared, output))
+            app, early = application(pool, session, shared, output)
+            config = uvicorn_config(app, shared, output, refuse_early=early.refuse)
+            server = UvicornServer(config)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             async with aiohttp.ClientSession(timeout=timeout) as client:
                 while not server.started:

@@ -12,8 +12,10 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from tests.server.serving import PATIENCE
+from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.fleet.lost import ReplicaUnreachable, unless_lost
 from twolane.router.state import ReplicaState
+from twolane.slo import Slo
 
 from .scripted import STREAM, Script, Scripted, Writer, chunk, fleet_of, whole
 from .test_replicas import ADAPTER, ANSWER, LOAD, UNLOAD, saying, well
@@ -113,6 +115,52 @@ def test_a_server_that_is_full_is_passed_over_and_where_all_are_so_is_told(statu
     all_full = [Scripted(full) for _ in range(3)]
     asyncio.run(run())
     assert [len(server.asked) for server in all_full] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("servers", "queued", "length", "refused"),
+    [
+        (1, 400, 600, True),  # 150 tokens
+        (1, 400, 200, False),
+        (1, 600, 4, True),
+        (2, 400, 600, False),  # of which a server may have all cached
+        (2, 600, 600, True),
+    ],
+)
+def test_a_request_that_is_late_whatever_its_body_holds_is_refused_unread(
+    servers, queued, length, refused
+) -> None:
+    pace, slo, work = PromptPace(token=1e-3), Slo(ttft=0.5), PromptWork(1, queued, 0)
+    holding = asyncio.Event()
+
+    async def hold(path: str, body: bytes, writer: Writer) -> None:
+        await holding.wait()
+        writer.write(whole(b"{}"))
+
+    async def run() -> None:
+        scripted = [Scripted(hold) for _ in range(servers)]
+        for each in scripted:
+            each.state = ReplicaState(
+                queued=work, prompt_pace=pace, slo=slo, pages=999, pages_free=999
+            )
+        async with fleet_of(*scripted, router="predicted") as fleet:
+            host, port = fleet.base.removeprefix("http://").split(":")
+            open_one = asyncio.create_task(fleet.ask("/v1/embeddings"))
+            await fleet.until(lambda: any(member.open for member in fleet.pool.serving))
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n"
+            writer.write(f"{head}Connection: close\r\n\r\n".encode())
+            if refused:
+                assert b" 429 " in await reader.readline()
+                assert await fleet.metric('twolane:fleet_requests_total{outcome="refused"}') == 1
+            else:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reader.readline(), 0.1)
+            holding.set()
+            assert (await open_one)[0] == 200
+            writer.close()
+
+    asyncio.run(run())
 
 
 def test_a_redirection_is_the_clients_to_follow() -> None:

@@ -41,7 +41,7 @@ def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, 
         async with aiohttp.ClientSession() as session:
             pool = Pool(LocalHosts((), {}), FleetOptions(), session, keys, operator_key="o")
             shared = ServerOptions(api_keys=keys, cors_origins=origins, max_body_bytes=1000)
-            app = application(pool, session, shared, UnsentOutput())
+            app, _ = application(pool, session, shared, UnsentOutput())
             await app(scope, receive, send)
 
     asyncio.run(answer())

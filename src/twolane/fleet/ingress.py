@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
@@ -33,7 +34,7 @@ from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
 from twolane.fleet.metrics import FleetMetrics, outcome_of
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.routing_facts import LANDMARKS, RoutingFacts
-from twolane.router.choose import Chosen, NoReplica
+from twolane.router.choose import Chosen, NoReplica, choose
 from twolane.router.policies import Policy
 from twolane.router.state import RoutedRequest, total_load
 from twolane.router.table import SentRequest
@@ -74,6 +75,22 @@ class Ingress:
         self._forwarder = Forwarder(pool, session, self._facts, self.metrics)
         self._changing: set[asyncio.Task[str]] = set()
         """Running changes of all replicas, which do not end with their clients."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether a request may be refused because it would be late."""
+        return any(member.open for member in self._pool.serving)
+
+    def check_arrival(self, headers: Headers, path: str, key: int | None) -> None:
+        """Refuse a request by its headers, before its body is read.
+
+        Raises:
+            ApiError: 429, no replica can answer in time, whatever the body holds.
+        """
+        if self._policy is choose:  # others refuse nothing, and some remember what they are asked
+            least = self._facts.least(headers, path)
+            if views := self._pool.table.views(least, self._pool.clock()):
+                taken(choose(least, views))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -233,11 +250,7 @@ class Ingress:
         views = await self._awaited(lambda: self._pool.table.views(routed, self._pool.clock()))
         views = [view for view in views if view.name in homes] or views
         views = [view for view in views if view.name not in tried] or views
-        choice = self._policy(routed, views)
-        if isinstance(choice, NoReplica):
-            headers = retry_after(choice.retry_after)
-            raise ApiError(429, choice.reason, code="refused", headers=headers)
-        assert isinstance(choice, Chosen)
+        choice = taken(self._policy(routed, views))
         now = self._pool.clock()
         return choice, self._pool.table.sent(choice.name, routed, now, choice.ttft)
 
@@ -256,6 +269,18 @@ class Ingress:
                 raise _unavailable("no replica is ready", 5)
             await asyncio.sleep(self._pool.options.probe_seconds)
         return found
+
+
+def taken(choice: Chosen | NoReplica) -> Chosen:
+    """Return a choice of a replica.
+
+    Raises:
+        ApiError: 429, there is none.
+    """
+    if isinstance(choice, NoReplica):
+        headers = retry_after(choice.retry_after)
+        raise ApiError(429, choice.reason, code="refused", headers=headers)
+    return choice
 
 
 def _unavailable(problem: str, retry_seconds: int) -> ApiError:

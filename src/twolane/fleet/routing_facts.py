@@ -110,6 +110,17 @@ class RoutingFacts:
             session=session and session_key(session),
         )
 
+    def least(self, headers: Headers, path: str) -> RoutedRequest:
+        """Return the least that a request may be by its headers, before its body is read."""
+        # The prompt of another fleet's request may be cached at some replica.
+        alone = len(self._pool.serving) == 1
+        length = int(headers["content-length"]) if alone else 0
+        return RoutedRequest(
+            prompt_tokens=max(1, length // BYTES_PER_TOKEN),
+            output_tokens=1,
+            ttft=_bound(path, headers.get("x-slo-ttft-ms", "")),
+        )
+
     def note_response(self, call: ClientCall, member: Member, begun: bytes) -> None:
         """Remember from the head of an answer which replica may have stored the response."""
         if call.path == RESPONSES and (match := RESPONSE_ID.search(begun)):

@@ -17,9 +17,11 @@ from twolane.fleet.ingress import Ingress
 from twolane.fleet.metrics import PREFIX
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
+from twolane.fleet.routing_facts import GENERATING_PATHS
 from twolane.router.policies import POLICIES
 from twolane.server.announcement import bounds
 from twolane.server.http.backpressure import UnsentCollector, UnsentOutput
+from twolane.server.http.entry import EarlyGate
 from twolane.server.http.gate import Gate
 from twolane.server.http.methods import cross_origin
 from twolane.server.options import OPERATOR_VARIABLE, ServerOptions
@@ -67,8 +69,9 @@ def serve_fleet(arguments: Sequence[str], options: FleetOptions, shared: ServerO
 
 def application(
     pool: Pool, session: aiohttp.ClientSession, shared: ServerOptions, output: UnsentOutput
-) -> ASGIApp:
-    """Return the ASGI application at the fleet's address, with the same gate as a replica.
+) -> tuple[ASGIApp, EarlyGate]:
+    """Return the ASGI application at the fleet's address, with the same gate as a replica, and what
+    refuses requests by their heads before it.
 
     Args:
         pool: the replicas.
@@ -88,7 +91,14 @@ def application(
         keeps_bodies=True,
         on_refusal=ingress.metrics.count,
     )
-    return cross_origin(gate, shared.cors_origins)
+    early = EarlyGate(
+        gate,
+        GENERATING_PATHS,
+        lambda: ingress.watches,
+        ingress.check_arrival,
+        lambda path, error: ingress.metrics.count(error.code),
+    )
+    return cross_origin(gate, shared.cors_origins), early
 
 
 def hosts_of(arguments: Sequence[str], options: FleetOptions, operator_key: str) -> Hosts:
@@ -148,9 +158,10 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
                 refuse_late=shared.refuse_late,
             )
             output = UnsentOutput()
-            app = application(pool, session, shared, output)
+            app, early = application(pool, session, shared, output)
             # Open files per client connection: its own, and those to two replicas.
-            server = UvicornServer(uvicorn_config(app, shared, output, files_each=3))
+            config = uvicorn_config(app, shared, output, files_each=3, refuse_early=early.refuse)
+            server = UvicornServer(config)
             serving = await serving_at(listener, server)  # probes are answered while servers start
             keeping = asyncio.create_task(pool.run())
             await first_of(pool.started.wait(), stop.asked.wait())
