@@ -23,12 +23,20 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
+from twolane.model.spec import ModelSpec
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
 from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import GPUS, Gpu
-from twolane.sim.operators import BFLOAT16, TILE_KEYS, OperatorCosts, Storage, shapes_of
+from twolane.sim.operators import (
+    BFLOAT16,
+    TILE_KEYS,
+    OperatorCosts,
+    Storage,
+    shapes_of,
+    window_shares,
+)
 from twolane.workload.spec import WorkloadSpec
 
 H100 = GPUS["h100"]
@@ -508,3 +516,30 @@ def test_steps_of_linear_attention_read_states_in_the_place_of_contexts() -> Non
         costs.attend(prompt, 132).alone
         < 0.3 * OperatorCosts(H200, plain, 1).attend(prompt, 132).alone
     )
+
+
+def test_windows_hide_keys_from_steps_and_prompts() -> None:
+    """gpt-oss' odd layers see 128 tokens (by hand); a window beyond the context changes nothing."""
+    spec = SHAPES["gpt-oss-20b"]
+    costs = OperatorCosts(quiet(H200), spec, 1)
+    assert costs.seen([100, 2128]) == 100 + 0.5 * (2128 + 128)
+    full = replace(spec, kinds=())
+    whole, wide = OperatorCosts(quiet(H200), full, 1), window_shares(full)
+    assert whole.seen([100, 2128]) == 2228 and wide == []
+    for start, new in ((0, 4096), (6000, 64), (0, 100)):
+        row = PromptRow(0, start, new, samples=True)
+        keys = [start + i + 1 for i in range(new)]
+        hidden = sum(max(0, key - 128) for key in keys) / new / 2
+        assert costs._hidden_keys(row) == pytest.approx(hidden, rel=0.01, abs=0.3)
+        assert whole._hidden_keys(row) == 0
+        a, b = costs.attend([row], 132).alone, whole.attend([row], 132).alone
+        assert (a < 0.75 * b) == (start + new > 128)
+    steps = [seconds_of(each, decode(64, 8192)) for each in (spec, full)]
+    gone = 64 * (8192 - 128) / 2 * spec.kv_bytes_per_token(2)
+    assert steps[1] - steps[0] == pytest.approx(gone / 4.3e12, rel=0.2)
+
+
+def seconds_of(spec: ModelSpec, work: Work) -> float:
+    device = DeviceModel(quiet(H200), spec)
+    [took] = device.seconds([device.steps(work, 132)[0]])
+    return took

@@ -201,14 +201,14 @@ class DeviceModel:
     # --- a step of each kind ------------------------------------------------------------------
 
     def _decode(self, work: DecodeWork, units: int) -> list[Demand]:
-        contexts = sum([row.position for row in work.rows])
+        seen = self._operators.seen([row.position for row in work.rows])
         demands = []
         for step in range(work.k):
             rows = len(work.rows)
             if step:
                 rows = sum(step < row.steps for row in work.rows)
-            contexts += rows  # each token reads itself, too
-            cost = self._products(rows, units).plus(self._operators.read(contexts, units))
+            seen += rows  # each token reads itself, too
+            cost = self._products(rows, units).plus(self._operators.read(seen, units))
             demands.append(self._step(cost, units))
         return demands
 
@@ -222,7 +222,8 @@ class DeviceModel:
     def _hybrid(self, work: HybridWork, units: int) -> Cost:
         decode = len(work.decode)
         layer = self._pass_layer(decode, work.prompts, units)
-        read = self._operators.read(sum([row.position + 1 for row in work.decode]), units)
+        seen = self._operators.seen([row.position + 1 for row in work.decode])
+        read = self._operators.read(seen, units)
         head = self._operators.head(decode + _ends(work.prompts), units)
         return layer.times(self.spec.layers).plus(head).plus(read)
 

@@ -115,7 +115,7 @@ class NanoBatchDevice(DeviceModel):
         of its attention."""
         layers, decode = self.spec.layers, len(work.decode)
         whole = decode + sum([row.count for row in work.prompts])
-        read = sum([row.position + 1 for row in rows])
+        read = self._operators.seen([row.position + 1 for row in rows])
 
         def products(units: int) -> Demand:
             attention = self._attend(self._multiply(whole, units), decode, work.prompts, units)
@@ -130,7 +130,7 @@ class NanoBatchDevice(DeviceModel):
 
     def _of_step(self, rows: Sequence[DecodeRow], step: int) -> _NanoBatch:
         computed = padded(len(rows), BUCKETS, BUCKET_STEP)
-        read = sum([row.position + step + 1 for row in rows])
+        read = self._operators.seen([row.position + step + 1 for row in rows])
 
         def layer(units: int) -> Cost:
             return self._operators.layer(computed, units, decode=True, routed=len(rows))
@@ -144,7 +144,7 @@ class NanoBatchDevice(DeviceModel):
 
         return _NanoBatch(products, others)
 
-    def _others(self, read: int, linked: float, units: int) -> Demand:
+    def _others(self, read: float, linked: float, units: int) -> Demand:
         """Return the demand of reading the KV of this many tokens and of all-reduces that take
         `linked` seconds in each layer."""
         cost = self._operators.read(read, units)._replace(linked=linked * self.spec.layers)

@@ -1,6 +1,7 @@
 """Seconds, FLOPs and bytes of a model's operators on one GPU, at the top clock and alone."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -116,6 +117,17 @@ def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerSha
     )
 
 
+def window_shares(spec: ModelSpec) -> list[tuple[int, float]]:
+    """Return the windows of a model, each with its layers' share of all keys and values."""
+    sizes = [0 if spec.is_linear(i) else at.kv_size for i, at in enumerate(spec.each)]
+    windows = [spec.window(i) for i in range(spec.layers)]
+    shares = Counter[int]()
+    for window, size in zip(windows, sizes, strict=True):
+        if window is not None:
+            shares[window] += size
+    return [(window, size / sum(sizes)) for window, size in shares.items()]
+
+
 class Cost(NamedTuple):
     """Seconds of some operators at the top clock and alone, FLOPs (by power) and bytes."""
 
@@ -157,6 +169,7 @@ class OperatorCosts:
     def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> None:
         self._gpu, self._spec, self._tp, self._storage = gpu, spec, tp, storage
         self._shapes = shapes_of(spec, tp, storage)
+        self._windows = window_shares(spec)
         self._layers: dict[tuple[int, int, int, bool], Cost] = {}
         self._heads: dict[tuple[int, int], Cost] = {}
 
@@ -321,13 +334,15 @@ class OperatorCosts:
         """Return the cost of attention of a prefill batch's chunks in one layer; `tiled`: see
         `_tiles`."""
         gpu, shapes = self._gpu, self._shapes
-        pairs = seen = 0.0
+        pairs = hidden = seen = 0.0
         for row in rows:
             n = row.count
             # Tiles on the diagonal are whole.
             pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
-            seen += row.start + n
-        pairs = pairs * self._idle(rows, units) if tiled is None else tiled
+            hidden += (n + gpu.attention_rows) * self._hidden_keys(row)
+            seen += self.seen([row.start]) + n
+        visible = 1.0 - hidden / pairs if hidden else 1.0
+        pairs = visible * (pairs * self._idle(rows, units) if tiled is None else tiled)
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
         c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
@@ -337,6 +352,22 @@ class OperatorCosts:
         # Power of a FLOP of attention relative to one of a matrix product: on all SMs the clock
         # falls less.
         return cost._replace(arithmetic=0.6 * flops, bytes=moved)
+
+    def seen(self, contexts: Sequence[int]) -> float:
+        """Return the tokens of these contexts that windows show to a next one in a mean layer."""
+        return sum(contexts) - sum(
+            share * sum([max(0, context - window) for context in contexts])
+            for window, share in self._windows
+        )
+
+    def _hidden_keys(self, row: PromptRow) -> float:
+        """Return the keys that windows hide from a mean token of a chunk in a mean layer."""
+        keys, n = 0.0, row.count
+        for window, share in self._windows:
+            last = max(0, row.start + n - window)
+            partly = min(n, last)
+            keys += share * partly / n * (last - 0.5 * partly)
+        return keys
 
     def _idle(self, rows: Sequence[PromptRow], units: int) -> float:
         """Return the factor on the time of attention by wave quantisation (Bullet §2.2)."""
@@ -372,14 +403,15 @@ class OperatorCosts:
         split = mean + SPLIT_KEYS < 0.97 * busiest
         return (mean + SPLIT_KEYS if split else busiest) * tile * units / heads, split
 
-    def read(self, contexts: int, units: int) -> Cost:
-        """Return the cost of a decode step's attention: all layers read the KV of these tokens."""
+    def read(self, seen: float, units: int) -> Cost:
+        """Return the cost of a decode step's attention: layers read the KV of this many tokens of a
+        mean layer (`seen`)."""
         gpu, shapes = self._gpu, self._shapes
         # Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts
         # as fast as it can (docs/notes/kernels-h200.md).
         each = gpu.unit_bandwidth * (0.575 if self._storage.kv < ITEM else 1.0)
         reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
-        return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
+        return self._by_reach(seen * shapes.kv_bytes * shapes.layers, reach)
 
     def _stream(self, moved: float, units: int) -> Cost:
         """Return the cost of small kernels that read and write this many bytes."""
