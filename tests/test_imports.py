@@ -31,7 +31,7 @@ MESSAGES = (
 """What the API process and routers know of the engine: messages, settings, and how prefixes are
 named."""
 FACTS = (
-    *("model.spec", "model.shapes", "model.families"),
+    *("model.spec", "model.page_layout", "model.shapes", "model.families"),
     *("model.load.hub", "model.load.configs", "model.load.facts"),
     *("model.load.gguf_file", "model.load.adapter_files"),
 )

@@ -127,7 +127,7 @@ def test_what_is_remembered_of_leaves_does_not_grow_with_the_requests() -> None:
         kv.share(held, tokens, 9)
         kv.give_up(held)
     kv.check()
-    assert len(kv.tree._idle_leaves) < 2000
+    assert len(kv.tree._leaves._heap) < 2000
     held = allocate(kv, [1000] * PAGE * kv.free_pages)
     for prompt in order:
         assert len(kv.match([prompt] * 9)) == 2
@@ -144,7 +144,7 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
     for step in range(2000):
         turn = rng.choice(["new", "again", "evict"]) if len(order) > 20 else "new"
         if turn == "evict":
-            assert tree.evict() == order.pop(0)
+            assert tree.evict() == [order.pop(0)]
             continue
         order.append(step if turn == "new" else order.pop(rng.randrange(len(order))))
         path = tree.match(order[-1:], 1)
@@ -156,13 +156,13 @@ def test_the_order_holds_when_what_is_remembered_is_sifted(
 def test_sifting_takes_a_few_looks_for_each_page(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
 
-    def counted(used: int, node: Node) -> bool:
+    def counted(node: Node) -> bool:
         nonlocal looks
         looks += 1
-        return stands(used, node)
+        return stands(node)
 
-    stands = prefix_tree._still_idle
-    monkeypatch.setattr(prefix_tree, "_still_idle", counted)
+    stands = prefix_tree._is_idle_leaf
+    monkeypatch.setattr(prefix_tree, "_is_idle_leaf", counted)
     monkeypatch.setattr(prefix_tree, "SPARE_IDLE", 5)
     tree = PrefixTree(1)
     for page in range(2000):
@@ -391,6 +391,91 @@ def test_who_watches_the_tree_knows_what_can_be_found() -> None:
     kv.give_up(again)
     kv.forget_prefixes()
     assert not watcher.nodes
+    kv.check()
+
+
+WINDOW, TABLES = 6, 2
+"""Tokens that layers with a window see, and pages that they have for each page of tokens."""
+
+
+def windowed(pages: int, slots: int = 8) -> KVCacheManager:
+    return KVCacheManager(
+        pages, PAGE, slots, prefix_cache=True, window=WINDOW, window_tables=TABLES
+    )
+
+
+def run_through(kv: KVCacheManager, tokens: list[int], answered: int = 1) -> Allocation:
+    """Have a request read its prompt at once, and answer token by token."""
+    prompt = len(tokens) - answered
+    held = allocate(kv, tokens[:prompt])
+    for written in range(prompt, len(tokens)):
+        assert kv.grow(held, written + 1)
+        kv.share(held, tokens, written)
+        kv.slide(held, written)
+        kv.check()
+    return held
+
+
+def test_pages_that_have_left_the_window_are_free_while_the_request_runs() -> None:
+    kv = windowed(40)
+    kv.prefix_cache = False
+    held = run_through(kv, list(range(31)), answered=10)
+    # The token at 30 sees those from 25 on, which lie in pages 6 and 7; all 8 are full layers'.
+    assert kv.held(held) == 8 + 2 * TABLES
+    assert kv.free_pages == 40 - 8 - 2 * TABLES
+    kv.give_up(held)
+    assert kv.free_pages == 40
+
+
+def test_a_prefix_is_found_where_its_last_window_is_held() -> None:
+    """With memory for all, any prefix is found; when the windows that were left behind are taken,
+    the whole one alone is."""
+    kv, tokens = windowed(100), list(range(33))
+    kv.give_up(run_through(kv, tokens))
+    assert kv.lookup(tokens[:19]).reused == 16
+    assert kv.lookup([*tokens[:32], 99]).reused == 32
+    other = allocate(kv, list(range(100, 100 + PAGE * (kv.free_pages // 3 + 4))))
+    assert kv.free_pages < 3
+    assert kv.lookup([*tokens[:32], 99]).reused == 32
+    assert kv.lookup(tokens[:19]).reused < 16
+    kv.give_up(other)
+    kv.check()
+
+
+def test_what_is_found_has_the_pages_that_its_next_token_sees_and_no_others() -> None:
+    kv, tokens = windowed(100), list(range(33))
+    kv.give_up(run_through(kv, tokens))
+    free, found = kv.free_pages + kv.reclaimable_pages, kv.lookup([*tokens[:32], 99])
+    held = allocate(kv, [*tokens[:32], 99])
+    assert held.slid == 6  # the token at 32 sees those from 27 on
+    assert kv.held(held) == 9 + 3 * TABLES
+    assert found.cost == free - kv.free_pages - kv.reclaimable_pages == 9 + 3 * TABLES
+    assert {*held.windows[:6]} == {held.windows[6]}, "what is sent is a page that it holds"
+    kv.check()
+
+
+def test_the_window_before_a_branch_outlives_those_that_nobody_shares() -> None:
+    """A prompt that all share is found again after many that follow it have left it behind."""
+    kv, system = windowed(90), list(range(16))
+    for turn in range(20):
+        held = run_through(kv, [*system, *range(1000 * turn + 100, 1000 * turn + 125)])
+        kv.give_up(held)
+        kv.check()
+        if turn > 1:
+            assert held.borders[0] == 4, f"request {turn} did not find the prompt"
+
+
+def test_requests_that_are_begun_keep_what_they_found_while_others_are_filled() -> None:
+    kv, first, second = windowed(60), list(range(33)), list(range(100, 125))
+    for tokens in (first, second):
+        kv.give_up(run_through(kv, tokens))
+    found = [kv.lookup([*tokens[:-1], 99]) for tokens in (second, first)]
+    assert [each.reused for each in found] == [24, 32]
+    begun = [kv.begin(each) for each in found]
+    room = kv.free_pages + kv.reclaimable_pages
+    assert kv.fill(begun[0], 25 + PAGE * (room // 3 - 2))
+    assert kv.fill(begun[1], 33)
+    assert [len(held.path) for held in begun] == [6, 8]
     kv.check()
 
 

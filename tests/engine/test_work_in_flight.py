@@ -48,9 +48,11 @@ def policy(system: str, seed: int) -> System:
     return RandomPlans(seed) if system == RANDOM else make_system(system, OPTIONS.get(system))
 
 
-def run_world(system: str, seed: int, *, prefix_cache: bool = True, family: str = FAMILY) -> World:
+def run_world(
+    system: str, seed: int, *, prefix_cache: bool = True, family: str = FAMILY, pages: int = 14
+) -> World:
     rng = random.Random(seed)
-    world = World(policy(system, seed), rng, prefix_cache=prefix_cache, family=family)
+    world = World(policy(system, seed), rng, pages=pages, prefix_cache=prefix_cache, family=family)
     world.run()
     return world
 
@@ -102,6 +104,18 @@ def test_random_schedules_of_states(system: str, schedules: range) -> None:
     assert hits
 
 
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+def test_random_schedules_of_windows(system: str, schedules: range) -> None:
+    """Layers with a window of two to three pages: those that have left it go to other requests."""
+    total: Counter[str] = Counter()
+    for seed in schedules[: len(schedules) // 3]:
+        seen = run_world(system, seed, family="olmo3", pages=12).seen
+        assert seen["aborted in flight"], f"seed {seed} aborts nothing in flight"
+        total += seen
+    assert total["prefix hits"]
+    assert total["memory preemptions"]
+
+
 def _free_at_once(books: KVCacheManager, allocation: Allocation) -> None:
     allocation.in_flight, in_flight = 0, allocation.in_flight
     if allocation.given_up and allocation in books._allocations:
@@ -109,10 +123,11 @@ def _free_at_once(books: KVCacheManager, allocation: Allocation) -> None:
     allocation.in_flight = in_flight
 
 
-def _admit_and_publish(state: State, chunk: Any) -> Any:
-    admitted, allocation, count = ADMIT_ONE(state, chunk)
+def _admit_and_publish(
+    state: State, admitted: request.Request, allocation: Allocation, count: int
+) -> Any:
     state.kv.share(allocation, admitted.tokens, admitted.context + count)
-    return admitted, allocation, count
+    return MEMBER(state, admitted, allocation, count)
 
 
 def _share_unwritten(state: State, waiting: request.Request) -> None:
@@ -133,7 +148,8 @@ def _steps_before_done(flight: request.InFlightLaunch) -> Any:
 
 
 FREE_IF_IDLE = KVCacheManager._free_if_idle
-ADMIT_ONE = launch._admit_one
+MEMBER = launch._member
+SLIDE = KVCacheManager.slide
 SEND_BACK = State.send_back
 
 GUARDS: dict[str, tuple[Any, str, Any]] = {
@@ -154,7 +170,7 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     ),
     "a page enters the tree when all layers have written it": (
         launch,
-        "_admit_one",
+        "_member",
         _admit_and_publish,
     ),
     "the last token's key and value are not written yet": (
@@ -192,6 +208,17 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     ),
 }
 
+WINDOW_GUARDS: dict[str, tuple[str, Any]] = {
+    "a page stays until the launches that see it have ended": (
+        "slide",
+        lambda books, held, computed: SLIDE(books, held, computed + books.page_size),
+    ),
+    "a prefix is found where the window before its end is held": (
+        "_reach",
+        lambda books, path: len(path),
+    ),
+}
+
 
 SLOW = "the last token's key and value are not written yet"
 """Noticed only after many schedules."""
@@ -209,3 +236,12 @@ def test_without_a_guard_the_schedules_fail(guard: str, monkeypatch: pytest.Monk
     with pytest.raises(NOTICED):
         for seed in range(4 * SCHEDULES):
             run_world(RANDOM, seed)
+
+
+@pytest.mark.parametrize("guard", WINDOW_GUARDS)
+def test_without_a_guard_windows_fail(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, replacement = WINDOW_GUARDS[guard]
+    monkeypatch.setattr(KVCacheManager, name, replacement)
+    with pytest.raises(NOTICED):
+        for seed in range(SCHEDULES):
+            run_world(RANDOM, seed, family="olmo3", pages=12)

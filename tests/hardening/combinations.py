@@ -101,6 +101,8 @@ SETTINGS: Mapping[str, Setting] = {
     "experts": Setting("qwen3-moe", ("--system", "duetserve", *SHORT)),
     "no cache": Setting("qwen3", ("--no-prefix-cache", "--max-running", "5", *SHORT)),
     "hybrid windows": Setting("gemma3", ("--system", "muxwise", *SHORT)),
+    "windows 1P1D": Setting("gpt-oss", ("--disaggregated", *SHORT)),
+    "windows of ranks": Setting("olmo3", ("--tensor-parallel-size", "2", *SHORT)),
     "states": Setting("qwen3-next", ("--system", "bullet", *SHORT)),
     "fp8": Setting("llama2", ("--system", "muxwise", *SHORT), adapters=True, rounded=True),
     "fp8 windows": Setting("mistral", ("--system", "bullet", *SHORT), rounded=True),

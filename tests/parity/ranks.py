@@ -28,10 +28,11 @@ class Ranks:
     """A machine of one rank or several, whose lanes are kept from one engine to the next."""
 
     def __init__(self, machine: Any, pages: int, page: int, running: int) -> None:
-        self.machine, self._pool = machine, (pages, page, running)
+        layout = machine.page_layout
+        self.machine, self._pool = machine, (pages * (1 + layout.window_tables), page, running)
         self.wake: Callable[[], None] = lambda: None
         longest = min(1024, machine.spec.max_positions)
-        sizes = LaneSizes(*self._pool, longest)
+        sizes = LaneSizes(*self._pool, longest, windows=layout.window > 0)
         self.lanes = machine.start(sizes, self._news, lambda *_: None)
 
     @property
@@ -59,7 +60,9 @@ class Ranks:
         adapters: Mapping[str, Path] = MappingProxyType({}),
         vocabulary: Vocabulary | None = None,
     ) -> Served:
-        books, spec = KVCacheManager(*self._pool, prefix_cache=True), self.machine.spec
+        spec, layout = self.machine.spec, self.machine.page_layout
+        windows = {"window": layout.window, "window_tables": layout.window_tables}
+        books = KVCacheManager(*self._pool, prefix_cache=True, **windows)
         return serve_on(self.launch_lanes, spec, books, system, submits, adapters, vocabulary)
 
 

@@ -28,6 +28,7 @@ from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 from twolane.sampling import TokenLogprobs
 from twolane.systems.base import System
@@ -166,13 +167,22 @@ def serve(
     vocabulary: Vocabulary | None = None,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
+    layout = PageLayout.of(decoder.spec)
+    pages *= 1 + layout.window_tables
     shape = decoder.spec, pages, page_size, decoder.dtype
     snapshots = None if decoder.spec.state is None else running
-    kv = KVCache(*shape, requests=running + (snapshots or 0), rounded=rounded)
+    states = running + (snapshots or 0)
+    kv = KVCache(*shape, requests=states, rounded=rounded, layout=layout)
     for layer in (*kv.k, *kv.v, *kv.states.conv, *kv.states.rule):
         layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
     books = KVCacheManager(
-        pages, page_size, running, prefix_cache=prefix_cache, snapshots=snapshots
+        pages,
+        page_size,
+        running,
+        prefix_cache=prefix_cache,
+        snapshots=snapshots,
+        window=layout.window,
+        window_tables=layout.window_tables,
     )
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.test_constraints import vocabulary
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import VOCAB, load_decoder
+from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
 from tests.parity.constrained import compare as compare_constrained
 from tests.parity.constrained import constrained, judges_of
 from tests.parity.judge import Judge, Tally
@@ -72,6 +72,16 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
     assert [each.token for each in ours] == [each.token for each in theirs]
     close = [each.logprob for each in theirs]
     assert [each.logprob for each in ours] == pytest.approx(close, abs=1e-4)
+
+
+def test_pages_that_left_a_window_are_written_again_in_both_pools(
+    tmp_path: Path, tally: Tally
+) -> None:
+    path = make_checkpoint("gemma3", tmp_path / "model", seed=1)
+    ranks, judge = apart(path, PAGES, PAGE, RUNNING), Judge(reference(path))
+    compare(REQUESTS, two_streams(ranks, REQUESTS), judge, tally)
+    next_turn(ranks, judge, PAGE)
+    assert ranks.close() == [0]
 
 
 def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) -> None:

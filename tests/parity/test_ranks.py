@@ -12,6 +12,7 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, load_where_files_differ, on_cpu
 from tests.parity.serving import serve
+from tests.parity.test_tiny import compare
 from tests.server.serving import wait_for
 from tests.systems.names import SYSTEM_NAMES
 from twolane.engine.messages import Submit
@@ -52,6 +53,18 @@ def test_two_ranks_say_what_one_says(system: str, two: Ranks, judge: Judge, tall
     tally.runs += 1
     tally.side_by_side += served.side_by_side
     assert DECIDED.setdefault("two", served.outputs) == served.outputs
+
+
+def test_ranks_give_the_pages_of_windows_back_alike(tmp_path: Path, tally: Tally) -> None:
+    """A pool that holds the requests' windows, but not their whole contexts in all layers."""
+    path = make_checkpoint("olmo3", tmp_path / "model", seed=1)
+    ranks, judge = on_cpu(path, 2, 48, PAGE, RUNNING), Judge(reference(path))
+    requests = random_requests(VOCAB)[::3]
+    for system in ("two-stream", "bullet"):
+        served = ranks.serve(make_system(system, {}), requests)
+        compare(requests, served, judge, tally)
+        assert served.prefix_hits
+    assert ranks.close() == [0]
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from twolane.frontend.text.tokenizer import (
 )
 from twolane.model.load.configs import declared_eos
 from twolane.model.load.hub import ModelSource, resolve
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import UnsupportedModel
 
 
@@ -109,6 +110,10 @@ def formats(source: ModelSource) -> Iterator[Sequence[str]]:
     wide, thin = (spec.kv_bytes_per_token(spec.kv_itemsize(c, 2)) for c in ("auto", "fp8"))
     yield "KV cache", f"{wide:,} bytes a token in 16 bits", "--kv-cache-dtype auto"
     yield "", f"{thin:,} bytes a token in FP8", "--kv-cache-dtype fp8"
+    if (layout := PageLayout.of(spec)).window:
+        page = wide * layout.layers // len(spec.kv_layers)
+        within = f"{page * (1 + layout.window_tables):,} within the last {layout.window:,}"
+        yield "", f"{page:,} bytes a token of a request, {within}", "windows, in 16 bits"
     if spec.state is not None:
         states = f"{spec.state_bytes(2):,} bytes a request in {spec.linear_layers} layers"
         yield "states", states, "--max-running"

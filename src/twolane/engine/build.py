@@ -97,7 +97,8 @@ def assemble(
     kv = make_kv_manager(config, machine, max_model_len)
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
-    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots)
+    pool = kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots
+    sizes = LaneSizes(*pool, kv.windowed)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     progress("predictions", 0.0)
@@ -163,7 +164,7 @@ def _ready(
         units=lanes.units,
         levels=list(lanes.levels),
         max_model_len=engine.max_model_len,
-        kv_tokens=kv.total_pages * kv.page_size,
+        kv_tokens=kv.tokens,
         page_size=kv.page_size,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
@@ -194,6 +195,9 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
 def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) -> KVCacheManager:
     """Make the manager of a pool of `kv_tokens`, or of the device's share of its memory.
 
+    A pool of `kv_tokens` holds so many in all layers. Where windows have pages of their own it
+    holds more of requests that are longer than the window.
+
     Raises:
         FieldError: a setting is wrong, or no layer of the model has keys and values.
         MemoryError: not even a page fits.
@@ -201,19 +205,29 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
     if not machine.page_token_bytes:
         raise FieldError("model", f"{config.model} has no layer with keys and values to keep")
     page_size = _page_size(config, machine)
+    layout = machine.page_layout
+    tables, held = 1 + layout.window_tables, layout.layers
+    page_bytes = page_size * machine.page_token_bytes * held // len(machine.spec.kv_layers)
     if config.kv_tokens is not None:
-        pages = config.kv_tokens // page_size
+        pages = config.kv_tokens // page_size * tables
         if pages < 1:
             raise FieldError("kv_tokens", f"{config.kv_tokens} does not hold a page of {page_size}")
         if machine.kind == "cpu":  # GPUs check it themselves, and simulated ones have no memory
-            check_room(config.kv_tokens, machine.page_token_bytes * config.ranks)
+            check_room(config.kv_tokens, pages * page_bytes * config.ranks)
     else:
-        most = config.max_running * -(-max_model_len // page_size)
+        most = config.max_running * -(-max_model_len // page_size) * tables
         states = config.max_running * _request_state_bytes(config, machine)
         room = machine.kv_bytes(max_model_len) - states
-        pages = min(room // (page_size * machine.page_token_bytes), most)
-    if pages < 1:
+        pages = min(room // page_bytes, most)
+    if pages < tables:
         raise MemoryError("there is not enough memory for the model and a KV pool")
+    if layout.window:
+        log.info(
+            "KV pool: %d tokens in all layers, or %d in contexts of %d beyond their windows",
+            pages // tables * page_size,
+            layout.tokens(pages, page_size, max_model_len),
+            max_model_len,
+        )
     reuses = config.prefix_cache
     snapshots = config.max_running if reuses else 0
     return KVCacheManager(
@@ -222,6 +236,8 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
         config.max_running,
         prefix_cache=reuses,
         snapshots=snapshots if machine.state_bytes else None,
+        window=layout.window,
+        window_tables=layout.window_tables,
     )
 
 
@@ -256,13 +272,13 @@ def with_room_for_states(
     return msgspec.structs.replace(config, max_running=min(most, config.max_running))
 
 
-def check_room(tokens: int, token_bytes: int) -> None:
-    """Refuse a KV pool that the free memory does not hold, before its pages are counted.
+def check_room(tokens: int, needed: int) -> None:
+    """Refuse a KV pool whose bytes the free memory does not hold, before its pages are counted.
 
     Raises:
         FieldError: it takes more.
     """
-    needed, free = tokens * token_bytes, free_memory()
+    free = free_memory()
     if needed > free:
         sizes = f"take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         raise FieldError("kv_tokens", f"{tokens}: they {sizes}")

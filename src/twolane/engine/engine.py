@@ -71,7 +71,7 @@ class Engine:
         self.state = state
         state.queue.gives_up = system.gives_up
         kv = state.kv
-        self.max_model_len = min(model.max_model_len, kv.total_pages * kv.page_size)
+        self.max_model_len = min(model.max_model_len, kv.tokens)
         """Largest number of tokens, prompt and output together, of one request."""
         self._landmarks = LandmarkWatcher(kv.page_size)
         kv.tree.watchers.append(self._landmarks)
@@ -188,9 +188,9 @@ class Engine:
             running=len(state.decoding),
             prefilling=len(state.requests) - len(state.decoding) - len(state.queue),
             waiting=len(state.queue),
-            kv_pages=kv.total_pages,
-            kv_pages_free=kv.free_pages,
-            kv_pages_cached=kv.reclaimable_pages,
+            kv_pages=kv.total_pages // kv.page_cost,
+            kv_pages_free=kv.free_pages // kv.page_cost,
+            kv_pages_cached=kv.reclaimable_pages // kv.page_cost,
             prefix_queries=state.counters.prefix_queries,
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,

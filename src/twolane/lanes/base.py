@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from twolane.devices import LaneName, MachineKind, OnProgress
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import Record, TokenMask, Work
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 from twolane.sampling import TokenLogprobs
 
@@ -251,6 +252,8 @@ class Machine(Protocol):
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
     """Bytes of one token's keys and values in all layers, on one GPU."""
+    page_layout: PageLayout
+    """Which pages the layers have when requests are served."""
     state_bytes: int
     """Bytes of one request's states in layers of linear attention, on one GPU."""
     itemsize: int

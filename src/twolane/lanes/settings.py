@@ -12,6 +12,7 @@ from twolane.devices import DeviceSettings, OnProgress
 from twolane.model.decoder import Weights
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 
 TRIED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
@@ -31,6 +32,13 @@ class LaneSizes(msgspec.Struct, frozen=True):
     """The most tokens of one request."""
     snapshots: int = 0
     """Snapshots of states of linear attention, whose ids follow the slots."""
+    windows: bool = False
+    """Whether layers with a window have pages of their own, which slots are sent (`PageLayout.of`);
+    otherwise all layers share one table."""
+
+    def layout(self, spec: ModelSpec) -> PageLayout:
+        """Return the pages of a model's layers."""
+        return PageLayout.of(spec) if self.windows else PageLayout.whole(spec)
 
     @property
     def tokens(self) -> int:

@@ -20,6 +20,8 @@ class SlotTable:
     def __init__(self, slots: int) -> None:
         self.pages: list[list[int]] = [[] for _ in range(slots)]
         """Physical pages of each slot's sequence, in order."""
+        self.windows: list[list[list[int]]] = [[] for _ in range(slots)]
+        """Those of each slot's further tables, which layers with a window read."""
         self.sampling: list[Sampling | None] = [None] * slots
         self.adapters = [-1] * slots
         """The adapter slot of each slot's request; -1: none."""
@@ -34,9 +36,13 @@ class SlotTable:
             pages = self.pages[update.slot]
             if not update.first:
                 self.pages[update.slot] = list(update.pages)
+                self.windows[update.slot] = [list(pages) for pages in update.windows]
                 self.adapters[update.slot] = update.adapter
             elif update.first == len(pages):
                 pages.extend(update.pages)
+                # Without pages there are none of the further tables either.
+                for table, more in zip(self.windows[update.slot], update.windows, strict=False):
+                    table.extend(more)
             else:
                 raise ValueError(
                     f"slot {update.slot} has {len(pages)} pages, and is told those from "

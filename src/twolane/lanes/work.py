@@ -67,6 +67,9 @@ class SlotUpdate(msgspec.Struct, frozen=True, array_like=True):
     """Sampling of the slot from now on; None if it does not change."""
     adapter: int = -1
     """Adapter slot of the request, if a new list begins; -1 if the base model answers."""
+    windows: tuple[tuple[int, ...], ...] = ()
+    """For each further table (`model/page_layout.py`) as many pages as `pages`; empty: there are no
+    further tables."""
 
 
 class Scoring(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from torch.nn import functional
 from twolane.kernels.delta_rule.rule import StatePart
 from twolane.model import fp8
 from twolane.model.linear_attention import SequenceStates, StatePool, StateRows
+from twolane.model.page_layout import PageLayout
 from twolane.model.rope import Rotation
 from twolane.model.spec import ModelSpec, RopeSpec
 
@@ -56,8 +57,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class KVCache:
-    """Keys and values of all layers, in pages that the engine hands out. Layers that read those of
-    another one have its pool.
+    """Keys and values of all layers, in pages that the engine hands out. Layers with the same place
+    in pages have one pool (`model/page_layout.py`), as have those that read what another one wrote.
 
     `k[i]` and `v[i]` are [pages * page_size, kv_heads, head_dim]: the two halves of `layers[i]`,
     which is [pages * page_size, 2 * kv_heads, head_dim] so that one call writes or gathers both.
@@ -72,6 +73,7 @@ class KVCache:
         requests: The most requests at a time, each of which has a state in `states`, and snapshots.
         rounded: keep numbers in e4m3.
         allocate: makes the pool's tensors.
+        layout: The layers' pages; None: all layers share one table.
     """
 
     def __init__(
@@ -84,8 +86,10 @@ class KVCache:
         requests: int = 0,
         rounded: bool = False,
         allocate: Allocate = lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        layout: PageLayout | None = None,
     ) -> None:
         self.page_size = page_size
+        self.layout = layout or PageLayout.whole(spec)
         self.states = StatePool(spec, requests, dtype)
 
         def layer(i: int, at: ModelSpec) -> Pool:
@@ -96,8 +100,10 @@ class KVCache:
                 return values
             return CpuRoundedPool(values, allocate(shape[:2], torch.int8), dtype)
 
-        own = {i: layer(i, at) for i, at in enumerate(spec.each) if spec.kv_layer(i) == i}
-        self.layers = [own[spec.kv_layer(i)] for i in range(spec.layers)]
+        places = self.layout.places
+        first = {place: i for i, place in reversed([*enumerate(places)])}
+        own = {place: layer(i, spec.each[i]) for place, i in sorted(first.items())}
+        self.layers = [own[place] for place in places]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
         self.k, self.v = zip(*(values.chunk(2, dim=1) for values in stored), strict=True)
 
@@ -132,6 +138,8 @@ class Segment:
     """The slot of the sequence's states in layers of linear attention; -1: it has none."""
     parts: Sequence[StatePart] = ()
     """The tokens by those states, where some are taken from elsewhere or saved."""
+    windows: Sequence[Sequence[int]] = ()
+    """Pages of further tables, which layers with a window have, as `pages`."""
 
 
 @dataclass(frozen=True)
@@ -232,11 +240,13 @@ class Batch:
     """First row of each segment, and the number of rows, [segments + 1]."""
     positions: torch.Tensor
     """Place of each token in its sequence, int64 [T]."""
-    write_slots: torch.Tensor
-    """Slot of each token, int64 [T]."""
-    _tables: _Ints
-    """Pages of each segment, [segments, most pages]; padded with the last one."""
-    _parts: dict[tuple[int | None, torch.dtype], tuple[_Part, ...]] = field(default_factory=dict)
+    write_slots: Sequence[torch.Tensor]
+    """Slot of each token in each table, int64 [T]."""
+    _tables: Sequence[_Ints]
+    """For each table the pages of each segment, [segments, most pages]; padded with zeros."""
+    _parts: dict[tuple[int | None, int, torch.dtype], tuple[_Part, ...]] = field(
+        default_factory=dict
+    )
     _turns: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -252,11 +262,12 @@ class Batch:
         starts = np.array([s.start for s in segments], dtype=np.int64)
         if not len(segments) or counts.min() < 1 or starts.min() < 0:
             raise ValueError("a batch needs segments, and each of them new tokens")
-        tables = _page_tables(segments, page_size)
+        lists = [[s.pages, *s.windows] for s in segments]
+        tables = [_page_tables(segments, pages, page_size) for pages in zip(*lists, strict=True)]
         offsets = np.concatenate([[0], np.cumsum(counts)])
         owner = np.repeat(np.arange(len(segments)), counts)
         positions = np.arange(offsets[-1]) + (starts - offsets[:-1])[owner]
-        slots = tables[owner, positions // page_size] * page_size + positions % page_size
+        where, rest = (owner, positions // page_size), positions % page_size
         device = torch.device(device)
         return cls(
             segments,
@@ -264,7 +275,7 @@ class Batch:
             device,
             tuple(offsets.tolist()),
             torch.from_numpy(positions).to(device),
-            torch.from_numpy(slots).to(device),
+            [torch.from_numpy(table[where] * page_size + rest).to(device) for table in tables],
             tables,
         )
 
@@ -298,6 +309,7 @@ class Batch:
         pool: Pool,
         window: int | None,
         sinks: torch.Tensor | None = None,
+        table: int = 0,
     ) -> torch.Tensor:
         """Causal attention of every token over its own sequence.
 
@@ -308,14 +320,15 @@ class Batch:
             window: tokens seen by each token, itself included; None: all.
             sinks: Score of a further token of value 0 that each head sees, float32 [heads], or
                 None.
+            table: The table whose pages the layer has.
 
         Returns:
             [T, heads * head_dim]
         """
-        key = (window, q.dtype)
+        key = (window, table, q.dtype)
         parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[key] = self._plan(window, q.dtype)
+            parts = self._parts[key] = self._plan(window, table, q.dtype)
         if len(parts) == 1:
             return parts[0].attend(q, new, pool, sinks).flatten(1)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -323,18 +336,22 @@ class Batch:
             out[part.rows] = part.attend(q, new, pool, sinks)
         return out.flatten(1)
 
-    def _plan(self, window: int | None, dtype: torch.dtype) -> tuple[_Part, ...]:
+    def _plan(self, window: int | None, table: int, dtype: torch.dtype) -> tuple[_Part, ...]:
         single = np.array([i for i, s in enumerate(self.segments) if s.n == 1], dtype=np.int64)
         parts: list[_Part] = [
-            self._chunk(i, window, dtype) for i, s in enumerate(self.segments) if s.n > 1
+            self._chunk(i, window, table, dtype) for i, s in enumerate(self.segments) if s.n > 1
         ]
         lengths = np.array([self.segments[i].start + 1 for i in single], dtype=np.int64)
         if window is not None:
             lengths = np.minimum(lengths, window)
-        parts += [self._rows(single[group], lengths[group], dtype) for group in _similar(lengths)]
+        parts += [
+            self._rows(single[group], lengths[group], table, dtype) for group in _similar(lengths)
+        ]
         return tuple(parts)
 
-    def _chunk(self, index: int, window: int | None, dtype: torch.dtype) -> _PromptSegment:
+    def _chunk(
+        self, index: int, window: int | None, table: int, dtype: torch.dtype
+    ) -> _PromptSegment:
         segment = self.segments[index]
         rows = slice(self.offsets[index], self.offsets[index + 1])
         end = segment.start + segment.n
@@ -349,10 +366,12 @@ class Batch:
         if window is not None:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        slots = self._slots(np.array([index]), np.arange(first, end)[None, :])
+        slots = self._slots(np.array([index]), np.arange(first, end)[None, :], table)
         return _PromptSegment(rows, self._put(slots), mask.to(self.device))
 
-    def _rows(self, indices: _Ints, lengths: _Ints, dtype: torch.dtype) -> _SingleTokenRows:
+    def _rows(
+        self, indices: _Ints, lengths: _Ints, table: int, dtype: torch.dtype
+    ) -> _SingleTokenRows:
         ends = np.array([self.segments[i].start + 1 for i in indices], dtype=np.int64)
         steps = np.arange(lengths.max())
         positions = np.minimum((ends - lengths)[:, None] + steps, (ends - 1)[:, None])
@@ -362,27 +381,31 @@ class Batch:
             mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf)
             mask = mask[:, None, None, :].to(self.device)
         rows = np.array([self.offsets[i] for i in indices], dtype=np.int64)
-        return _SingleTokenRows(self._put(rows), self._put(self._slots(indices, positions)), mask)
+        slots = self._put(self._slots(indices, positions, table))
+        return _SingleTokenRows(self._put(rows), slots, mask)
 
-    def _slots(self, indices: _Ints, positions: _Ints) -> _Ints:
-        """Slots of `positions` [R, L] of the segments `indices` [R], flattened."""
-        pages = self._tables[indices[:, None], positions // self.page_size]
+    def _slots(self, indices: _Ints, positions: _Ints, table: int) -> _Ints:
+        """Slots of `positions` [R, L] of the segments `indices` [R] in a table, flattened."""
+        pages = self._tables[table][indices[:, None], positions // self.page_size]
         return cast(_Ints, (pages * self.page_size + positions % self.page_size).reshape(-1))
 
     def _put(self, values: _Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
 
 
-def _page_tables(segments: Sequence[Segment], page_size: int) -> _Ints:
+def _page_tables(
+    segments: Sequence[Segment], pages: Sequence[Sequence[int]], page_size: int
+) -> _Ints:
+    """Return one table's pages of each segment."""
     needed = [-(-(s.start + s.n) // page_size) for s in segments]
     tables = np.zeros((len(segments), max(needed)), dtype=np.int64)
-    for table, segment, count in zip(tables, segments, needed, strict=True):
-        if len(segment.pages) < count:
+    for table, segment, known, count in zip(tables, segments, pages, needed, strict=True):
+        if len(known) < count:
             raise ValueError(
-                f"{len(segment.pages)} pages of {page_size} tokens do not cover "
+                f"{len(known)} pages of {page_size} tokens do not cover "
                 f"{segment.start} + {segment.n}"
             )
-        table[:count] = segment.pages[:count]
+        table[:count] = known[:count]
     return tables
 
 

@@ -247,13 +247,14 @@ class Decoder:
         kv_heads, gated = shape.kv_heads if own else 0, shape.heads if shape.output_gate else 0
         self._rotate(heads[:, : shape.heads + kv_heads], i, batch)
         q, new, gates = torch.split(heads, [shape.heads, 2 * kv_heads, gated], dim=1)
+        table = kv.layout.tables[i]
         if not own:
-            new = kv.layers[i].index_select(0, batch.write_slots)
+            new = kv.layers[i].index_select(0, batch.write_slots[table])
         else:
             if self.spec.v_norm:
                 new[:, kv_heads:] = self._normalised_heads(new[:, kv_heads:])
-            new = kv.write(i, batch.write_slots, new)
-        attended = batch.attend(q, new, kv.layers[i], self.spec.window(i), w.sinks)
+            new = kv.write(i, batch.write_slots[table], new)
+        attended = batch.attend(q, new, kv.layers[i], self.spec.window(i), w.sinks, table)
         if self.spec.gate is not None and w.gate is not None:
             opened = functional.softplus if self.spec.gate.softplus else torch.sigmoid
             gates_of = opened(products.linear(x, w.gate).float()).to(attended.dtype)

@@ -174,7 +174,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iter
     """Start the lanes as they would serve; yield a rig on them."""
     most = context_length(config, machine.spec)
     kv = make_kv_manager(config, machine, most)
-    sizes = LaneSizes(kv.total_pages, kv.page_size, config.max_running, most)
+    sizes = LaneSizes(kv.tokens // kv.page_size, kv.page_size, config.max_running, most)
     with memory_errors(config):
         lanes = machine.start(sizes, lambda: None, progress)
     try:

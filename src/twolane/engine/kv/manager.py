@@ -3,9 +3,14 @@
 Every page is in exactly one place: on the free list, in the tree, or private to one allocation
 (`KVCacheManager.check` asserts it). A page in the tree is read-only and full. An allocation pins
 the path of tree nodes that its tokens begin with; an unpinned node is reclaimable.
+
+Layers with a sliding window have pages of their own (`model/page_layout.py`), which go back as soon
+as no later token sees them. A node holds those of its tokens apart from its page: they can be
+reclaimed alone, and a prefix is found where the window before its end is still held.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +72,12 @@ class Allocation:
     """Tokens before a branch of the tree that it was made at; 0: at none."""
     saves: list[tuple[int, int]] = field(default_factory=list)
     """Numbers of tokens after which a launch saves its states, and the snapshots."""
+    windows: list[tuple[int, ...]] = field(default_factory=list)
+    """Pages in layers with a window, one for each of their tables, beside each of `pages`."""
+    slid: int = 0
+    """Number of `windows` at the beginning that it does not hold: no token to come sees them."""
+    borders: tuple[int, ...] = ()
+    """Numbers of pages where prefixes end that other requests are likely to share."""
 
 
 class KVCacheManager:
@@ -79,6 +90,8 @@ class KVCacheManager:
         prefix_cache: Whether pages are shared between requests.
         snapshots: Snapshots of states of a model with linear attention, whose prefixes cannot be
             reused without one; None: the model has no states.
+        window: Tokens that layers with a sliding window see, if these have pages of their own.
+        window_tables: Number of pages that they have for each page of tokens.
     """
 
     def __init__(
@@ -89,8 +102,13 @@ class KVCacheManager:
         *,
         prefix_cache: bool,
         snapshots: int | None = None,
+        window: int = 0,
+        window_tables: int = 0,
     ) -> None:
         self.total_pages = pages
+        self.page_cost = 1 + window_tables
+        """Number of pages that a page of tokens takes while its window is held."""
+        self._window, self._window_tables = window, window_tables
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
         self._free_pages = list(range(pages))
@@ -112,7 +130,18 @@ class KVCacheManager:
     @property
     def reclaimable_pages(self) -> int:
         """Pages that only the prefix tree holds."""
-        return self.tree.unpinned
+        return self.tree.unpinned + self.tree.unpinned_window_pages
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pool holds in all layers, windows that no token sees any more included:
+        the most that one request can have."""
+        return self.total_pages // self.page_cost * self.page_size
+
+    @property
+    def windowed(self) -> bool:
+        """Whether layers with a window have pages of their own."""
+        return self._window_tables > 0
 
     @property
     def free_slots(self) -> int:
@@ -154,11 +183,13 @@ class KVCacheManager:
         if self.snapshots is not None:
             while path and path[-1].state < 0:
                 path.pop()
+        if self.windowed:
+            path = path[: self._reach(path)]
         # A pinned node's ancestors are pinned: the pinned ones come first.
         pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
         return Lookup(
             reused=len(path) * self.page_size,
-            cost=self.pages_for(len(tokens)) - pinned,
+            cost=self.pages_for(len(tokens)) - pinned + self._window_cost(path, len(tokens)),
             version=self.tree.version,
             path=path,
             seen=seen,
@@ -180,35 +211,126 @@ class KVCacheManager:
             before: an earlier answer of `lookup` for these tokens.
             salt: pages are shared with those allocations alone that have the same.
         """
-        if not self._free_slots:
-            return None
         match = self.lookup(tokens, reuse=reuse, before=before, salt=salt)
-        if match.cost > self.free_pages + self.reclaimable_pages:
+        if not self._free_slots or match.cost > self.free_pages + self.reclaimable_pages:
             return None
+        allocation = self.begin(match, salt)
+        filled = self.fill(allocation, len(tokens))
+        assert filled
+        return allocation
+
+    def begin(self, match: Lookup, salt: bytes = b"") -> Allocation:
+        """Allocate a slot and pin what was found, so that others can be allocated before its pages
+        are filled up (`fill`) without taking it.
+
+        Raises:
+            IndexError: there is no slot.
+        """
         path = list(match.path)
         for node in path:
             self.tree.pin(node)
         pages = [node.page for node in path]
         allocation = Allocation(self._free_slots.pop(), pages, path, salt=salt, seen=match.seen)
+        if self.windowed:
+            self._hold_windows(allocation)
         if self.snapshots is not None and path:
             allocation.source = allocation.reads = self.snapshots.use(path[-1])
         self._allocations.add(allocation)
-        grown = self.grow(allocation, len(tokens))
-        assert grown
         return allocation
+
+    def fill(self, allocation: Allocation, tokens: int) -> bool:
+        """Add the pages of these tokens to an allocation that has begun; False, and nothing is
+        added: no room."""
+        if not self.grow(allocation, tokens):
+            return False
+        if (slid := allocation.slid) and not allocation.pages_sent:
+            # Nothing reads what is sent in the place of pages that are not held, but it is a page.
+            allocation.windows[:slid] = [allocation.windows[slid]] * slid
+        return True
 
     def grow(self, allocation: Allocation, tokens: int) -> bool:
         """Add pages until that many tokens fit; False, and nothing is added: no room."""
         missing = self.pages_for(tokens) - len(allocation.pages)
         if missing <= 0:
             return True
-        if missing > self.free_pages + self.reclaimable_pages:
+        if missing * self.page_cost > self.free_pages + self.reclaimable_pages:
             return False
         for _ in range(missing):
-            page = self._free_pages.pop() if self._free_pages else self.tree.evict()
+            while len(self._free_pages) < self.page_cost:
+                self._free_pages += self.tree.evict()
+            page, *window = [self._free_pages.pop() for _ in range(self.page_cost)]
             allocation.pages.append(page)
-            allocation.private.add(page)
+            if self.windowed:
+                allocation.windows.append(tuple(window))
+            allocation.private.update((page, *window))
         return True
+
+    def missing(self, allocation: Allocation, tokens: int) -> int:
+        """Return the number of pages that an allocation lacks to hold this many tokens."""
+        return max(0, self.pages_for(tokens) - len(allocation.pages)) * self.page_cost
+
+    def held(self, allocation: Allocation) -> int:
+        """Return the number of pages that an allocation holds."""
+        windows = len(allocation.windows) - allocation.slid
+        return len(allocation.pages) + windows * self._window_tables
+
+    def _first_seen(self, tokens: int) -> int:
+        """Return the first page that the token after this many sees through a window."""
+        return max(0, tokens - self._window + 1) // self.page_size
+
+    def _reach(self, path: Sequence[Node]) -> int:
+        """Return the length of the longest part of a path whose last window is held."""
+        depth = len(path)
+        while depth:
+            seen = range(self._first_seen(depth * self.page_size), depth)
+            gap = next((place for place in reversed(seen) if not path[place].window), None)
+            if gap is None:
+                break
+            depth = gap
+        return depth
+
+    def _window_cost(self, path: Sequence[Node], tokens: int) -> int:
+        """Return the free or reclaimable pages that the windows of an allocation take."""
+        if not self.windowed:
+            return 0
+        first = self._first_seen(len(path) * self.page_size)
+        pinned = sum(node.window_pins > 0 for node in path[first:])
+        return (self.pages_for(tokens) - first - pinned) * self._window_tables
+
+    def _hold_windows(self, allocation: Allocation) -> None:
+        """Pin the window before the tokens that a new allocation is to compute."""
+        path, size = allocation.path, self.page_size
+        allocation.slid = first = self._first_seen(len(path) * size)
+        allocation.windows = [node.window for node in path]
+        allocation.borders = len(path), allocation.seen // size
+        for node in path[first:]:
+            self.tree.pin_window(node)
+
+    def slide(self, allocation: Allocation, computed: int) -> None:
+        """Let go of the pages that have left the window.
+
+        The caller vouches that launches which compute the first `computed` tokens have ended, and
+        that these are shared if they are to be: all others see only what the next token sees.
+        """
+        if not self.windowed:
+            return
+        first = min(self._first_seen(computed), len(allocation.windows))
+        for place in range(allocation.slid, first):
+            useful = any(
+                self._first_seen(border * self.page_size) <= place < border
+                for border in allocation.borders
+            )
+            self._let_go(allocation, place, useful=useful)
+        allocation.slid = max(allocation.slid, first)
+
+    def _let_go(self, allocation: Allocation, place: int, *, useful: bool) -> None:
+        """Let go of the window's pages of an allocation in this place."""
+        pages = allocation.windows[place]
+        if place < len(allocation.path) and allocation.path[place].window == pages:
+            self.tree.unpin_window(allocation.path[place], useful=useful)
+            return
+        allocation.private.difference_update(pages)
+        self._free_pages += pages
 
     def share(self, allocation: Allocation, tokens: Sequence[int], written: int) -> None:
         """Put its full pages into the tree.
@@ -230,6 +352,9 @@ class KVCacheManager:
                 self._copies.setdefault(node, {})[allocation] = None
                 self._adopt(node, i)
             path.append(node)
+            if self.windowed and i >= allocation.slid and not node.window:
+                self.tree.put_window(node, allocation.windows[i])
+                allocation.private.difference_update(node.window)
 
     def plan_saves(self, allocation: Allocation, tokens: int, start: int, count: int) -> None:
         """Reserve snapshots of the states that a launch of `count` tokens from `start` on saves.
@@ -289,10 +414,17 @@ class KVCacheManager:
     def returning_pages(self) -> int:
         """Pages that will be free when launches now in flight have ended."""
         return sum(
-            len(a.private) + sum(node.pins == 1 for node in a.path)
+            len(a.private)
+            + sum(node.pins == 1 for node in a.path)
+            + self._window_tables * sum(node.window_pins == 1 for node in self._windowed(a))
             for a in self._allocations
             if a.given_up
         )
+
+    def _windowed(self, allocation: Allocation) -> list[Node]:
+        """Return the nodes whose pages of a window an allocation holds."""
+        pairs = zip(allocation.path, allocation.windows, strict=False)
+        return [node for node, pages in [*pairs][allocation.slid :] if node.window == pages]
 
     @property
     def returning_slots(self) -> int:
@@ -319,6 +451,8 @@ class KVCacheManager:
         for node in allocation.path:
             self._copies.get(node, {}).pop(allocation, None)
         self.tree.unpin(allocation.path)
+        for node in self._windowed(allocation):
+            self.tree.unpin_window(node, useful=True)
         for place, node in enumerate(allocation.path):
             self._adopt(node, place)
             if not self._copies.get(node, True):
@@ -333,10 +467,11 @@ class KVCacheManager:
     def check(self) -> None:
         """Assert that no page or slot is lost or owned twice, and that every pin has an owner."""
         nodes = list(self.tree.nodes())
-        owned = [*self._free_pages, *(node.page for node in nodes)]
+        owned = [*self._free_pages, *(page for n in nodes for page in (n.page, *n.window))]
         for allocation in self._allocations:
             owned.extend(allocation.private)
-            assert allocation.private <= set(allocation.pages)
+            windows = [page for each in allocation.windows[allocation.slid :] for page in each]
+            assert allocation.private <= {*allocation.pages, *windows}
         assert sorted(owned) == list(range(self.total_pages)), "a page is lost or owned twice"
         pins: dict[Node, int] = {}
         for allocation in self._allocations:
@@ -348,6 +483,10 @@ class KVCacheManager:
         used = {page for allocation in self._allocations for page in allocation.pages}
         assert all(node.page in used for node in nodes if node.pins), "nobody uses a pinned page"
         assert self.tree.unpinned == sum(node.pins == 0 for node in nodes)
+        held = Counter(node for a in self._allocations for node in self._windowed(a))
+        assert all(node.window_pins == held[node] for node in nodes), "a window's pin is wrong"
+        idle = sum(len(node.window) for node in nodes if not node.window_pins)
+        assert self.tree.unpinned_window_pages == idle
         if self.snapshots is not None:
             self.snapshots.check(s for a in self._allocations for _, s in a.saves)
         slots = [*self._free_slots, *(a.slot for a in self._allocations)]

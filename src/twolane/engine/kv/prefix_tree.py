@@ -1,19 +1,22 @@
 """The radix tree of full pages that requests share."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from twolane.engine.kv.page_hash import ROOT_HASH, page_hash, page_key
 
 SPARE_IDLE = 1000
-"""Stale entries of the heap of idle leaves, beside one for each leaf, before they are dropped."""
+"""Stale entries of a heap of idle nodes, beside one for each node, before they are dropped."""
 
 
 class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
 
-    __slots__ = ("children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state")
+    __slots__ = (
+        "children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state",
+        "window", "window_pins", "window_used",
+    )  # fmt: skip
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
@@ -28,6 +31,12 @@ class Node:
         self.last_used = 0
         self.state = -1
         """Id of the snapshot of states after this page; -1: it has none."""
+        self.window: tuple[int, ...] = ()
+        """Pages of its tokens in layers with a sliding window, one for each of their tables; empty:
+        they are not held any more."""
+        self.window_pins = 0
+        """Allocations that hold the pages of `window`, all of which hold the node, too."""
+        self.window_used = 0
 
     def __lt__(self, other: "Node") -> bool:
         return self.last_used < other.last_used
@@ -54,14 +63,15 @@ class PrefixTree:
         self._root = Node(None, b"", -1)
         self._former_roots: list[Node] = []
         """Roots of trees that were forgotten while pinned; no request finds their pages."""
-        self._idle_leaves: list[tuple[int, Node]] = []
-        """A heap of idle leaves, some of them stale."""
-        self._max_idle = SPARE_IDLE
+        self._leaves = _IdleNodes(lambda node: node.last_used, _is_idle_leaf)
+        self._windows = _IdleNodes(lambda node: node.window_used, _has_idle_window)
         self._tick = 0
         self.version = 0
         """Changes whenever a match or its cost may."""
         self.unpinned = 0
         """Number of unpinned nodes, all of them reclaimable."""
+        self.unpinned_window_pages = 0
+        """Number of pages of layers with a window that only nodes hold, all of them reclaimable."""
         self.watchers: list[PageWatcher] = []
 
     def match(
@@ -114,27 +124,60 @@ class PrefixTree:
             self.unpinned += node.pins == 0
             self.version += node.pins == 0
             node.last_used = used
-            self._push_idle(node)
+            if not node.pins and not node.children:
+                self._leaves.push(node)
 
-    def evict(self) -> int:
-        """Take the page of the least recently used unpinned leaf.
+    def put_window(self, node: Node, pages: tuple[int, ...]) -> None:
+        """Let a node that has none hold the pages of its tokens in layers with a window, pinned
+        once."""
+        node.window, node.window_pins = pages, 1
+        self.version += 1
+
+    def pin_window(self, node: Node) -> None:
+        """Keep the window's pages of a node from being reclaimed."""
+        if not node.window_pins:
+            self.unpinned_window_pages -= len(node.window)
+            self.version += 1
+        node.window_pins += 1
+
+    def unpin_window(self, node: Node, *, useful: bool) -> None:
+        """Unpin the window's pages of a node; those that are not useful are reclaimed first."""
+        node.window_pins -= 1
+        if node.window_pins:
+            return
+        self.unpinned_window_pages += len(node.window)
+        self.version += 1
+        node.window_used = self._tick if useful else 0
+        self._windows.push(node)
+
+    def evict(self) -> list[int]:
+        """Take the pages of what was used least recently: an unpinned leaf, or what a node has
+        unpinned of layers with a window, after which the node stays.
 
         Raises:
             IndexError: there is none.
         """
-        used, node = heapq.heappop(self._idle_leaves)
-        while not _still_idle(used, node):
-            used, node = heapq.heappop(self._idle_leaves)
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]
-        node.parent = None
-        for watcher in self.watchers:
-            watcher.removed(node)
-        self.unpinned -= 1
+        leaf, window = self._leaves.first(), self._windows.first()
         self.version += 1
-        self._push_idle(parent)
-        return node.page
+        if window is not None and (leaf is None or window.window_used <= leaf.last_used):
+            return self._take_window(window)
+        if leaf is None:
+            raise IndexError("all pages are in use")
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.key]
+        leaf.parent = None
+        for watcher in self.watchers:
+            watcher.removed(leaf)
+        self.unpinned -= 1
+        if not parent.pins and not parent.children:
+            self._leaves.push(parent)
+        return [leaf.page, *self._take_window(leaf)]
+
+    def _take_window(self, node: Node) -> list[int]:
+        pages, node.window = node.window, ()
+        self.unpinned_window_pages -= len(pages)
+        return list(pages)
 
     def forget(self) -> list[int]:
         """Hide all pages in the tree from later requests.
@@ -142,7 +185,9 @@ class PrefixTree:
         Returns:
             The unpinned pages; the others become reclaimable when they are unpinned.
         """
-        pages = [self.evict() for _ in range(self.unpinned)]
+        pages: list[int] = []
+        while self.unpinned or self.unpinned_window_pages:
+            pages += self.evict()
         self._former_roots = [root for root in (*self._former_roots, self._root) if root.children]
         self._root = Node(None, b"", -1)
         self.version += 1
@@ -159,17 +204,43 @@ class PrefixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _push_idle(self, node: Node) -> None:
-        if node.pins or node.children:
-            return
-        heapq.heappush(self._idle_leaves, (node.last_used, node))
-        if len(self._idle_leaves) > self._max_idle:
-            self._idle_leaves = [each for each in self._idle_leaves if _still_idle(*each)]
-            heapq.heapify(self._idle_leaves)
-            self._max_idle = 2 * len(self._idle_leaves) + SPARE_IDLE
+
+class _IdleNodes:
+    """Nodes that something can be taken from, the least recently used first.
+
+    Args:
+        used: Returns when a node was used.
+        idle: Returns whether something can be taken from a node now.
+    """
+
+    def __init__(self, used: Callable[[Node], int], idle: Callable[[Node], bool]) -> None:
+        self._used, self._idle = used, idle
+        self._heap: list[tuple[int, int, Node]] = []
+        """Some entries are stale: their nodes were pinned, extended, used or evicted since."""
+        self._most = SPARE_IDLE
+
+    def push(self, node: Node) -> None:
+        """Add a node that is idle now."""
+        heapq.heappush(self._heap, (self._used(node), -node.depth, node))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if self._holds(entry)]
+            heapq.heapify(self._heap)
+            self._most = 2 * len(self._heap) + SPARE_IDLE
+
+    def first(self) -> Node | None:
+        """Return the least recently used one; None: there is none."""
+        while self._heap and not self._holds(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def _holds(self, entry: tuple[int, int, Node]) -> bool:
+        used, _, node = entry
+        return used == self._used(node) and self._idle(node)
 
 
-def _still_idle(used: int, node: Node) -> bool:
-    """Return whether a leaf was not pinned, extended, used or evicted since it was pushed."""
-    idle = not node.pins and not node.children
-    return idle and used == node.last_used and node.parent is not None
+def _is_idle_leaf(node: Node) -> bool:
+    return not node.pins and not node.children and node.parent is not None
+
+
+def _has_idle_window(node: Node) -> bool:
+    return bool(node.window) and not node.window_pins

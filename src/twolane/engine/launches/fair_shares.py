@@ -41,8 +41,9 @@ def _holds_more(state: State, victim: Request, first: Request, *, slots: bool) -
     held: Counter[int | None] = Counter()
     for request in state.requests.values():
         if request.allocation is not None:
-            held[request.key] += 1 if slots else len(request.allocation.pages)
-    lost = 1 if slots else state.kv.pages_for(len(victim.tokens))
+            held[request.key] += 1 if slots else state.kv.held(request.allocation)
+    assert victim.allocation is not None
+    lost = 1 if slots else state.kv.held(victim.allocation)
     won = 1 if slots else first.page_cost
     mine = held[victim.key]
     return mine == max(held.values()) and mine - lost >= held[first.key] + won

@@ -111,7 +111,11 @@ def _admit(state: State, chunks: Sequence[Chunk]) -> None:
     if state.open is not None:
         raise PlanError("admits while a batch is open")
     admitted = [_admit_one(state, chunk) for chunk in chunks]
-    # Snapshots are reserved when all have found theirs: a plan counts on the prefixes that it saw.
+    # Pages and snapshots are taken when all have what they found: a plan counts on the prefixes
+    # that it saw.
+    for request, allocation, _ in admitted:
+        if not state.kv.fill(allocation, len(request.tokens)):
+            raise PlanError(f"admits {request.id}, for which there is no room")
     members = [_member(state, *each) for each in admitted]
     state.open = PrefillBatch(state.batches, members)
     state.batches += 1
@@ -140,11 +144,11 @@ def _member(state: State, request: Request, allocation: Allocation, count: int) 
 
 
 def _allocate(state: State, request: Request) -> Allocation:
-    allocation = state.kv.allocate(
-        request.tokens, reuse=not request.scores_prompt, before=request.looked_up, salt=request.salt
-    )
-    if allocation is None:
-        raise PlanError(f"admits {request.id}, for which there is no room")
+    kv, reuse = state.kv, not request.scores_prompt
+    if not kv.free_slots:
+        raise PlanError(f"admits {request.id}, for which there is no slot")
+    found = kv.lookup(request.tokens, reuse=reuse, before=request.looked_up, salt=request.salt)
+    allocation = kv.begin(found, request.salt)
     allocation.adapter = request.adapter
     request.allocation = allocation
     request.context = len(allocation.path) * state.kv.page_size
@@ -348,7 +352,8 @@ def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
 
 def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
     first, held.pages_sent = held.pages_sent, len(held.pages)
-    return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling, held.adapter)
+    pages, windows = tuple(held.pages[first:]), tuple(zip(*held.windows[first:], strict=True))
+    return SlotUpdate(held.slot, first, pages, sampling, held.adapter, windows)
 
 
 def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
@@ -441,7 +446,7 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
     """
     clipped, note = k, ""
     # Every row has pages for its context, so it needs at most the pages of its k steps.
-    if len(rows) * state.kv.pages_for(k) > _available(state):
+    if len(rows) * state.kv.pages_for(k) * state.kv.page_cost > _available(state):
         while clipped > 1 and _missing(state, rows, clipped) > _available(state):
             clipped -= 1
         note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
@@ -500,7 +505,4 @@ def _available(state: State) -> int:
 
 def _missing(state: State, rows: Sequence[Request], k: int) -> int:
     """Return the number of pages that k steps of these rows need beyond those that they have."""
-    kv = state.kv
-    return sum(
-        max(0, kv.pages_for(r.context + min(k, r.to_generate)) - len(_held(r).pages)) for r in rows
-    )
+    return sum(state.kv.missing(_held(r), r.context + min(k, r.to_generate)) for r in rows)

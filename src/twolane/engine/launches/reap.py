@@ -159,6 +159,8 @@ def _settle(state: State, flight: InFlightLaunch) -> None:
     ticket, lane = flight.ticket, flight.launch.lane
     if flight.batch is not None:
         _advance(state, flight, flight.batch)
+    if state.kv.windowed:
+        _slide_windows(state, flight)
     state.kv.reaped([allocation for _, allocation in flight.rows])
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     state.launch_costs.note(flight.launch.work, ticket.host_seconds, state.now())
@@ -170,6 +172,16 @@ def _settle(state: State, flight: InFlightLaunch) -> None:
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
     flight.batch = None  # `finished` keeps the flight, which must not keep hidden states
+
+
+def _slide_windows(state: State, flight: InFlightLaunch) -> None:
+    """Let go of the pages that have left the windows of requests whose launch has ended.
+
+    The launch may have computed the whole context but for the last token, which is delivered.
+    """
+    for request, allocation in flight.rows:
+        if request.phase is Phase.DECODE and _expected(request, allocation):
+            state.kv.slide(allocation, len(request.tokens) - 1)
 
 
 def _advance(state: State, flight: InFlightLaunch, batch: PrefillBatch) -> None:
@@ -184,6 +196,7 @@ def _advance(state: State, flight: InFlightLaunch, batch: PrefillBatch) -> None:
             if not chunk.final:
                 state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
             state.kv.saved(chunk.allocation, chunk.start + chunk.n)
+            state.kv.slide(chunk.allocation, chunk.start + chunk.n)
     computed = PromptWork().plus(batch.work, (last - first) / state.layers)
     state.counters.note_prompts(flight.ticket.seconds, computed)
 

@@ -14,6 +14,7 @@ from twolane.lanes.settings import LaneSizes, load_shard, without_adapters
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.lora import AdapterPool
+from twolane.model.page_layout import PageLayout
 from twolane.parallel.group import CpuGroup
 
 
@@ -46,6 +47,7 @@ class CpuMachine:
         self._rounded = settings.kv_cache_dtype == "fp8"
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
+        self.page_layout = PageLayout.of(self.spec)
         self.state_bytes = self._decoder.spec.state_bytes(self.itemsize)
 
     def _group(self, settings: DeviceSettings) -> CpuGroup | None:
@@ -67,6 +69,7 @@ class CpuMachine:
         """Allocate the KV pool and start the lanes of this process."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
         shape = spec, sizes.pages, sizes.page_size, dtype
-        kv = KVCache(*shape, requests=sizes.slots + sizes.snapshots, rounded=self._rounded)
+        states, layout = sizes.slots + sizes.snapshots, sizes.layout(spec)
+        kv = KVCache(*shape, requests=states, rounded=self._rounded, layout=layout)
         runner = Runner(self._decoder, kv, sizes.slots, self._adapters)
         return CpuLanes(runner, self._cores, notify)

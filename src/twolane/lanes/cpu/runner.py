@@ -251,8 +251,11 @@ class Runner:
 
     def _rows(self, places: Sequence[SequenceStates]) -> _PassRows:
         """Build a pass's rows."""
-        pages, adapters = self._slots.pages, self._slots.adapters
-        segments = [Segment(p.start, p.tokens, pages[p.slot], p.slot, p.parts) for p in places]
+        known, adapters = self._slots, self._slots.adapters
+        segments = [
+            Segment(p.start, p.tokens, known.pages[p.slot], p.slot, p.parts, known.windows[p.slot])
+            for p in places
+        ]
         batch = Batch.build(segments, self._kv.page_size)
         slots = [adapters[place.slot] for place in places]
         products = self._decoder.products

@@ -44,6 +44,7 @@ from twolane.model.gpu_decoder import (
     layer_matrices,
 )
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, NullChannel
 from twolane.sampling import SamplingParams
@@ -108,6 +109,7 @@ class CudaMachine:
         self.kv_itemsize = spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self._kv_dtype = E4M3 if settings.kv_cache_dtype == "fp8" else self.decoder.dtype
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
+        self.page_layout = PageLayout.whole(spec)
         self.state_bytes = self.decoder.spec.state_bytes(self.itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(settings.levels)

@@ -91,7 +91,8 @@ class DisaggregatedCpuMachine(CpuMachine):
     ) -> DisaggregatedLanes:
         """See `Machine.start`."""
         shape = self._decoder.spec, sizes.pages, sizes.page_size, self._decoder.dtype
-        kv = MirroredKVCache(*shape, self._memories, rounded=self._rounded)
+        layout = sizes.layout(self.spec)
+        kv = MirroredKVCache(*shape, self._memories, rounded=self._rounded, layout=layout)
         for memory in self._memories:
             memory.close()
         self.followers.on_lost = notify

@@ -9,6 +9,7 @@ import torch
 
 from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.model.attention import KVCache
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 
 
@@ -22,6 +23,7 @@ class MirroredKVCache(KVCache):
         dtype: Type in which attention computes.
         memories: Memories of this process's pool and of the other process's.
         rounded: keep numbers in e4m3.
+        layout: The layers' pages, as for `KVCache`.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class MirroredKVCache(KVCache):
         memories: tuple[SharedMemory, SharedMemory],
         *,
         rounded: bool = False,
+        layout: PageLayout | None = None,
     ) -> None:
         ours, theirs = memories
         self._received = ours.tensor((1,), torch.int64)
         self._pushed = theirs.tensor((1,), torch.int64)
-        super().__init__(spec, pages, page_size, dtype, rounded=rounded, allocate=ours.tensor)
-        self.other = KVCache(spec, pages, page_size, dtype, rounded=rounded, allocate=theirs.tensor)
+        shape = spec, pages, page_size, dtype
+        super().__init__(*shape, rounded=rounded, allocate=ours.tensor, layout=layout)
+        self.other = KVCache(*shape, rounded=rounded, allocate=theirs.tensor, layout=layout)
         """The other process's pool."""
 
     @property

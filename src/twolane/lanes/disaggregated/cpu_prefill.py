@@ -59,9 +59,8 @@ def main() -> None:
     decoder = Decoder(spec, weights)
     memories = SharedMemory(ours), SharedMemory(theirs)
     rounded = settings.kv_cache_dtype == "fp8"
-    kv = MirroredKVCache(
-        spec, sizes.pages, sizes.page_size, decoder.dtype, memories, rounded=rounded
-    )
+    shape = spec, sizes.pages, sizes.page_size, decoder.dtype
+    kv = MirroredKVCache(*shape, memories, rounded=rounded, layout=sizes.layout(spec))
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     runner = PromptRunner(decoder, kv, sizes.slots, adapters)
     runner.arrivals = arrivals

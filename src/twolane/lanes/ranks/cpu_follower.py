@@ -74,7 +74,8 @@ def main() -> None:
         return
     rounded = settings.kv_cache_dtype == "fp8"
     shape = decoder.spec, sizes.pages, sizes.page_size, decoder.dtype
-    kv = KVCache(*shape, requests=sizes.slots + sizes.snapshots, rounded=rounded)
+    states, layout = sizes.slots + sizes.snapshots, sizes.layout(decoder.spec)
+    kv = KVCache(*shape, requests=states, rounded=rounded, layout=layout)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     follow(Runner(decoder, kv, sizes.slots, adapters), start)
 
