@@ -231,6 +231,7 @@ class DeviceModel:
         """Return the cost of a layer of a prefill slice or hybrid pass, without the KV reads of
         decode rows."""
         layer = self._multiply(decode + _count(prompts), units)
+        layer = layer.plus(self._operators.chain(prompts, units))
         return layer.plus(self._attend(layer, decode, prompts, units))
 
     def _multiply(self, tokens: int, units: int) -> Cost:

@@ -19,9 +19,18 @@ FP8_SECONDS = 1.6e-5
 """Seconds added to a layer with products in e4m3, besides those of their rates."""
 KERNELS, EXPERT_KERNELS = 10, 6
 """Number of small kernels in a layer, and how many experts add."""
-RULE_SHARE = 0.1
-"""Share of the arithmetic rate that linear attention of prompts reaches: its products are small and
-wait for each other."""
+RULE_SHARE = 0.0395
+"""Share of the arithmetic rate that linear attention of many prompts reaches: its products are
+small and wait for each other. This and the next constants are fitted to a layer of Qwen3.5-35B-A3B
+on an H200 (docs/notes/kernels-h200.md)."""
+CHAIN_SECONDS, CHAIN_WORK = 5.7e-8, 2.5e-6
+"""Seconds that each token of a prompt waits for those before it, since states go from chunk to
+chunk; and the seconds of one SM for a token that `RULE_SHARE` has for this work."""
+STATE_UNIT, STATE_REACH, STATE_CORNER = 0.37, 0.82, 3.0
+"""Rates at which decode steps move states, as shares of an SM's and of the memory's bandwidth, and
+the exponent that says how round the corner between them is."""
+STATE_SECONDS, RULE_SECONDS = 8.0e-6, 2.0e-5
+"""Seconds that the kernels of linear attention add to a layer of a decode step, and of a pass."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
@@ -200,7 +209,7 @@ class OperatorCosts:
             )
             cost = small.plus(products)
             if shapes.state_bytes:
-                cost = cost.plus(self._linear(tokens, units, decode=decode))
+                cost = cost.plus(self.linear(tokens, units, decode=decode))
             if rate > 1:
                 cost = cost.plus(self._fp8(units, decode=decode))
             if widened:
@@ -210,13 +219,29 @@ class OperatorCosts:
             self._layers[key] = cost
         return cost
 
-    def _linear(self, tokens: int, units: int, *, decode: bool) -> Cost:
-        """Return the cost of the states of linear attention: decode steps move one for each row,
-        prompts compute in chunks. It is not fitted to a measurement yet."""
+    def linear(self, tokens: int, units: int, *, decode: bool) -> Cost:
+        """Return the cost of linear attention in a mean layer: decode steps move a state for each
+        row, prompts compute in chunks; `chain` has what a long prompt waits."""
+        gpu = self._gpu
         if decode:
-            return self._stream(tokens * self._shapes.state_bytes, units)
+            moved = tokens * self._shapes.state_bytes
+            c = moved / (units * STATE_UNIT * gpu.unit_bandwidth)
+            m = moved / (STATE_REACH * gpu.bandwidth)
+            cost = self._round(c, m, m, STATE_CORNER)
+            return cost._replace(fixed=STATE_SECONDS * self._spec.linear_share, bytes=moved)
         flops = tokens * self._shapes.rule_flops
-        return Cost(clocked=flops / (units * self._gpu.unit_flops * RULE_SHARE), arithmetic=flops)
+        clocked = flops / (units * gpu.unit_flops * RULE_SHARE)
+        fixed = RULE_SECONDS * self._spec.linear_share
+        return Cost(fixed=fixed, clocked=clocked, arithmetic=flops)
+
+    def chain(self, rows: Sequence[PromptRow], units: int) -> Cost:
+        """Return the cost by which the longest of these chunks delays linear attention: its states
+        go from one part of it to the next, on few of the SMs."""
+        if not self._shapes.rule_flops or not rows:
+            return Cost()
+        tokens, longest = sum([row.count for row in rows]), max([row.count for row in rows])
+        waited = max(0.0, CHAIN_SECONDS * longest - CHAIN_WORK * tokens / units)
+        return Cost(clocked=waited * self._spec.linear_share)
 
     def _fp8(self, units: int, *, decode: bool) -> Cost:
         """Return the cost that products in e4m3 add to a layer with any number of rows."""
