@@ -1,6 +1,7 @@
 """`twolane doctor MODEL`: what is read of a model's files, and where each thing comes from."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.table import Table
@@ -117,6 +118,25 @@ def formats(source: ModelSource) -> Iterator[Sequence[str]]:
     if spec.state is not None:
         states = f"{spec.state_bytes(2):,} bytes a request in {spec.linear_layers} layers"
         yield "states", states, "--max-running"
+    if source.kind == "dir" and source.path is not None and source.facts.family.stores_mtp:
+        yield from further_tokens(source)
+
+
+def further_tokens(source: ModelSource) -> Iterator[Sequence[str]]:
+    """Yield the row about the tensors that predict further tokens, if the files have any.
+
+    Raises:
+        ValueError: they, or the files, are broken.
+    """
+    from twolane.model.load.mtp import check_predictor
+    from twolane.model.load.opened import open_tensors
+
+    with ExitStack() as stack:
+        found = check_predictor(*open_tensors(source, source.facts, stack))
+    if found is not None:
+        size = f"{found.tensors:,} tensors, {found.bytes / 1e9:.2f} GB"
+        what = f"{found.layers} layer{'s' * (found.layers > 1)} in {size}: sound, not loaded"
+        yield "MTP", what, "mtp.*"
 
 
 def shown(token: Declared) -> str:

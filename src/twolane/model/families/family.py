@@ -320,6 +320,8 @@ class Family:
     """The modules of `PARTS` that checkpoints and adapters have in the place of their parts."""
     predicts_more: bool = False
     """Whether checkpoints may have layers that predict further tokens (MTP); they are not read."""
+    stores_mtp: bool = False
+    """Whether these are in tensors `mtp.*` of the shapes that `model/load/mtp.py` checks."""
     grouped_delta: bool = False
     """Whether linear attention has queries, keys, values and gates of a key head one after the
     other in one module (`in_proj_qkvz`), and rates and decays in another (`in_proj_ba`), where
@@ -395,3 +397,21 @@ class Family:
     def constants(self) -> dict[str, Any]:
         """The fields of `ModelSpec` that are the same for all models of the family."""
         return {"qk_norm": self.qk_norm, "norms": tuple(self.norms)}
+
+
+_BARE = ("embed_tokens.", "layers.", "norm.")
+"""Names begin with one of these in checkpoints that were saved without a classifier."""
+_TEXT = ("model.language_model.", "language_model.model.", "language_model.")
+"""Names of the text part of a model of text and images begin with one of these."""
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor or module of a checkpoint has in a whole model of text.
+
+    Embeddings are stored without their place, and text parts under a name of their own.
+    """
+    for prefix in _TEXT:
+        if name.startswith(prefix):
+            name = name.removeprefix(prefix)
+            break
+    return f"model.{name}" if name.startswith(_BARE) else name

@@ -38,6 +38,7 @@ FAMILY = Family(
     norms_less_1="norm.weight",
     qk_norm="head",
     predicts_more=True,
+    stores_mtp=True,
     partly_rotated=True,
     fixtures={
         "qwen3.5": {

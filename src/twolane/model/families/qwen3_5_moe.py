@@ -24,6 +24,7 @@ FAMILY = Family(
     qk_norm="head",
     experts=ExpertNames(shared="mlp.shared_expert"),
     predicts_more=True,
+    stores_mtp=True,
     partly_rotated=True,
     fixtures={
         "qwen3.5-moe": {

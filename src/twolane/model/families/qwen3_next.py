@@ -85,6 +85,7 @@ FAMILY = Family(
     qk_norm="head",
     experts=ExpertNames(shared="mlp.shared_expert"),
     predicts_more=True,
+    stores_mtp=True,
     grouped_delta=True,
     partly_rotated=True,
     fixtures={"qwen3-next": {**TINY_LINEAR, **TINY_EXPERTS, "mlp_only_layers": [2]}},

@@ -142,7 +142,7 @@ def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
     }
 
 
-def _vectors(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
+def vectors_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of a layer's attention that are no linear modules."""
     if spec.delta is not None and spec.is_linear(layer):
         heads, attention = (spec.delta.value_heads,), "linear_attn"
@@ -206,7 +206,7 @@ def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
         stored.update({f"{prefix}.{name}.weight": norm for name in facts.family.norms.values()})
-        for name, shape in _vectors(spec, i).items():
+        for name, shape in vectors_of(spec, i).items():
             stored[f"{prefix}.{name}"] = StoredTensor((shape,))
         for name, module in linears_of(facts, i).items():
             linear(f"{prefix}.{name}", module)

@@ -13,6 +13,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
+from twolane.model.load.mtp import check_predictor
 from twolane.model.load.parts import of_gguf_experts, of_joined, of_stacked
 from twolane.model.load.quantization import FLOATS
 from twolane.model.load.safetensors import Safetensors
@@ -53,6 +54,7 @@ def open_tensors(
             tensors = of_stacked(tensors, facts)
         if facts.quantization is not None:
             facts = with_stored_formats(facts, tensors)
+        check_predictor(facts, tensors)
     return facts, of_joined(tensors, facts) if facts.family.joined else tensors
 
 

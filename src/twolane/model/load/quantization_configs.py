@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from twolane.common.checked_json import converted
+from twolane.model.families.family import text_name
 from twolane.model.load.quantization import BLOCK, Format, ModuleGroup, Quantization
 from twolane.model.spec import UnsupportedModel
 
@@ -343,7 +344,8 @@ def _of_all(
     """Return the quantisation of linear modules, all or some by name, in one format."""
     named, ignored = _checked(targets), _checked(left)
     groups = tuple(ModuleGroup(form, named) for form in forms)
-    return Quantization(groups, ignored, head=head, by_pattern=False, unused=unused)
+    left = tuple(map(text_name, ignored))
+    return Quantization(groups, left, head=head, by_pattern=False, unused=unused)
 
 
 def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
@@ -413,7 +415,8 @@ def _compressed(config: _CompressedTensors) -> Quantization:
     ignored = _checked(config.ignore or ())
     static = any(each.input_activations and not each.input_activations.dynamic for each in chosen)
     unused = _unused(static, cache)
-    return Quantization(groups, ignored, head=True, by_pattern=True, unused=unused)
+    left = tuple(map(text_name, ignored))
+    return Quantization(groups, left, head=True, by_pattern=True, unused=unused)
 
 
 _REORDERED = ("group", "dynamic", True)

@@ -11,12 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 from twolane.common.checked_json import converted, read_json
+from twolane.model.families.family import text_name
 from twolane.model.sharding import Cut
 
-BARE = ("embed_tokens.", "layers.", "norm.")
-"""Names begin with one of these in checkpoints that were saved without a classifier."""
-_TEXT = ("model.language_model.", "language_model.model.", "language_model.")
-"""Names of the text part of a model of text and images begin with one of these."""
 _PARTS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "audio_tower")
 _IMAGES = tuple(
     f"{place}{part}."
@@ -60,7 +57,7 @@ class Safetensors:
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
         places = _indexed(directory)
-        self.indexed = {*map(_placed, places)}
+        self.indexed = {*map(text_name, places)}
         """The tensors that an index names; files may have others, which are out of date."""
         for path in _model_files(directory):
             if not path.is_file():
@@ -72,11 +69,11 @@ class Safetensors:
             for name in file.keys():  # noqa: SIM118, it is no mapping
                 if vision and name.startswith(_IMAGES):
                     continue
-                known = _placed(name) in self._files
+                known = text_name(name) in self._files
                 if known and name not in places:
                     raise ValueError(f"{path} has {name}, and so has another file of the model")
                 if not known or places[name] == path:
-                    self._files[_placed(name)] = file, name
+                    self._files[text_name(name)] = file, name
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
@@ -122,18 +119,6 @@ def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
     except Exception as error:  # safetensors raises its own type, derived from Exception
         raise ValueError(f"{path} {_broken(path)}: {error}") from error
     return tensors
-
-
-def _placed(name: str) -> str:
-    """Return the tensor's name in a whole model of text.
-
-    Embeddings are stored without their place, and text parts under a name of their own.
-    """
-    for prefix in _TEXT:
-        if name.startswith(prefix):
-            name = name.removeprefix(prefix)
-            break
-    return f"model.{name}" if name.startswith(BARE) else name
 
 
 def _broken(path: Path) -> str:
