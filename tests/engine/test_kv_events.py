@@ -31,6 +31,7 @@ from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.kv.page_hash import page_hashes, salt_bytes
 from twolane.engine.kv.prefix_tree import PrefixTree
 from twolane.engine.kv.publisher import PEER_BYTES, KVEventPublisher, ReplayBuffer
+from twolane.engine.kv.snapshot import TreeSnapshot
 from twolane.engine.messages import ToEngine
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient
@@ -320,7 +321,7 @@ def test_clients_of_earlier_formats_read_the_fields_that_they_know(published: Pu
     [_, (_, batch)] = published.publisher._buffer.since(0)
     first, second = page_hashes(range(9), PAGE)
     assert msgspec.msgpack.decode(batch)[1:] == [
-        [["BlockStored", [first, second], None, list(range(8)), PAGE, None, "GPU", None, None]],
+        [["BlockStored", [first, second], None, [*range(8)], PAGE, None, "GPU", *[None] * 4]],
         0,
     ]
 
@@ -471,3 +472,30 @@ def test_a_port_may_be_any() -> None:
         check_settings(
             EngineConfig(model="m", kv_events=KVEventsConfig(endpoint=f"tcp://*:{port}"))
         )
+
+
+def test_a_snapshot_of_the_tree_tells_pages_from_states() -> None:
+    """A late subscriber learns both groups, and what is gone of one is not gone of the other."""
+    journal, tree = KVJournal(PAGE, states=True), TreeSnapshot()
+    books = KVCacheManager(8, PAGE, 2, prefix_cache=True, snapshots=2)
+    assert books.snapshots is not None
+    books.tree.watchers.append(journal)
+    books.snapshots.watchers.append(journal)
+    tokens = [*range(14)]
+    held = books.allocate(tokens)
+    assert held is not None
+    books.plan_saves(held, 14, 0, 14)
+    books.share(held, tokens, 14)
+    books.saved(held, 14)
+    books.give_up(held)
+    tree.apply(events.KVEventBatch(0.0, journal.take()))
+
+    def known() -> list[tuple[int | None, int]]:
+        stored = [one for one in tree.batch().events if isinstance(one, events.BlockStored)]
+        return [(one.group_idx, len(one.block_hashes)) for one in stored]
+
+    assert known() == [(0, 3), (1, 1)]
+    assert books.snapshots.reserve() is not None
+    assert books.snapshots.reserve() is not None, "it takes the one of the node"
+    tree.apply(events.KVEventBatch(1.0, journal.take()))
+    assert known() == [(0, 3)]

@@ -2,14 +2,14 @@
 
 import json
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 END = "<|im_end|>"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
@@ -74,6 +74,9 @@ def write_parrot(
     learnt: Sequence[Learnt],
     template: str = TEMPLATE,
     words: Tokenizer | None = None,
+    made: Callable[[int, int], PreTrainedModel] | None = None,
+    after: str = PROMPT,
+    mark: Callable[[int], str] = "<|say {}|>".format,
 ) -> Path:
     """Write a checkpoint that gives these answers, and ends there.
 
@@ -86,21 +89,25 @@ def write_parrot(
         learnt: the answers; no two of their tokens may have the same text.
         template: of conversations.
         words: a tokenizer to add to; None: one token a character.
+        made: makes the model, given the size of the vocabulary and the token that ends answers;
+            None: a model of one layer.
+        after: the text of the template behind which the mark stands.
+        mark: returns the text of the mark of an answer by its number.
     """
     words = words or tokenizer()
-    marks = [f"<|say {i}|>" for i in range(len(learnt))]
+    marks = [mark(i) for i in range(len(learnt))]
     chains = [[mark, *each.tokens] for mark, each in zip(marks, learnt, strict=True)]
     texts = [text for chain in chains for text in chain]
     assert len(set(texts)) == len(texts), "two tokens have the same text"
     words.add_special_tokens([END])
     words.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
-    model = random_model(words.get_vocab_size(), words.token_to_id(END))
+    model = (made or random_model)(words.get_vocab_size(), words.token_to_id(END))
     if learnt:
         ids = [[words.token_to_id(text) for text in (*chain, END)] for chain in chains]
         teach(model, ids, words.token_to_id(END))
     model.save_pretrained(path)
     words.save(str(path / "tokenizer.json"))
-    shown = template.replace(PROMPT, PROMPT + saying(marks, learnt))
+    shown = template.replace(after, after + saying(marks, learnt))
     kept = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     (path / "tokenizer_config.json").write_text(json.dumps({**kept, "chat_template": shown}))
     return path
@@ -114,7 +121,8 @@ def saying(marks: Sequence[str], learnt: Sequence[Learnt]) -> str:
     said = "{%- set said = messages | rejectattr('role', 'equalto', 'system') | list or messages %}"
     last = said + "{%- set last = said[-1].content or '' %}"
     cases = [
-        f"{{%- {'elif' if i else 'if'} {json.dumps(each.said)} in last %}}{mark}"
+        f"{{%- {'elif' if i else 'if'} {json.dumps(each.said)} in last %}}"
+        f"{{{{- {json.dumps(mark)} }}}}"
         for i, (mark, each) in enumerate(zip(marks, learnt, strict=True))
     ]
     return last + "".join(cases) + "{%- endif %}"
@@ -139,18 +147,18 @@ def random_model(vocabulary: int, end: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def teach(model: LlamaForCausalLM, chains: Sequence[Sequence[int]], end: int) -> None:
+def teach(model: PreTrainedModel, chains: Sequence[Sequence[int]], end: int) -> None:
     """Let each token of a chain call for the next one, and every other token for the end.
 
-    The layer adds nothing: what is predicted depends on the last token alone.
+    No layer adds anything: what is predicted depends on the last token alone.
     """
     links = [(a, b) for chain in chains for a, b in pairwise(chain)]
     assert len(links) < HIDDEN, "too many tokens for this many dimensions"
     with torch.no_grad():
-        layer = model.model.layers[0]
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
-        embedded, head = model.model.embed_tokens.weight, model.lm_head.weight
+        for name, parameter in model.named_parameters():
+            if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
+                parameter.zero_()
+        embedded, head = model.get_input_embeddings().weight, model.lm_head.weight
         embedded.zero_()
         head.zero_()
         embedded[:, -1] = 1.0

@@ -29,6 +29,7 @@ def test_what_a_server_has_computed_is_in_its_digest(tiny):
         "page_size": page_size,
         "tokens": list(expected.tokens),
         "token_ids": None,
+        "states": False,
     }
     assert tiny.request("/v1/completions", asked)[0] == 200
     wait_for(lambda: set(hashes) <= state(tiny).digest.as_set())

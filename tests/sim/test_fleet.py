@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from tests.sim.test_run import config
 from twolane.common.errors import FieldError
@@ -75,3 +76,28 @@ def test_a_router_is_told_which_prompts_a_system_may_give_up(system) -> None:
 def test_an_unknown_router_is_refused_by_name() -> None:
     with pytest.raises(FieldError, match="router 'nosuch' is unknown; there are: predicted"):
         simulate_fleet(config(), 2, "nosuch", SHARED)
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-35b-a3b", "llama-3.1-8b"])
+def test_the_router_knows_how_much_of_a_prompt_can_be_reused(model) -> None:
+    """Four conversations in turns. Pages of a model with states are no use but before a snapshot;
+    of others, the router knows a part of the pages."""
+    told: list[int] = []
+
+    def watch(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen:
+        told.append(views[0].reused)
+        return Chosen(views[0].name, 0.0, 0)
+
+    asked = config()
+    asked = replace(asked, engine=replace(asked.engine, model=model))
+    turns = [
+        TraceRequest(1.0 * i, 900 + 300 * (i // 4), 4, hash_ids=(i % 4 + 1,), block_tokens=4096)
+        for i in range(20)
+    ]
+    records = simulate_fleet(asked, 1, "predicted", turns, policy=watch).result.records
+    found = [record.usage_cached or 0 for record in records]
+    assert max(found) > 1000
+    if model == "qwen3.5-35b-a3b":
+        assert told == found
+    else:
+        assert all(known <= there < known + 512 for known, there in zip(told, found, strict=True))

@@ -9,6 +9,7 @@ from twolane.workload.traces import (
     TraceError,
     TraceRequest,
     clip_lengths,
+    continued,
     has_arrivals,
     read_trace,
     scale_lengths,
@@ -187,3 +188,21 @@ def test_reuse_in_the_public_mooncake_trace():
             repeated += block in seen
             seen.add(block)
     assert round(repeated / blocks * 100, 1) == 36.6
+
+
+def test_a_turn_goes_on_in_the_block_that_the_turn_before_had_begun():
+    """Blocks have an id of their own for each length."""
+    turns = [(600, (0, 10)), (900, (0, 11)), (1100, (0, 12, 20)), (1400, (0, 12, 21))]
+    requests = [TraceRequest(float(i), t, 5, ids) for i, (t, ids) in enumerate(turns)]
+    going_on = continued(requests)
+    assert [one.hash_ids for one in going_on] == [(0, 12), (0, 12), (0, 12, 21), (0, 12, 21)]
+    assert [one.prompt_tokens for one in going_on] == [600, 900, 1100, 1400]
+
+
+def test_conversations_that_share_a_block_do_not_go_on_in_each_other():
+    requests = [
+        TraceRequest(0.0, 900, 5, (0, 10)),
+        TraceRequest(1.0, 600, 5, (0, 11)),  # is no longer than the one before
+        TraceRequest(2.0, 300, 5, (30,)),
+    ]
+    assert continued(requests) == requests

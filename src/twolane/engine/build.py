@@ -29,6 +29,9 @@ from twolane.lanes.load import chosen_device, load
 from twolane.lanes.settings import LaneSizes, memory_errors
 from twolane.systems.registry import default_system, make_system
 
+SNAPSHOT_SHARE = 1 / 3
+"""Share of the memory for pages and snapshots that snapshots of states get, if that is more than
+one for each request (docs/notes/hybrid-models.md)."""
 log = logging.getLogger("twolane.engine")
 
 
@@ -92,7 +95,7 @@ def assemble(
     system = make_system(name, config.options)
     spec = machine.spec
     max_model_len = context_length(config, spec)
-    config = with_room_for_states(config, machine, max_model_len)
+    config = with_states(config, machine, max_model_len)
     progress("pool", 0.0)
     kv = make_kv_manager(config, machine, max_model_len)
     kv_events = publisher(config, kv)
@@ -173,6 +176,7 @@ def _ready(
         kv_cache_dtype=config.kv_cache_dtype,
         adapters=engine.adapters.digests(),
         prefix_cache=kv.prefix_cache,
+        state_bytes=machine.state_bytes,
     )
 
 
@@ -180,15 +184,14 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
     """Return the publisher of the prefix tree's changes; None if the settings name no endpoint.
 
     Raises:
-        FieldError: an address cannot be used, or the model's prefixes are not kept.
+        FieldError: an address cannot be used.
     """
     if config.kv_events.endpoint is None:
         return None
-    if kv.snapshots is not None:
-        problem = "does not tell yet of which prefixes there are states of linear attention"
-        raise FieldError("kv_events_endpoint", problem)
-    journal = KVJournal(kv.page_size)
+    journal = KVJournal(kv.page_size, states=kv.snapshots is not None)
     kv.tree.watchers.append(journal)
+    if kv.snapshots is not None:
+        kv.snapshots.watchers.append(journal)
     return KVEventPublisher(config.kv_events, journal)
 
 
@@ -216,8 +219,8 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
             check_room(config.kv_tokens, pages * page_bytes * config.ranks)
     else:
         most = config.max_running * -(-max_model_len // page_size) * tables
-        states = config.max_running * _request_state_bytes(config, machine)
-        room = machine.kv_bytes(max_model_len) - states
+        states = config.max_running + (config.snapshots or 0)
+        room = machine.kv_bytes(max_model_len) - states * machine.state_bytes
         pages = min(room // page_bytes, most)
     if pages < tables:
         raise MemoryError("there is not enough memory for the model and a KV pool")
@@ -228,48 +231,50 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
             layout.tokens(pages, page_size, max_model_len),
             max_model_len,
         )
-    reuses = config.prefix_cache
-    snapshots = config.max_running if reuses else 0
     return KVCacheManager(
         pages,
         page_size,
         config.max_running,
-        prefix_cache=reuses,
-        snapshots=snapshots if machine.state_bytes else None,
+        prefix_cache=config.prefix_cache,
+        snapshots=config.snapshots if machine.state_bytes else None,
+        borders=config.snapshot_borders,
         window=layout.window,
         window_tables=layout.window_tables,
     )
 
 
-def _request_state_bytes(config: EngineConfig, machine: Machine) -> int:
-    """Return the bytes of a request's states, with the snapshot beside them if prefixes are
-    reused."""
-    return machine.state_bytes * (2 if config.prefix_cache else 1)
-
-
-def with_room_for_states(
-    config: EngineConfig, machine: Machine, max_model_len: int
-) -> EngineConfig:
-    """Return the settings with no more requests at a time than half of the room for the KV pool has
-    states for, each of which has a snapshot beside it if prefixes are reused.
+def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> EngineConfig:
+    """Return the settings with the number of snapshots, and with no more requests at a time than
+    half of the room for the KV pool has states for, with a snapshot each if prefixes are reused.
 
     Raises:
+        FieldError: snapshots are asked for of a model without states.
         MemoryError: not even one fits.
     """
     if not machine.state_bytes:
+        if config.snapshots is not None:
+            raise FieldError("snapshots", f"are of states, which {config.model} has none of")
         return config
-    each = _request_state_bytes(config, machine)
-    most = machine.kv_bytes(max_model_len) // 2 // each
+    each, room = machine.state_bytes, machine.kv_bytes(max_model_len)
+    asked, states = config.snapshots or 0, room // 2 // each
+    most = states // 2 if config.prefix_cache and not asked else states - asked
     if most < 1:
         raise MemoryError("there is not enough memory for the model and the states of a request")
     if most < config.max_running:
         log.warning(
-            "max_running is %d, not %d: states take %.1f MiB a request",
+            "max_running is %d, not %d: states of a request take %.1f MiB, and each snapshot does",
             most,
             config.max_running,
             each / 2**20,
         )
-    return msgspec.structs.replace(config, max_running=min(most, config.max_running))
+    running = min(most, config.max_running)
+    if not asked and config.prefix_cache:
+        asked = running
+        if config.kv_tokens is None:
+            left = room - running * each
+            pages = running * -(-max_model_len // _page_size(config, machine))
+            asked = max(asked, min(pages, int(SNAPSHOT_SHARE * left) // each))
+    return msgspec.structs.replace(config, max_running=running, snapshots=asked)
 
 
 def check_room(tokens: int, needed: int) -> None:

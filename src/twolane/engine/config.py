@@ -13,6 +13,9 @@ SCHEDULING, EVENTS = "Scheduling", "KV events"
 """Panels of options in the help."""
 
 TbtBufferAt = Literal["server", "client"]
+SnapshotBorders = Literal[
+    "prompt", "turn", "branch", "prompt+turn", "prompt+branch", "turn+branch", "prompt+turn+branch"
+]
 
 LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
 """Names of the options of adapters."""
@@ -24,7 +27,7 @@ KV_EVENTS = (
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
     "tbt_buffer_ms", "tbt_buffer_at", "prefix_cache", "disaggregated", "profile", "estimator",
-    "trace", "chat_template", *LORA, *KV_EVENTS,
+    "trace", "chat_template", "snapshots", "snapshot_borders", *LORA, *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -84,6 +87,14 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest number of requests in prefill and decode together."""
     prefix_cache: Annotated[bool, Option(MEMORY)] = True
     """Whether prompts with the same prefix share its keys and values, which are computed once."""
+    snapshots: Annotated[int | None, Option(MEMORY, least=1)] = None
+    """Number of snapshots of states that are kept of a model with linear attention, whose prefixes
+    are reused from snapshots on; by default a third of the memory for them and the KV pool, or with
+    --kv-tokens as many as --max-running, which is also the least."""
+    snapshot_borders: Annotated[SnapshotBorders, Option(MEMORY)] = "prompt+branch"
+    """Page borders at which prompts save snapshots: the last one of the prompt, the one where what
+    is cached of a conversation ends and a new turn begins, and the one where the prompt leaves what
+    is cached although others go on (a branch)."""
     kv_events: Annotated[KVEventsConfig, Nested("kv_events_")] = KVEventsConfig()
     """Where changes of the prefix cache are published."""
     profile: Annotated[str | None, Option(SCHEDULING, "FILE")] = None

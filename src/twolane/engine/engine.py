@@ -73,8 +73,10 @@ class Engine:
         kv = state.kv
         self.max_model_len = min(model.max_model_len, kv.tokens)
         """Largest number of tokens, prompt and output together, of one request."""
-        self._landmarks = LandmarkWatcher(kv.page_size)
+        self._landmarks = LandmarkWatcher(kv.page_size, states=kv.snapshots is not None)
         kv.tree.watchers.append(self._landmarks)
+        if kv.snapshots is not None:
+            kv.snapshots.watchers.append(self._landmarks)
         self._system = system
         self._memory: Any = system.start()
         self._pass_sizes = pass_sizes
@@ -201,6 +203,7 @@ class Engine:
             prompt_token_seconds=state.counters.prompt_token_seconds,
             prompt_pace=state.counters.paces.pace,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
+            **kv.state_counts(),
         )
 
     def view(self) -> View:

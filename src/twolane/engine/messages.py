@@ -145,6 +145,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Digests of the LoRA adapters that are loaded, in hexadecimal, by name."""
     prefix_cache: bool = True
     """Whether prompts reuse what earlier ones with the same beginning have computed."""
+    state_bytes: int = 0
+    """Bytes of the states of a request, and of a snapshot of them; 0: the model has none."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -207,6 +209,16 @@ class Stats(msgspec.Struct, frozen=True):
     kv_pages_free: int = 0
     kv_pages_cached: int = 0
     """Pages that only the prefix cache holds: reclaimable."""
+    states: int = 0
+    """Requests that the pool has states for; 0: the model has none."""
+    states_free: int = 0
+    """Those of them that no request has."""
+    snapshots: int = 0
+    """Snapshots of states that the pool has room for."""
+    snapshots_held: int = 0
+    """Snapshots of states that requests can begin with."""
+    snapshot_hits: int = 0
+    """Requests that began with a snapshot."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0

@@ -48,7 +48,7 @@ def check_settings(config: EngineConfig) -> None:
     for name, path in config.lora.items():
         if not name or not is_folder(Path(path)):
             raise FieldError("lora", f"{name}={path}: there is no such directory")
-    _check_kv_events(config)
+    _check_prefix_cache(config)
     if config.trace is not None and not _is_writable(Path(config.trace)):
         raise FieldError("trace", f"{config.trace} cannot be written")
     if config.profile is not None and not _is_readable(Path(config.profile)):
@@ -131,8 +131,11 @@ def _check_disaggregated(config: EngineConfig) -> None:
         raise FieldError("levels", "do not go with disaggregated: each lane has a whole GPU")
 
 
-def _check_kv_events(config: EngineConfig) -> None:
-    """Refuse addresses for events that there are none of."""
+def _check_prefix_cache(config: EngineConfig) -> None:
+    """Refuse settings of a prefix cache that is off, and addresses for events that there are none
+    of."""
+    if config.snapshots is not None and not config.prefix_cache:
+        raise FieldError("snapshots", "need the prefix cache, which is off")
     events = config.kv_events
     if events.endpoint is not None and not config.prefix_cache:
         raise FieldError("kv_events_endpoint", "needs the prefix cache, which is off")

@@ -61,6 +61,7 @@ class _Landmarks(msgspec.Struct):
     tokens: list[int]
     hashes: list[int]
     token_ids: list[int] | None = None
+    states: bool = False
 
     @property
     def sound(self) -> bool:
@@ -105,7 +106,7 @@ class RoutingFacts:
         return call, RoutedRequest(
             prompt_tokens=marks.prompt_tokens if marks else max(1, len(body) // BYTES_PER_TOKEN),
             output_tokens=known.max_output,
-            landmarks=Landmarks(marks.tokens, marks.hashes) if marks else Landmarks(),
+            landmarks=Landmarks(marks.tokens, marks.hashes, marks.states) if marks else Landmarks(),
             ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),
             session=session and session_key(session),
         )

@@ -101,7 +101,7 @@ class RayPrefixAware:
 
     def _matched(self, name: str, request: RoutedRequest) -> int:
         tree, matched = self._trees.get(name, {}), 0
-        for tokens, landmark in zip(*request.landmarks, strict=True):
+        for tokens, landmark in zip(*request.landmarks[:2], strict=True):
             if landmark not in tree:
                 break
             matched = tokens
@@ -109,7 +109,7 @@ class RayPrefixAware:
 
     def _insert(self, name: str, request: RoutedRequest) -> None:
         tree, before = self._trees.setdefault(name, {}), 0
-        for tokens, landmark in zip(*request.landmarks, strict=True):
+        for tokens, landmark in zip(*request.landmarks[:2], strict=True):
             if landmark not in tree:
                 tree[landmark] = tokens - before
                 self._sizes[name] = self._sizes.get(name, 0) + tree[landmark]

@@ -222,7 +222,7 @@ class Table:
         sent = SentRequest(now, due, predicted, PromptWork.of(new, reused), pages)
         replica.sent.append(sent)
         replica.lengthen_queue(sent)
-        for landmark in request.landmarks.hashes:
+        for landmark in request.landmarks.left_by(request.prompt_tokens):
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now
         replica.open += 1

@@ -179,8 +179,8 @@ class FleetSimulation:
         """Route a request; return its replica."""
         request = self._requests[index]
         prompt = self._prompts.token_ids(index, request)
-        page_size = self.replicas[0].built.engine.state.kv.page_size
-        landmarks = Landmarks.of(prompt, page_size)
+        ready = self.replicas[0].built.ready
+        landmarks = Landmarks.of(prompt, ready.page_size, states=ready.state_bytes > 0)
         routed = RoutedRequest(len(prompt), request.output_tokens, landmarks)
         choice = self._policy(routed, self._table.views(routed, now))
         if not isinstance(choice, Chosen):

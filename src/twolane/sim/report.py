@@ -98,6 +98,10 @@ def engine_figures(
         "max_model_len": ready.max_model_len,
         "prefix_hit_rate": stats.prefix_hits / queries if queries else None,
         "preemptions": stats.preemptions,
+        "state_bytes": ready.state_bytes,
+        "snapshots": stats.snapshots,
+        "snapshots_held": stats.snapshots_held,
+        "snapshot_hits": stats.snapshot_hits,
         "lane_seconds": {f"{lane} {units}": spent for lane, units, spent in stats.seconds},
         "lanes": launches.lanes(stats.seconds),
         "switches": launches.switches,
@@ -142,6 +146,10 @@ def _what(config: SimulateConfig, figures: Mapping[str, Any]) -> Table:
         "Seed": str(figures["seed"]),
         "KV pool": f"{figures['kv_tokens']:,} tokens{cached}; {figures['preemptions']} preemptions",
     }
+    if figures["snapshots"]:
+        size = f"{figures['snapshots']} snapshots of {figures['state_bytes'] / 2**20:.1f} MiB"
+        began = f"{figures['snapshot_hits']} requests began with one"
+        rows["States"] = f"{size}, {figures['snapshots_held']} held at the end; {began}"
     for name, value in rows.items():
         table.add_row(name, escape(printable(value)))
     return table

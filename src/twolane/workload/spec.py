@@ -53,6 +53,10 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the trace to replay."""
     scale_rate: Annotated[float | None, Option(WHEN)] = None
     """Factor on the speed at which the trace's own times are replayed."""
+    continue_blocks: Annotated[bool, Option(WHAT)] = False
+    """Whether the partial last block of a prompt begins the block with which the next turn of its
+    conversation goes on; traces give both an id of their own, so that a turn shares whole blocks
+    with the one before alone."""
     scale_lengths: Annotated[float | None, Option(WHAT)] = None
     """Factor on all lengths, shared prefixes included."""
     max_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
@@ -69,6 +73,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         """
         self.check()
         requests = self._adapt(self._select())
+        if self.continue_blocks:
+            requests = traces.continued(requests)
         if self._uses_trace_times(requests):
             return traces.scale_rate(requests, self.scale_rate or 1.0)
         self._check_untimed()

@@ -12,8 +12,9 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -111,6 +112,34 @@ def clip_lengths(
             )
         )
     return clipped
+
+
+def continued(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Return the requests so that a prompt's last block, which is partial, begins the longer block
+    of the next turn.
+
+    Recorded ids are of whole contents, so that such a block has one of its own although the next
+    prompt repeats its tokens. Taken for the next turns of one conversation are blocks that follow
+    the same one, each longer than those before; where others follow, conversations branch, and ids
+    stay as they are.
+    """
+    after: dict[int, dict[int, int]] = {}
+    for request in requests:
+        ids, size = request.hash_ids, request.block_tokens
+        for place in range(1, len(ids)):
+            tokens = min(size, request.prompt_tokens - place * size)
+            after.setdefault(ids[place - 1], {}).setdefault(ids[place], tokens)
+    return [_continued(request, after) for request in requests]
+
+
+def _continued(request: TraceRequest, after: Mapping[int, Mapping[int, int]]) -> TraceRequest:
+    if len(request.hash_ids) < 2:
+        return request
+    before = request.hash_ids[:-1]
+    following = after[before[-1]]
+    if any(shorter >= longer for shorter, longer in pairwise(following.values())):
+        return request
+    return msgspec.structs.replace(request, hash_ids=(*before, [*following][-1]))
 
 
 def _scale(request: TraceRequest, factor: float) -> TraceRequest:

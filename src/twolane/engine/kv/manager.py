@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from twolane.engine.kv.page_hash import page_key
+from twolane.engine.kv.prefix_digest import OPENING_TOKENS
 from twolane.engine.kv.prefix_tree import Node, PrefixTree
 from twolane.engine.kv.states import Snapshots
 from twolane.lanes.base import Ticket
@@ -33,7 +34,7 @@ class Lookup:
     path: Sequence[Node] = ()
     """Nodes of the tokens found; a later lookup begins there."""
     seen: int = 0
-    """Tokens of which there are pages, if the tree goes on in other ways there; else 0."""
+    """Tokens of which there are pages, if states or windows are to be kept there; else 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +70,7 @@ class Allocation:
     reads: int = -1
     """Snapshot that stays until a launch has read it; -1: none."""
     seen: int = 0
-    """Tokens before a branch of the tree that it was made at; 0: at none."""
+    """See `Lookup.seen`."""
     saves: list[tuple[int, int]] = field(default_factory=list)
     """Numbers of tokens after which a launch saves its states, and the snapshots."""
     windows: list[tuple[int, ...]] = field(default_factory=list)
@@ -90,6 +91,7 @@ class KVCacheManager:
         prefix_cache: Whether pages are shared between requests.
         snapshots: Snapshots of states of a model with linear attention, whose prefixes cannot be
             reused without one; None: the model has no states.
+        borders: Where prompts save them, see `EngineConfig.snapshot_borders`.
         window: Tokens that layers with a sliding window see, if these have pages of their own.
         window_tables: Number of pages that they have for each page of tokens.
     """
@@ -102,6 +104,7 @@ class KVCacheManager:
         *,
         prefix_cache: bool,
         snapshots: int | None = None,
+        borders: str = "prompt+branch",
         window: int = 0,
         window_tables: int = 0,
     ) -> None:
@@ -112,11 +115,13 @@ class KVCacheManager:
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
         self._free_pages = list(range(pages))
+        self._slots = slots
         self._free_slots = list(range(slots))
         self._allocations: set[Allocation] = set()
         self._copies: dict[Node, dict[Allocation, None]] = {}
         """Allocations that pin a node and have a private copy of its page."""
         self.prefix_cache = prefix_cache
+        self._borders = frozenset(borders.split("+"))
         self.snapshots = None if snapshots is None else Snapshots(slots, snapshots)
         """The snapshots of states; None: the model has no states."""
         if self.snapshots is not None:
@@ -147,6 +152,18 @@ class KVCacheManager:
     def free_slots(self) -> int:
         """Allocations that can be made."""
         return len(self._free_slots)
+
+    def state_counts(self) -> dict[str, int]:
+        """Return the fields of `Stats` about states; none if the model has none."""
+        if (snapshots := self.snapshots) is None:
+            return {}
+        return {
+            "states": self._slots,
+            "states_free": self.free_slots,
+            "snapshots": len(snapshots.ids),
+            "snapshots_held": snapshots.held,
+            "snapshot_hits": snapshots.hits,
+        }
 
     def forget_prefixes(self) -> None:
         """Share no page that is in the prefix tree now with a later request, and free those that
@@ -179,7 +196,9 @@ class KVCacheManager:
     ) -> Lookup:
         """Return what `allocate` would find and take; `before` as for `match`."""
         path = self.match(tokens, before=before, salt=salt) if reuse else []
-        seen = len(path) * self.page_size if path and path[-1].children else 0
+        seen = 0
+        if path and ("branch" if path[-1].children else "turn") in self._borders:
+            seen = len(path) * self.page_size
         if self.snapshots is not None:
             while path and path[-1].state < 0:
                 path.pop()
@@ -359,12 +378,13 @@ class KVCacheManager:
     def plan_saves(self, allocation: Allocation, tokens: int, start: int, count: int) -> None:
         """Reserve snapshots of the states that a launch of `count` tokens from `start` on saves.
 
-        They are taken at the last page border that a prompt of this many `tokens` can reuse, and at
-        the border where it leaves what earlier ones had computed.
+        They are taken at the last page border before a prompt of this many `tokens` opens the
+        answer, and at the border where it leaves what earlier ones had computed.
         """
         if self.snapshots is None or not self.prefix_cache:
             return
-        last = (tokens - 1) // self.page_size * self.page_size
+        last = max(0, tokens - OPENING_TOKENS) // self.page_size * self.page_size
+        last *= "prompt" in self._borders
         for border in sorted({last, allocation.seen}):
             there = len(allocation.path) * self.page_size >= border
             if not start < border <= start + count or there:

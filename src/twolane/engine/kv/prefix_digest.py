@@ -2,7 +2,8 @@
 
 A *landmark* is a page at one of these lengths. They are close together at the beginning of a
 sequence, where instructions are shared, and `STRIDE_TOKENS` apart further on, so that a pool of a
-million tokens has about two thousand of them.
+million tokens has about two thousand of them. Of a model with linear attention, landmarks are the
+pages after which there is a snapshot of states: only there can a request begin.
 """
 
 import hashlib
@@ -16,6 +17,9 @@ import msgspec
 
 from twolane.engine.kv.page_hash import HASH_BYTES, page_hashes
 
+OPENING_TOKENS = 4
+"""Tokens at the end of a prompt before which its last snapshot of states is taken: templates begin
+the answer's thinking there, and leave it out of later turns."""
 STRIDE_TOKENS = 512
 """Tokens between two landmarks of a long prefix."""
 MAX_LANDMARKS = 4096
@@ -35,23 +39,44 @@ class Landmarks(NamedTuple):
     tokens: Sequence[int] = ()
     """Lengths of the prefixes in tokens."""
     hashes: Sequence[int] = ()
+    states: bool = False
+    """Whether they are all pages, since the model has states: who has a prefix may lack shorter
+    ones."""
 
     @classmethod
-    def of(cls, prompt: Sequence[int], page_size: int, salt: bytes = b"") -> "Landmarks":
+    def of(
+        cls, prompt: Sequence[int], page_size: int, salt: bytes = b"", *, states: bool = False
+    ) -> "Landmarks":
         """Return the landmarks of a prompt without its last token, which is always computed.
 
         Args:
             prompt: token ids.
             page_size: tokens in a page of the server that is looked up.
             salt: see `page_hash.salt_bytes`.
+            states: Whether the model has states.
         """
         pages = enumerate(page_hashes(prompt[: len(prompt) - 1], page_size, salt), 1)
-        marks = [(page * page_size, each) for page, each in pages if is_landmark(page, page_size)]
-        return cls(*zip(*marks, strict=True)) if marks else cls()
+        marks = [
+            (page * page_size, each)
+            for page, each in pages
+            if states or is_landmark(page, page_size)
+        ]
+        tokens, hashes = zip(*marks, strict=True) if marks else ((), ())
+        return cls(tokens, hashes, states)
+
+    def left_by(self, prompt_tokens: int) -> Sequence[int]:
+        """Return the hashes that a server has after it has computed such a prompt."""
+        if not self.states:
+            return self.hashes
+        last = bisect_right(self.tokens, prompt_tokens - OPENING_TOKENS)
+        return self.hashes[max(0, last - 1) : last]
 
     def reused(self, has: Callable[[int], bool]) -> int:
-        """Return the number of tokens of the longest prefix that `has` knows by its hash; who has a
-        prefix has all shorter ones."""
+        """Return the number of tokens of the longest prefix that `has` knows by its hash. Without
+        states, who has a prefix has all shorter ones."""
+        if self.states:
+            longest = zip(reversed(self.tokens), reversed(self.hashes), strict=True)
+            return next((tokens for tokens, hashed in longest if has(hashed)), 0)
         found = bisect_right(self.hashes, False, key=lambda hashed: not has(hashed))
         return self.tokens[found - 1] if found else 0
 

@@ -7,8 +7,19 @@ reserved by an allocation whose launch writes it, or held by the node whose page
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Protocol
 
 from twolane.engine.kv.prefix_tree import Node
+
+
+class SnapshotWatcher(Protocol):
+    """Observer of the nodes that hold a snapshot, which may be forgotten ones."""
+
+    def saved(self, node: Node) -> None:
+        """Note that a node holds a snapshot from now on."""
+
+    def lost(self, node: Node) -> None:
+        """Note that a node holds no snapshot any more, before it leaves the tree."""
 
 
 class Snapshots:
@@ -28,6 +39,14 @@ class Snapshots:
         """Nodes with a snapshot, the least recently used first."""
         self._read = Counter[int]()
         """Snapshots that launches read, and how many allocations do."""
+        self.hits = 0
+        """Number of allocations that began with a snapshot."""
+        self.watchers: list[SnapshotWatcher] = []
+
+    @property
+    def held(self) -> int:
+        """Snapshots that later requests can begin with."""
+        return len(self._held)
 
     def reserve(self) -> int | None:
         """Return the id of a snapshot to write, if need be one that a node holds and no launch
@@ -37,9 +56,7 @@ class Snapshots:
         idle = next((node for node in self._held if not self._read[node.state]), None)
         if idle is None:
             return None
-        del self._held[idle]
-        taken, idle.state = idle.state, -1
-        return taken
+        return self._take(idle)
 
     def put(self, node: Node | None, snapshot: int) -> None:
         """Let a node hold a snapshot that was written; it is free if there is no such node, or the
@@ -49,12 +66,15 @@ class Snapshots:
             return
         node.state = snapshot
         self._held[node] = None
+        for watcher in self.watchers:
+            watcher.saved(node)
 
     def use(self, node: Node) -> int:
         """Return the snapshot of a node, which is the latest used from now on; it stays until it is
         `read`."""
         self._held[node] = self._held.pop(node)
         self._read[node.state] += 1
+        self.hits += 1
         return node.state
 
     def read(self, snapshot: int) -> None:
@@ -69,12 +89,17 @@ class Snapshots:
     def removed(self, node: Node) -> None:
         """See `PageWatcher.removed`."""
         if node.state >= 0:
-            del self._held[node]
-            self._free.append(node.state)
-            node.state = -1
+            self._free.append(self._take(node))
 
     def forgotten(self) -> None:
         """See `PageWatcher.forgotten`."""
+
+    def _take(self, node: Node) -> int:
+        for watcher in self.watchers:
+            watcher.lost(node)
+        del self._held[node]
+        taken, node.state = node.state, -1
+        return taken
 
     def check(self, reserved: Iterable[int]) -> None:
         """Assert that no snapshot is lost or owned twice, given those that allocations reserve."""

@@ -195,8 +195,11 @@ def _advance(state: State, flight: InFlightLaunch, batch: PrefillBatch) -> None:
         for chunk in batch.chunks:
             if not chunk.final:
                 state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
-            state.kv.saved(chunk.allocation, chunk.start + chunk.n)
             state.kv.slide(chunk.allocation, chunk.start + chunk.n)
+        named = {id(allocation) for _, allocation in flight.rows}
+        for chunk in batch.members:  # a request that ended with its first token leaves a snapshot
+            if id(chunk.allocation) in named:
+                state.kv.saved(chunk.allocation, chunk.start + chunk.n)
     computed = PromptWork().plus(batch.work, (last - first) / state.layers)
     state.counters.note_prompts(flight.ticket.seconds, computed)
 

@@ -253,6 +253,7 @@ class PromptLandmarks(Shown):
     tokens: list[int]
     hashes: list[int]
     token_ids: list[int] | None
+    states: bool
 
 
 class ReplicaStateShown(Shown):

@@ -76,5 +76,6 @@ def landmarks(
             "tokens": chosen.tokens,
             "hashes": list(map(service.engine.prefixes.keyed, chosen.hashes)),
             "token_ids": tokens if shown else None,
+            "states": chosen.states,
         }
     )

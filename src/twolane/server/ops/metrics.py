@@ -101,6 +101,7 @@ class EngineCollector(Collector):
         page_size: tokens in a KV page.
         kv_cache_dtype: the format of the KV cache.
         prefix_cache: Whether prompts reuse what earlier ones have computed.
+        state_bytes: Bytes of the states of a request; 0: the model has none.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class EngineCollector(Collector):
         page_size: int,
         kv_cache_dtype: str,
         prefix_cache: bool,
+        state_bytes: int,
     ) -> None:
         self._stats = stats
         self._liveness = liveness
@@ -118,6 +120,7 @@ class EngineCollector(Collector):
         self._page_size = page_size
         self._kv_cache_dtype = kv_cache_dtype
         self._prefix_cache = prefix_cache
+        self._state_bytes = state_bytes
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest values."""
@@ -131,6 +134,7 @@ class EngineCollector(Collector):
         yield self._family(GaugeMetricFamily, "cache_config_info", {sizes: 1})
         yield counter("prefix_cache_queries", stats.prefix_queries)
         yield counter("prefix_cache_hits", stats.prefix_hits)
+        yield from self._states(stats)
         yield counter("num_preemptions", stats.preemptions)
         yield counter("broken_logits", stats.broken)
         busy = {(lane, units): seconds for lane, units, seconds in stats.seconds}
@@ -140,6 +144,20 @@ class EngineCollector(Collector):
         yield gauge("launch_wait_seconds", alive.longest_wait)
         silences = {(rank,): silence for rank, silence in enumerate(alive.silences, start=1)}
         yield self._family(GaugeMetricFamily, "rank_silence_seconds", silences)
+
+    def _states(self, stats: Stats) -> Iterator[Metric]:
+        """Yield what is known of the states of linear attention; without them, no value."""
+        counts = {
+            ("requests", "held"): stats.states - stats.states_free,
+            ("requests", "free"): stats.states_free,
+            ("snapshots", "held"): stats.snapshots_held,
+            ("snapshots", "free"): stats.snapshots - stats.snapshots_held,
+        }
+        size = self._state_bytes
+        pool = {labels: count * size for labels, count in counts.items() if size}
+        hits = {(): stats.snapshot_hits} if size else {}
+        yield self._family(GaugeMetricFamily, "state_pool_bytes", pool)
+        yield self._family(CounterMetricFamily, "snapshot_hits", hits)
 
     def _gauge(self, name: str, value: float) -> Metric:
         return self._family(GaugeMetricFamily, name, {(): value})
@@ -198,6 +216,7 @@ class ServerMetrics:
         prefix: names that `render` uses.
         kv_cache_dtype: the format of the KV pool, as it was asked for.
         prefix_cache: Whether prompts reuse what earlier ones have computed.
+        state_bytes: Bytes of the states of a request; 0: the model has none.
         lateness: counts by how many seconds tokens were written late.
     """
 
@@ -212,6 +231,7 @@ class ServerMetrics:
         kv_cache_dtype: str = "auto",
         *,
         prefix_cache: bool = True,
+        state_bytes: int = 0,
         lateness: Lateness | None = None,
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -220,7 +240,7 @@ class ServerMetrics:
         self.refusals: deque[RefusalGroup] = deque(maxlen=20)
         """The latest refusals."""
         self.registry = CollectorRegistry()
-        pool = page_size, kv_cache_dtype, prefix_cache
+        pool = page_size, kv_cache_dtype, prefix_cache, state_bytes
         self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
         self.registry.register(LatenessCollector(lateness or Lateness(), model_name))
         ProcessCollector(registry=self.registry)

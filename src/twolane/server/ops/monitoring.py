@@ -32,6 +32,7 @@ class Monitoring(NamedTuple):
             prefix,
             engine.ready.kv_cache_dtype,
             prefix_cache=engine.ready.prefix_cache,
+            state_bytes=engine.ready.state_bytes,
             lateness=engine.lateness,
         )
         return cls(metrics, Dashboard(engine, metrics))

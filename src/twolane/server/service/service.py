@@ -197,7 +197,8 @@ class Service:
         """Return the landmarks of a prompt to the model or adapter of this name."""
         adapter = self.engine.adapters.loaded.get(name or "")
         salt = salt_bytes(cache_salt, bytes.fromhex(adapter.digest) if adapter else b"")
-        return Landmarks.of(tokens, self.engine.ready.page_size, salt)
+        ready = self.engine.ready
+        return Landmarks.of(tokens, ready.page_size, salt, states=ready.state_bytes > 0)
 
     def generate(self, prepared: Prepared, call: Call) -> Generation:
         """Admit a request and send it to the engine.

@@ -74,6 +74,12 @@ class Dashboard:
                 "free": stats.kv_pages_free,
                 "cached": stats.kv_pages_cached,
             },
+            "states": {
+                "bytes": self._engine.ready.state_bytes,
+                "requests": [stats.states - stats.states_free, stats.states],
+                "snapshots": [stats.snapshots_held, stats.snapshots],
+                "hits": stats.snapshot_hits,
+            },
             "ranks": list(self._engine.liveness.silences),
             "refusals": list(self._metrics.refusals),
             "launches": [shown(launched) for launched in launches],

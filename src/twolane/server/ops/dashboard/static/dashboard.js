@@ -166,6 +166,12 @@ function memory(data) {
   const say = `${count(held)} of ${count(pages)} pages held, ${count(cached)} cached`;
   $("kv-say").textContent = say;
   $("kv").setAttribute("aria-label", say);
+  const { bytes, requests, snapshots, hits } = data.states;
+  const used = ([n, all], what) =>
+    `${what} ${count(n)} of ${count(all)} (${((n * bytes) / 2 ** 30).toFixed(1)} GiB)`;
+  $("states").hidden = !bytes;
+  $("states").textContent = `States of linear attention: ${used(requests, "requests")}, ` +
+    `${used(snapshots, "snapshots")}; ${count(hits)} requests began with a snapshot`;
 }
 
 function refusals(data) {
