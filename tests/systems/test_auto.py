@@ -518,6 +518,13 @@ def test_prompts_go_by_priority_and_deadline():
     assert [r.id for r in line.order] == ["a", "b", "low"]
 
 
+def test_of_prompts_of_one_length_the_last_are_given_up():
+    """They have the most time left, should the others take less than predicted."""
+    line = queue(*(due(name, 1, 3.5 + 0.05 * place) for place, name in enumerate("abcdef")))
+    assert [r.id for r in line.order] == list("abcdef")
+    assert not line.refusals
+
+
 def test_prompts_without_bounds_let_shorter_ones_pass_that_arrive_soon_enough():
     """One second for each 1,024 tokens that are left of them, so none waits for ever."""
     long, short = waiting("long", 8192), waiting("short", 1024)

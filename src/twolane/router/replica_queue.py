@@ -2,7 +2,8 @@
 it gives up.
 
 Where not all prompts can be in time, a replica gives up as few as possible: whenever one would be
-late, the longest so far steps back (Moore 1968; `systems.auto.order` does so). A router that counts
+late, the longest so far steps back (Moore 1968; `systems.auto.order` does so), and of equal ones
+the last: it has the most time left, should others take less than predicted. A router that counts
 all that is queued would refuse short prompts because of long ones that are given up for them.
 """
 
@@ -70,9 +71,9 @@ def _without_late(begin: float, prompts: Sequence[QueuedPrompt]) -> list[QueuedP
     kept: list[tuple[float, int]] = []
     for i, prompt in enumerate(prompts):
         at = max(at, prompt.since) + prompt.seconds
-        heapq.heappush(kept, (-prompt.seconds, i))
+        heapq.heappush(kept, (-prompt.seconds, -i))
         if at > prompt.due:
             seconds, longest = heapq.heappop(kept)
-            given_up.add(longest)
+            given_up.add(-longest)
             at += seconds
     return [prompt for i, prompt in enumerate(prompts) if i not in given_up]

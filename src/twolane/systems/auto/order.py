@@ -3,9 +3,10 @@
 Requests of one priority go by deadline. Those without a TTFT bound have a deadline for their order
 alone, which is the later the longer the prompt, so that short prompts need not wait for long ones.
 Where not all deadlines can be kept, as few as possible are given up (Moore's algorithm: when one
-would be late, the longest so far steps back), and those are served when no other request waits. A
-request that would wait for more than twice its bound is refused. A prompt that has begun goes on;
-only those with an earlier deadline, and short ones that would miss theirs after it, go first.
+would be late, the longest so far steps back, of equal ones the last), and those are served when no
+other request waits. A request that would wait for more than twice its bound is refused. A prompt
+that has begun goes on; only those with an earlier deadline, and short ones that would miss theirs
+after it, go first.
 """
 
 import heapq
@@ -136,7 +137,7 @@ def _give_up(places: Sequence[_Queued], begin: float) -> None:
     for i, place in enumerate(places):
         at += place.seconds
         if place.yields and place.request.deadline is not None:
-            heapq.heappush(longest, (-place.request.priority, -place.seconds, i, place))
+            heapq.heappush(longest, (-place.request.priority, -place.seconds, -i, place))
         if at > place.deadline and longest and place.request.deadline is not None:
             *_, given_up = heapq.heappop(longest)
             given_up.late = True
