@@ -14,7 +14,6 @@ from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader, Re
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT, Gate, client, refuse
 from twolane.server.http.route import check_media_type
-from twolane.slo import Slo
 
 from .conftest import KEYS, MAX_BODY, OPERATOR
 from .serving import PATIENCE
@@ -340,7 +339,7 @@ def test_a_call_is_told_its_key_and_who_needs_none_is_known_by_the_network():
         ("/v1/models", {"x_api_key": "none"}, 0, "key 0"),
         ("/health", {"x_api_key": "one"}, None, "192.0.2.7"),
     ):
-        call = SimpleNamespace(key="not told", refusal=None, slo=Slo())
+        call = SimpleNamespace(key="not told", refusal=None)
         assert passing(path, {"call": call}, **headers) == ([known], [])
         assert call.key == key
 

@@ -41,11 +41,17 @@ def guard(waiting: dict[int | None, int], pace: PromptPace = PACE, *, on: bool =
     return LateGuard(Queue(sum(waiting.values()), pace), admission, on=on)
 
 
+class Asked(SimpleNamespace):
+    """A call, which is no other."""
+
+    __hash__ = object.__hash__
+
+
 def call(
     key: int | None = None, slo: Slo = SLO, waited: float = 0.0, length: int | None = None
-) -> SimpleNamespace:
+) -> Asked:
     headers = {} if length is None else {"content-length": str(length)}
-    return SimpleNamespace(arrival=100.0 - waited, key=key, slo=slo, headers=headers)
+    return Asked(arrival=100.0 - waited, key=key, slo=slo, headers=headers)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return stop
 
 
-def refuses(made: LateGuard, tokens: int, asked: SimpleNamespace, reused: int = 0) -> bool:
+def refuses(made: LateGuard, tokens: int, asked: Asked, reused: int = 0) -> bool:
     prepared = SimpleNamespace(tokens=[[1] * tokens])
     try:
         made.check(prepared, asked, lambda prompt: reused)
@@ -92,7 +98,7 @@ def test_the_bound_is_kept_to_by_queue_and_own_prompt() -> None:
 )
 def test_nothing_else_is_refused(waiting, asked, pace, on) -> None:
     made = guard(waiting, pace, on=on)
-    made.check_arrival({"content-length": "9"}, asked.slo, None)
+    made.check_arrival({"content-length": "9"}, asked, None)
     assert not refuses(made, 5000, asked)
 
 
@@ -108,12 +114,12 @@ def test_a_key_waits_for_no_more_of_another_key_than_it_brings() -> None:
 def test_the_queue_alone_refuses_by_the_headers() -> None:
     made = guard({None: 600})
     with pytest.raises(ApiError) as refusal:
-        made.check_arrival({"content-length": "900"}, call().slo, None)
+        made.check_arrival({"content-length": "900"}, call(), None)
     assert refusal.value.status_code == 429
-    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call().slo, None)
-    made.check_arrival({"content-length": "900"}, Slo(ttft=0.5, ttft_per_token=1), None)
-    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call().slo, None)
-    made.check_arrival({}, call().slo, None)
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call(), None)
+    made.check_arrival({"content-length": "900"}, call(slo=Slo(ttft=0.5, ttft_per_token=1)), None)
+    made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "many"}, call(), None)
+    made.check_arrival({}, call(), None)
 
 
 def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16) -> int:
@@ -121,9 +127,12 @@ def unread(made: LateGuard, length: int, key: int | None = None, times: int = 16
     refused = 0
     for _ in range(times):
         try:
-            made.check_arrival({"content-length": str(length)}, SLO, key)
+            made.check_arrival({"content-length": str(length)}, asked := call(key), key)
         except ApiError:
             refused += 1
+        else:
+            asked.slo = Slo(ttft=9.0)
+            assert not refuses(made, 1, asked)  # it is read
     return refused
 
 
@@ -153,16 +162,36 @@ def test_bodies_whose_prompts_are_cached_are_read_again(still) -> None:
     assert unread(made, 500) == 16
 
 
+def test_bodies_that_are_being_read_count_until_they_are_known(still) -> None:
+    made, headers = guard({None: 450}), {"content-length": "500", "x-slo-ttft-ms": "760"}
+    for _ in range(8):
+        assert refuses(made, 100, call(length=500))
+    read = [call() for _ in range(4)]
+    for asked in read:  # in time by 210, 110 and 10 ms; the last one is only read to learn from it
+        made.check_arrival(headers, asked, None)
+    for _ in range(2):
+        with pytest.raises(ApiError):
+            made.check_head(headers, SLO, None)
+    made.check_arrival(headers, call(7), 7)
+    assert not refuses(made, 1, read[1])
+    assert made.check_head(headers, SLO, None).tokens == 100
+    made.check_arrival(headers, call(), None)
+    with pytest.raises(ApiError):
+        made.check_head(headers, SLO, None)
+    still(101.1)
+    assert made.check_head(headers, SLO, None).tokens == 100
+
+
 @pytest.mark.usefixtures("still")
 def test_a_bound_that_grows_with_the_prompt_is_kept_to_by_its_least_and_its_most() -> None:
     made = guard({None: 450})
     for _ in range(8):
         assert refuses(made, 100, call(length=500))
     headers = {"content-length": "500"}
-    made.check_arrival(headers, call().slo, None)  # which is read all the same
+    made.check_arrival(headers, call(), None)  # which is read all the same
     with pytest.raises(ApiError):
-        made.check_arrival(headers, Slo(ttft=0.4, ttft_per_token=1e-3), None)
-    made.check_arrival(headers, Slo(ttft=0.4, ttft_per_token=2e-3), None)
+        made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=1e-3)), None)
+    made.check_arrival(headers, call(slo=Slo(ttft=0.4, ttft_per_token=2e-3)), None)
 
 
 @pytest.mark.usefixtures("still")

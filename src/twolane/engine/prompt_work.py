@@ -23,7 +23,10 @@ class PromptWork(NamedTuple):
 
     def plus(self, other: "PromptWork", share: float = 1.0) -> "PromptWork":
         """Return the sum of this and `share` times the other work."""
-        return PromptWork(*(mine + share * its for mine, its in zip(self, other, strict=True)))
+        prompts, tokens, pairs = other
+        return PromptWork(
+            self.prompts + share * prompts, self.tokens + share * tokens, self.pairs + share * pairs
+        )
 
 
 class WaitingPrompt(NamedTuple):

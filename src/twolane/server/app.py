@@ -111,7 +111,7 @@ def add_gates(
     app.add_middleware(gate)
 
     def check_call(headers: Headers, path: str, key: int | None) -> None:
-        guard.check_arrival(headers, metrics.slo, key, reads=False)
+        guard.check_head(headers, metrics.slo, key)
 
     def note(path: str, error: ApiError) -> None:
         overload = error.status_code == HTTPStatus.TOO_MANY_REQUESTS

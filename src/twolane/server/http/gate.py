@@ -5,7 +5,7 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 
 import msgspec
@@ -24,7 +24,6 @@ from twolane.server.http.bodies import (
 )
 from twolane.server.http.calls import Call, set_key, set_reason
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
-from twolane.slo import Slo
 
 REQUEST_ID = "X-Request-Id"
 ANTHROPIC_REQUEST_ID = "request-id"
@@ -73,8 +72,7 @@ class Gate:
             there is none.
         keeps_bodies: true if `app` holds each body until its request has ended.
         on_refusal: is told why `app` does not see a request.
-        check_call: Refuses a call by its headers, the server's latency bounds and the index of its
-            key, before its body is read.
+        check_call: Refuses a call by its headers and the index of its key, before its body is read.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Gate:
         operator_key: str | None = None,
         keeps_bodies: bool = False,
         on_refusal: Callable[[str], None] = lambda code: None,
-        check_call: Callable[[Mapping[str, str], Slo, int | None], None] = lambda *call: None,
+        check_call: Callable[[Headers, Call, int | None], None] = lambda headers, call, key: None,
     ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
@@ -118,7 +116,7 @@ class Gate:
             CLIENT.set(client(scope) if key is None else f"key {key}")
             call: Call | None = scope.get("state", {}).get("call")
             if call is not None:
-                self._check_call(headers, call.slo, key)
+                self._check_call(headers, call, key)
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
             self._on_refusal(error.code)

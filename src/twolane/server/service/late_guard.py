@@ -9,7 +9,6 @@ lacks on the same cores. So the guard learns from what the bodies of late reques
 predicts most of the next ones by their length alone.
 """
 
-import contextlib
 import heapq
 import itertools
 import math
@@ -34,6 +33,8 @@ MIN_BODIES, MAX_BODIES = 8, 32
 READ_SECONDS = 0.1
 """Seconds after which a key's request that only the length of its body refuses is read all the
 same, so that the prediction follows what the bodies hold. To read one takes about 3 ms."""
+ARRIVING_SECONDS = 1.0
+"""Seconds after which a body that is being read counts no more as work."""
 
 
 class Expected(NamedTuple):
@@ -45,6 +46,17 @@ class Expected(NamedTuple):
     """Seconds within which it is wanted."""
     at: float
     """Time of the prediction, in seconds on the monotonic clock."""
+
+
+class Arriving(NamedTuple):
+    """A call that its head has not refused and whose body is being read."""
+
+    key: int | None
+    """The index of its API key."""
+    work: PromptWork
+    """The least work that its body is expected to be."""
+    at: float
+    """Time of its arrival, in seconds on the monotonic clock."""
 
 
 class BodyWork:
@@ -96,10 +108,26 @@ class LateGuard:
         self._due: list[tuple[float, int]] = []
         """Heap of their numbers by the time at which they are due."""
         self._numbers = itertools.count()
+        self._arriving: dict[Call, Arriving] = {}
+        """Calls whose bodies are being read, oldest first."""
 
-    def check_arrival(
-        self, headers: Mapping[str, str], slo: Slo, key: int | None, *, reads: bool = True
-    ) -> None:
+    def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
+        """Refuse a request as `check_head` does, or count what its body is expected to be until
+        `check` knows.
+
+        Raises:
+            ApiError: 429.
+        """
+        work = self.check_head(headers, call.slo, key)
+        now = time.monotonic()
+        if work is None:
+            self._bodies[key].read_at = now
+        elif work.tokens:
+            self._arriving[call] = Arriving(key, work, now)
+
+    def check_head(
+        self, headers: Mapping[str, str], slo: Slo, key: int | None
+    ) -> PromptWork | None:
         """Refuse a request by its headers, before its body is read, if it would be late whichever
         work its body is expected to be.
 
@@ -107,29 +135,46 @@ class LateGuard:
             headers: Its headers.
             slo: The server's latency bounds.
             key: The index of its API key.
-            reads: Whether its body is read next if it is not refused.
+
+        Returns:
+            The least work that its body is expected to be; None: it would be late, and is read to
+            learn what such bodies are.
 
         Raises:
             ApiError: 429.
         """
         length = headers.get("content-length")
         if length is None or not self.watches:
-            return
+            return PromptWork()
         self._learn_from_overdue()
-        with contextlib.suppress(ValueError):  # the endpoint says what is wrong
+        before, bodies, now = self._work_arriving(key), self._bodies[key], time.monotonic()
+        try:
             named = [headers.get(name) for name in TTFT_HEADERS]
             own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
-            bounds, bodies, now = own.over(slo), self._bodies[key], time.monotonic()
-            least, most = (
-                self._expected(work, int(work.tokens), int(work.tokens), key, bounds, now)
-                for work in bodies.range(int(length))
+            works = bodies.range(int(length))
+        except ValueError:  # the endpoint says what is wrong
+            return PromptWork()
+        least, most = (
+            self._expected(
+                work.plus(before), int(work.tokens), int(work.tokens), key, own.over(slo), now
             )
-            if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
-                return
-            if not bodies.known or now < bodies.read_at + READ_SECONDS:
-                raise self._late(least)
-            if reads:
-                bodies.read_at = now
+            for work in works
+        )
+        if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
+            return works[0]
+        if not bodies.known or now < bodies.read_at + READ_SECONDS:
+            raise self._late(least)
+        return None
+
+    def _work_arriving(self, key: int | None) -> PromptWork:
+        """Return the least work of the bodies of a key that are being read."""
+        oldest, work = time.monotonic() - ARRIVING_SECONDS, PromptWork()
+        for call, each in list(self._arriving.items()):
+            if each.at < oldest:
+                del self._arriving[call]
+            elif each.key == key:
+                work = work.plus(each.work)
+        return work
 
     def check(
         self, prepared: Prepared, call: Call, reused: Callable[[list[int]], int]
@@ -145,6 +190,7 @@ class LateGuard:
         Raises:
             ApiError: 429, it would be late.
         """
+        self._arriving.pop(call, None)
         self._learn_from_overdue()
         expected = self._expected_of(prepared, call)
         if expected is not None and self.watches and self._is_late(expected):
