@@ -133,7 +133,8 @@ class GpuKVCache:
                 layer.exponents.random_(-9, -5)
             else:
                 layer.normal_()
-        for _, rule in self.states.layers.values():
+        for inputs, rule in self.states.layers.values():
+            inputs.normal_()
             rule.normal_()
 
 
