@@ -236,7 +236,7 @@ def test_experts_of_four_bits_are_those_of_the_cpu(rows: int, scheme: Scheme, ti
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "dtype", "tile"),
-    [(5, 160, torch.float32, 16), (29, 64, torch.bfloat16, 16), (150, 160, torch.float32, 64)],
+    [(5, 160, torch.float32, 16), (29, 64, torch.bfloat16, 16), (150, 160, torch.bfloat16, 64)],
 )
 def test_experts_in_mxfp4_are_those_of_the_cpu(rows, hidden, dtype, tile) -> None:
     """Kept in four bits, of whole blocks of 64 columns and of one and a half."""
