@@ -103,3 +103,19 @@ def test_a_step_takes_longer_where_the_own_kernel_of_products_ends(
         for units in (16, 48, 132):
             predicted = estimator.predict(decode_step(load), units)
             assert predicted == pytest.approx(stepped(load, units), rel=0.02)
+
+
+def test_windows_hide_contexts_and_pairs():
+    """Half of the layers see 128 tokens (by hand)."""
+    half = Computed(windows=((128, 0.5),))
+    assert half.context(Load.decode([100, 2128])) == 100 + 0.5 * (2128 + 128)
+    assert Computed().context(Load.decode([100, 2128])) == 2228
+    load = Load([4096, 64], [0, 6000])
+    every = sum(range(4096)) + sum(range(6000, 6064))
+    seen = sum(min(i, 128) for i in [*range(4096), *range(6000, 6064)])
+    squares, products = half.pairs(load)
+    visible = 0.5 + 0.5 * seen / every
+    assert squares == pytest.approx(visible * load.squares, rel=0.01)
+    assert products == pytest.approx(visible * load.products, rel=0.01)
+    short = Load([100], [0])
+    assert half.pairs(short) == (short.squares, short.products)

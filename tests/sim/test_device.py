@@ -36,7 +36,6 @@ from twolane.sim.operators import (
     OperatorCosts,
     Storage,
     shapes_of,
-    window_shares,
 )
 from twolane.workload.spec import WorkloadSpec
 
@@ -521,8 +520,8 @@ def test_windows_hide_keys_from_steps_and_prompts() -> None:
     costs = OperatorCosts(quiet(H200), spec, 1)
     assert costs.seen([100, 2128]) == 100 + 0.5 * (2128 + 128)
     full = replace(spec, kinds=())
-    whole, wide = OperatorCosts(quiet(H200), full, 1), window_shares(full)
-    assert whole.seen([100, 2128]) == 2228 and wide == []
+    whole = OperatorCosts(quiet(H200), full, 1)
+    assert whole.seen([100, 2128]) == 2228 and full.windows == []
     for start, new in ((0, 4096), (6000, 64), (0, 100)):
         row = PromptRow(0, start, new, samples=True)
         keys = [start + i + 1 for i in range(new)]

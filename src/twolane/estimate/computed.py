@@ -52,20 +52,23 @@ class Computed:
     """`STEPS`, where products of decode go several ways."""
     heads: float = 0.0
     """Query heads of a rank, if attention may run in whole turns of tiles; 0: it does not."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """Sliding windows, each with its share of all keys and values."""
 
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
         """Return how the device of a profile counts."""
         shape, passes = profile.shape, profile.pass_sizes
+        windows = tuple(shape.windows)
         if not passes:
-            return cls()
+            return cls(windows=windows)
         kernels = profile.machine == "cuda"  # simulated ones have no small tiles or several ways
         group = shape.heads // shape.kv_heads if kernels else 0
         tile = tile_tokens(shape.head_dim)
         heads = shape.heads / profile.key.tensor_parallel
         empty = EMPTY_KEYS * profile.key.units * tile / heads
         steps = STEPS if kernels else ()
-        return cls(tile, group, passes, BUCKETS, empty, steps, 0.0 if kernels else heads)
+        return cls(tile, group, passes, BUCKETS, empty, steps, 0.0 if kernels else heads, windows)
 
     def tokens(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
@@ -75,12 +78,39 @@ class Computed:
         """Rows of a decode step, with its padding."""
         return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
+    def context(self, load: Load) -> float:
+        """Σ r of a decode step, as far as windows show it in a mean layer."""
+        if not self.windows:
+            return load.reused
+        return load.reused - sum(
+            share * sum([max(0, r - window) for r in load.r]) for window, share in self.windows
+        )
+
+    def _visible(self, load: Load) -> float:
+        """Return the share of the pairs of tokens and earlier ones that windows show."""
+        hidden = 0.0
+        for window, share in self.windows:
+            for n, r in zip(load.n, load.r, strict=True):
+                last = max(0, r + n - window)
+                partly = min(n, last)
+                hidden += share * partly * (last - 0.5 * partly)
+        every = load.products + 0.5 * load.squares
+        return max(0.0, 1.0 - hidden / every) if hidden else 1.0
+
     def pairs(self, load: Load, *, rows: int = 0) -> tuple[float, float]:
-        """Σ n² and Σ n·r, one n of each product in whole tiles; those of the slower kernel count
-        for as many as the other would have computed meanwhile.
+        """Σ n² and Σ n·r, one n of each product in whole tiles, as far as windows show them; those
+        of the slower kernel count for as many as the other would have computed meanwhile.
 
         `rows`: of the hybrid pass that these are the prompts of; 0: they are a prefill batch.
         """
+        squares, products = self._tiled_pairs(load, rows)
+        if not self.windows:
+            return squares, products
+        visible = self._visible(load)
+        return visible * squares, visible * products
+
+    def _tiled_pairs(self, load: Load, rows: int) -> tuple[float, float]:
+        """See `pairs`, without windows."""
         squares, products = load.squares, load.products
         if self.tile == 1:
             return squares, products

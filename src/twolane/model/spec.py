@@ -1,6 +1,7 @@
 """The shape of a model, without its weights."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -466,6 +467,17 @@ class ModelSpec:
     def rope_of(self, layer: int) -> RopeSpec:
         """Return the rotation of a layer's queries and keys."""
         return self.kind(layer).rope or self.rope
+
+    @property
+    def windows(self) -> Sequence[tuple[int, float]]:
+        """The sliding windows of layers, each with its share of a token's keys and values in all
+        layers."""
+        sizes = [0 if self.is_linear(i) else at.kv_size for i, at in enumerate(self.each)]
+        shares = Counter[int]()
+        for layer, size in enumerate(sizes):
+            if (window := self.window(layer)) is not None:
+                shares[window] += size
+        return [(window, size / sum(sizes)) for window, size in shares.items()]
 
     @property
     def norms_outputs(self) -> bool:

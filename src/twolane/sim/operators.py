@@ -1,7 +1,6 @@
 """Seconds, FLOPs and bytes of a model's operators on one GPU, at the top clock and alone."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -126,17 +125,6 @@ def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerSha
     )
 
 
-def window_shares(spec: ModelSpec) -> list[tuple[int, float]]:
-    """Return the windows of a model, each with its layers' share of all keys and values."""
-    sizes = [0 if spec.is_linear(i) else at.kv_size for i, at in enumerate(spec.each)]
-    windows = [spec.window(i) for i in range(spec.layers)]
-    shares = Counter[int]()
-    for window, size in zip(windows, sizes, strict=True):
-        if window is not None:
-            shares[window] += size
-    return [(window, size / sum(sizes)) for window, size in shares.items()]
-
-
 class Cost(NamedTuple):
     """Seconds of some operators at the top clock and alone, FLOPs (by power) and bytes."""
 
@@ -178,7 +166,7 @@ class OperatorCosts:
     def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> None:
         self._gpu, self._spec, self._tp, self._storage = gpu, spec, tp, storage
         self._shapes = shapes_of(spec, tp, storage)
-        self._windows = window_shares(spec)
+        self._windows = spec.windows
         self._layers: dict[tuple[int, int, int, bool], Cost] = {}
         self._heads: dict[tuple[int, int], Cost] = {}
 

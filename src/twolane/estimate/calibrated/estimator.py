@@ -152,7 +152,7 @@ class _LinearBase:
             features, layers = self._slices(load, 1, False, units), 1
             sums = load.new, load.reused, load.squares + load.products
         else:
-            rows, context = load.requests, _rounded(load.reused)
+            rows, context = load.requests, _rounded(round(self._computed.context(load)))
             features, layers = self._steps(load, context, units), self._layers
             sums = rows, context, rows + context
         moved, flops = self._shape.layer(rows, *sums)
@@ -167,7 +167,7 @@ class _LinearBase:
         """Return the features in which the base is linear, at each of the units."""
         (kind, load, layers, finishes, _), units, _, experts_read = query
         if kind == "decode":
-            return self._steps(load, load.reused, units, experts_read)
+            return self._steps(load, self._computed.context(load), units, experts_read)
         if kind == "prefill":
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
@@ -192,7 +192,7 @@ class _LinearBase:
         return [[row[0] * turn, row[1] * turn, *row[2:]] for turn in turns]
 
     def _steps(
-        self, load: Load, context: int, units: Sequence[int], experts_read: float | None = None
+        self, load: Load, context: float, units: Sequence[int], experts_read: float | None = None
     ) -> Rows:
         """Return Equation 2's terms for `context` tokens, and those of products of more rows."""
         rows = self._computed.rows(load)

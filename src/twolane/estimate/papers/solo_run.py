@@ -120,7 +120,7 @@ def launch_features(computed: Computed, launch: LaunchShape) -> list[float]:
     if launch.kind == "prefill":
         return slice_features(computed, launch.load, launch.layers, launch.finishes)
     if launch.kind == "decode":
-        return step_features(launch.load)
+        return step_features(computed, launch.load)
     return pass_features(computed, launch.load)
 
 
@@ -132,15 +132,15 @@ def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) 
     return [*attention, layers * computed.tokens(load), layers, *end]
 
 
-def step_features(load: Load) -> list[float]:
+def step_features(computed: Computed, load: Load) -> list[float]:
     """Return the terms of Equation 2."""
-    return [load.reused, load.requests, 1.0]
+    return [computed.context(load), load.requests, 1.0]
 
 
 def pass_features(computed: Computed, load: Load) -> list[float]:
     """Return Equation 1's terms over the chunks and Equation 2's over the decode rows."""
     steps, pairs = load.decoding, computed.pairs(load.chunks, rows=load.new)
-    end = step_features(steps)
+    end = step_features(computed, steps)
     return [*pairs, computed.tokens(load) - steps.requests, *end]
 
 
