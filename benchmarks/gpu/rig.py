@@ -221,7 +221,7 @@ def decode_attention_of(rig: Rig, rows: Sequence[DecodeRow], units: int) -> Call
     lengths = torch.full_like(slots, rows[0].position + 1)
     shape = (len(rows), spec.heads, spec.head_dim)
     q = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-    out, tables, scratch = torch.empty_like(q), runner.slots.tables, runner.steps.scratch
+    out, tables, scratch = torch.empty_like(q), runner.slots.tables[0], runner.steps.scratch
 
     def run() -> None:
         for pool in runner.kv.layers:

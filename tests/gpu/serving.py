@@ -30,12 +30,15 @@ def needs_to_map_memory() -> None:
 
 
 def lanes_on(
-    machine: CudaMachine, pages: int, running: int, page_size: int = PAGE
+    machine: CudaMachine, pages: int, running: int, page_size: int = PAGE, *, windows: bool = False
 ) -> Callable[[Callable[[], None]], CudaLanes]:
-    """Lanes over a pool that shows what nobody wrote."""
+    """Lanes over a pool that shows what nobody wrote; with `windows`, layers with a window have
+    pages of their own."""
 
     def make(wake: Callable[[], None]) -> CudaLanes:
-        sizes = LaneSizes(pages, page_size, running, machine.spec.max_positions)
+        tables = machine.page_layout.window_tables if windows else 0
+        pool = pages * (1 + tables), page_size, running
+        sizes = LaneSizes(*pool, machine.spec.max_positions, window_tables=tables)
         lanes = machine.start(sizes, wake, lambda *_: None)
         states = lanes.runner.kv.states.layers.values()
         mark_unwritten([*lanes.runner.kv.layers, *(part for each in states for part in each)])
@@ -67,6 +70,14 @@ def serve(
     vocabulary: Vocabulary | None = None,
 ) -> Served:
     """See `serve_on`."""
-    books = KVCacheManager(pages, PAGE, running, prefix_cache=prefix_cache)
-    lanes = lanes_on(machine, pages, running)
+    layout = machine.page_layout
+    books = KVCacheManager(
+        pages * (1 + layout.window_tables),
+        PAGE,
+        running,
+        prefix_cache=prefix_cache,
+        window=layout.window,
+        window_tables=layout.window_tables,
+    )
+    lanes = lanes_on(machine, pages, running, windows=True)
     return serve_on(lanes, machine.spec, books, system, submits, adapters, vocabulary)

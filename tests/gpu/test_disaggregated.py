@@ -14,7 +14,7 @@ from tests.gpu.serving import PAGE, mark_unwritten, needs_to_map_memory
 from tests.gpu.serving import serve as serve_on_one
 from tests.gpu.test_ranks import SEEDED, needs
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import VOCAB
+from tests.model.checkpoints import VOCAB, make_checkpoint, reference
 from tests.parity import serving
 from tests.parity.constrained import compare as compare_constrained
 from tests.parity.constrained import constrained, judges_of
@@ -72,6 +72,17 @@ def two(checkpoint: Path) -> Iterator[Ranks]:
 
 def test_greedy_tokens_are_those_of_the_reference(two: Ranks, judge: Judge, tally: Tally) -> None:
     compare(REQUESTS, two_streams(two, REQUESTS), judge, tally)
+
+
+def test_pages_that_left_a_window_are_written_again_in_both_pools(
+    tmp_path: Path, tally: Tally
+) -> None:
+    path = make_checkpoint("gemma3", tmp_path / "model", seed=1)
+    ranks, judge = on_two(settings_of(path)), Judge(reference(path))
+    served = ranks.serve(make_system("two-stream"), REQUESTS)
+    compare(REQUESTS, served, judge, tally)
+    assert served.prefix_hits
+    assert ranks.close() == [0]
 
 
 def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) -> None:

@@ -100,12 +100,12 @@ class OnGpu:
         }
         [lists] = prompt_lists([PromptRow(1, 0, PROMPT).parts()])
         states = PromptStates(*(torch.from_numpy(each).int().to(DEVICE) for each in lists))
-        return MixedRows(self.decoder, positions, write_slots, plans, prompts=[states])
+        return MixedRows(self.decoder, positions, write_slots[None], plans, prompts=[states])
 
     def step(self) -> DecodeRows:
         """Row 0 is padding."""
-        tables = torch.zeros(3, len(PAGES), dtype=torch.int32, device=DEVICE)
-        tables[1] = ints(*PAGES)
+        tables = torch.zeros(1, 3, len(PAGES), dtype=torch.int32, device=DEVICE)
+        tables[0, 1] = ints(*PAGES)
         sizes = (max(getattr(at, n) for at in self.spec.each) for n in ("heads", "head_dim"))
         scratch = decode_scratch(2, *sizes, UNITS, DEVICE)
         lengths = ints(0, PROMPT + 1)

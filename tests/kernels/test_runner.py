@@ -51,6 +51,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
 from twolane.model.lora import MAX_RANK, AdapterPool
+from twolane.model.page_layout import PageLayout
 from twolane.parallel.channel import Channel
 from twolane.sampling import SamplingParams
 
@@ -87,6 +88,8 @@ class Asked:
     written: int = 0
     told: bool = False
     embeds: bool = False
+    windows: tuple[tuple[int, ...], ...] = ()
+    """Pages of the tables of layers with a window."""
     adapters: ClassVar[Mapping[int, int]] = {}
     """Adapter slots by slot of those that have one."""
 
@@ -102,7 +105,8 @@ class Asked:
         self.told = True
         params = SamplingParams(temperature=0.0, embeds=self.embeds)
         greedy = Sampling(params, 0, len(self.tokens), ())
-        return [SlotUpdate(self.slot, 0, tuple(self.pages), greedy, self.adapter)]
+        pages = tuple(self.pages)
+        return [SlotUpdate(self.slot, 0, pages, greedy, self.adapter, self.windows)]
 
 
 class World:
@@ -112,7 +116,12 @@ class World:
     """
 
     def __init__(
-        self, path: Path, channels: Sequence[Channel] = (), adapters: Sequence[Path] = ()
+        self,
+        path: Path,
+        channels: Sequence[Channel] = (),
+        adapters: Sequence[Path] = (),
+        *,
+        windows: bool = False,
     ) -> None:
         device = torch.device("cpu")
         self.spec, weights = load_weights(resolve(str(path)))
@@ -122,10 +131,13 @@ class World:
         self.decoder = GpuDecoder(self.spec, there, rank, ranks)
         self.follows = rank > 0
         states = GpuStatePool(self.decoder.spec, SLOTS, torch.float32, device)
-        self.kv = GpuKVCache(self.decoder.spec, 40, PAGE, torch.float32, device, states=states)
+        if windows:
+            self.decoder.layout = PageLayout.of(self.spec)
+        shape, layout = (self.decoder.spec, 40, PAGE, torch.float32, device), self.decoder.layout
+        self.kv = GpuKVCache(*shape, states=states, layout=layout)
         for layer in (*self.kv.layers, *(part for each in states.layers.values() for part in each)):
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
-        self.slots = Slots(SLOTS, 20, device)
+        self.slots = Slots(SLOTS, 20, device, 1 + layout.window_tables)
         lanes: dict[LaneName, Channel | None] = dict(zip(("prefill", "decode"), channels))  # noqa: B905
         common = self.decoder, self.kv, self.slots
         shard, count = self.decoder.shard, len(adapters)
@@ -448,6 +460,35 @@ def passes(world: World, *, split: bool) -> None:
     last = request(3, 17)
     world.run([long, running, short], [(last, 17)])
     assert len(world.split) == 3 and any(world.split) == split
+
+
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_pages_that_left_a_window_are_another_requests(
+    tmp_path: Path, graphs: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers with a window of 24 tokens have tables of their own, in slices, hybrid passes and
+    decode steps; pages of all tables lie in one pool."""
+    fakes(device, monkeypatch)
+    monkeypatch.setattr(runner_module, "served", lambda decoder: False)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    path = make_checkpoint("gemma3", tmp_path / "model", layers=3, sizes={"layer_types": types})
+    world = World(path, windows=True)
+    assert world.decoder.layout.tables == (1, 0, 2)
+    if graphs:
+        world.capture_slices(64)
+    first = Asked(0, [*range(3, 73)], [0, 1, 2, 3, 4])
+    first.windows = (5, 6, 7, 8, 9), (10, 11, 12, 13, 14)
+    world.prefill(first, 30)
+    world.prefill(first, 40)
+    world.decode([first], 2)
+    for pool in world.kv.layers:  # the token at 71 sees those from 48 on
+        pool[[5, 6, 10, 11]] = float("nan")
+    second = Asked(1, [*range(80, 100)], [15, 16])
+    second.windows = (6, 10), (5, 11)
+    world.run([first], [(second, 17)])
+    world.run([first], [(second, 3)])
+    world.decode([first, second], 1)
+    assert len(first.tokens) == 76 and len(second.tokens) == 22
 
 
 def test_a_pass_of_the_decode_lane_has_buffers_of_its_own(world: World) -> None:

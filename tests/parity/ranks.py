@@ -32,7 +32,7 @@ class Ranks:
         self.machine, self._pool = machine, (pages * (1 + layout.window_tables), page, running)
         self.wake: Callable[[], None] = lambda: None
         longest = min(1024, machine.spec.max_positions)
-        sizes = LaneSizes(*self._pool, longest, windows=layout.window > 0)
+        sizes = LaneSizes(*self._pool, longest, window_tables=layout.window_tables)
         self.lanes = machine.start(sizes, self._news, lambda *_: None)
 
     @property

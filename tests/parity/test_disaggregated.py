@@ -79,8 +79,10 @@ def test_pages_that_left_a_window_are_written_again_in_both_pools(
 ) -> None:
     path = make_checkpoint("gemma3", tmp_path / "model", seed=1)
     ranks, judge = apart(path, PAGES, PAGE, RUNNING), Judge(reference(path))
-    compare(REQUESTS, two_streams(ranks, REQUESTS), judge, tally)
-    next_turn(ranks, judge, PAGE)
+    served = ranks.serve(make_system("two-stream"), REQUESTS)
+    compare(REQUESTS, served, judge, tally)
+    assert served.prefix_hits
+    assert next_turn(ranks, judge, PAGE).prefix_hits
     assert ranks.close() == [0]
 
 

@@ -56,3 +56,8 @@ def worth_padding_to(seconds: Mapping[int, float]) -> tuple[int, ...]:
         if not kept or size == WHOLE or seconds[size] < 0.98 * seconds[kept[-1]]:
             kept.append(size)
     return tuple(reversed(kept))
+
+
+KEY_TILE = 128
+"""Most tokens whose keys a block of an attention kernel with a window reads at a time, from a
+multiple of their number on."""

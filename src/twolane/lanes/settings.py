@@ -32,18 +32,18 @@ class LaneSizes(msgspec.Struct, frozen=True):
     """The most tokens of one request."""
     snapshots: int = 0
     """Snapshots of states of linear attention, whose ids follow the slots."""
-    windows: bool = False
-    """Whether layers with a window have pages of their own, which slots are sent (`PageLayout.of`);
-    otherwise all layers share one table."""
+    window_tables: int = 0
+    """Tables of layers with a window, which have pages of their own (`PageLayout.of`); 0: all
+    layers share one table."""
 
     def layout(self, spec: ModelSpec) -> PageLayout:
         """Return the pages of a model's layers."""
-        return PageLayout.of(spec) if self.windows else PageLayout.whole(spec)
+        return PageLayout.of(spec) if self.window_tables else PageLayout.whole(spec)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the KV pool holds."""
-        return self.pages * self.page_size
+        """Tokens that the KV pool holds in all layers."""
+        return self.pages // (1 + self.window_tables) * self.page_size
 
     @property
     def longest(self) -> int:

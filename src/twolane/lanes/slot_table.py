@@ -51,6 +51,10 @@ class SlotTable:
             if update.sampling is not None:
                 self.sampling[update.slot] = update.sampling
 
+    def table(self, slot: int, table: int) -> list[int]:
+        """Return the pages of one of a slot's tables (`model/page_layout.py`)."""
+        return self.windows[slot][table - 1] if table else self.pages[slot]
+
     def sampling_of(self, slot: int) -> Sampling:
         """Return the sampling of a slot, which an update has set."""
         sampling = self.sampling[slot]

@@ -33,6 +33,7 @@ from twolane.model.decoder import LayerWeights, SideExperts, Weights
 from twolane.model.linear_attention import DeltaWeights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
+from twolane.model.page_layout import PageLayout
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard, vocab_rows
 from twolane.model.spec import ModelSpec, MoeSpec
@@ -74,6 +75,7 @@ class GpuStatePool:
 
 class GpuKVCache:
     """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
+    Layers with the same place in pages have one pool (`model/page_layout.py`).
 
     K and V of one head's page are one run of memory, so that decode attention pulls them as one
     tile. The pool starts uninitialised; nothing reads a place before it was written. Layers that
@@ -88,6 +90,7 @@ class GpuKVCache:
         device: where.
         allocate: makes the pool's tensors there; None: PyTorch does.
         states: The states of layers of linear attention; None: there are none.
+        layout: The layers' pages; None: all layers share one table.
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class GpuKVCache:
         device: torch.device,
         allocate: Allocate | None = None,
         states: GpuStatePool | None = None,
+        layout: PageLayout | None = None,
     ) -> None:
+        places = (layout or PageLayout.whole(spec)).places
         self.page_size, self.pages = page_size, pages
         self.states = states or GpuStatePool(spec, 0, dtype, device)
 
@@ -112,8 +117,9 @@ class GpuKVCache:
             values = make(shape, dtype)
             return values if dtype != E4M3 else RoundedPool(values, make(shape[:-1], torch.int8))
 
-        own = {i: layer(i, at) for i, at in enumerate(spec.each) if spec.kv_layer(i) == i}
-        self.layers: list[Pool] = [own[spec.kv_layer(i)] for i in range(spec.layers)]
+        first = {place: i for i, place in reversed([*enumerate(places)])}
+        own = {place: layer(i, spec.each[i]) for place, i in sorted(first.items())}
+        self.layers: list[Pool] = [own[place] for place in places]
 
     def written(self, layer: int) -> WrittenPool:
         """Return the pools into which a layer's keys and values are written."""
@@ -126,7 +132,7 @@ class GpuKVCache:
 
     def fill(self) -> None:
         """Fill the pool with random numbers (zeros are read faster), in e4m3 each page alike."""
-        for layer in self.layers:
+        for layer in {id(layer): layer for layer in self.layers}.values():
             if isinstance(layer, RoundedPool):
                 noise = torch.randn(layer.values.shape[1:], device=layer.values.device)
                 layer.values.copy_((100 * noise).to(E4M3).expand_as(layer.values))
@@ -162,6 +168,8 @@ class DeltaBuffers(NamedTuple):
 class PlanKey(NamedTuple):
     """What plans of prefill attention are made for."""
 
+    table: int
+    """The table whose pages the layers have."""
     window: int | None
     heads: int
     kv_heads: int
@@ -479,6 +487,8 @@ class GpuDecoder:
         }
         self.shapes = self.spec.each
         """The shapes of this rank's part of each layer."""
+        self.layout = PageLayout.whole(spec)
+        """Which pages the layers have; another one is set before anything is laid out."""
 
     def embed(self, tokens: Tensor, channel: Channel | None) -> Tensor:
         """Queue the embeddings [T, hidden] of token ids, int [T], the same on all ranks."""
@@ -505,7 +515,8 @@ class GpuDecoder:
     def plan_key(self, layer: int) -> PlanKey:
         """Return what layers with the same plans of prefill attention have in common."""
         at, window = self.shapes[layer], self.spec.window(layer)
-        return PlanKey(window, at.heads, at.kv_heads, at.head_dim, self.has_keys(layer))
+        shape = at.heads, at.kv_heads, at.head_dim, self.has_keys(layer)
+        return PlanKey(self.layout.tables[layer], window, *shape)
 
     def linear(self, layer: int, states: GpuStatePool) -> LinearLayer:
         """Return a layer of linear attention with the states of all slots."""

@@ -31,7 +31,7 @@ class PageLayout:
     layers: int
     """Number of layers whose keys and values a page holds."""
     window: int = 0
-    """Tokens that the layers of tables from 1 on see; 0: there are none."""
+    """Tokens that the layers of tables from 1 on read; 0: there are none."""
 
     @property
     def window_tables(self) -> int:
@@ -55,8 +55,11 @@ class PageLayout:
         return cls([0] * spec.layers, places, len(spec.kv_layers))
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> "PageLayout":
+    def of(cls, spec: ModelSpec, key_tile: int = 1) -> "PageLayout":
         """Return the layout that a model is served with.
+
+        Kernels read keys and values in aligned tiles of at most `key_tile` tokens, and those that a
+        window hides have no weight. They must be numbers, for which their pages are held, too.
 
         All layers share one table if none has a window, or all have one; if fewer than half as many
         have one as have none; if layers differ in the size of keys and values (Gemma 4); and if
@@ -71,7 +74,8 @@ class PageLayout:
         where = {layer: (0, place) for place, layer in enumerate(full)}
         where |= {i: (1 + k // layers, k % layers) for k, i in enumerate(windowed)}
         tables, places = zip(*(where[spec.kv_layer(i)] for i in range(spec.layers)), strict=True)
-        return cls(tables, places, layers, max(spec.window(i) or 0 for i in windowed))
+        window = max(spec.window(i) or 0 for i in windowed)
+        return cls(tables, places, layers, window + key_tile - 1)
 
 
 def _sizes(full: int, windowed: int) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ from twolane.common.errors import FieldError
 from twolane.devices import MachineKind, OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import level_shares, simulated_option
-from twolane.kernels.sizes import GRAPH_BYTES, WORKSPACE_TOKENS
+from twolane.kernels.sizes import GRAPH_BYTES, KEY_TILE, WORKSPACE_TOKENS
 from twolane.lanes.settings import LaneSizes
 from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
@@ -86,7 +86,7 @@ class SimulatedMachine:
         self.weight_itemsize = float(stored / (dense + experts))
         own = sum(spec.each[i].kv_size // kv_parts(spec.each[i], tp) for i in spec.kv_layers)
         self.page_token_bytes = round(2 * own * storage.kv)
-        self.page_layout = PageLayout.whole(spec)
+        self.page_layout = PageLayout.of(spec, KEY_TILE)
         self.state_bytes = spec.state_bytes(ITEM) // tp
         self.tp = tp
         self.revision = revision(gpu)

@@ -29,13 +29,13 @@ class PromptRows:
     positions: Tensor
     """int32 [T]"""
     write_slots: Tensor
-    """Place in the pool of each token's key, page * page_size + offset, int32 [T]; -1 for
-    padding."""
+    """Place in the pool of each token's key in each table, page * page_size + offset, int32
+    [tables, T]; -1 for padding."""
 
     @property
     def active(self) -> ActiveRows:
         """See `Rows.active`."""
-        return ActiveRows(self.write_slots, 0)
+        return ActiveRows(self.write_slots[0], 0)
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `KVWriter.write`."""
@@ -46,7 +46,7 @@ class PromptRows:
             *decoder.turning(layer),
             q,
             pool,
-            self.write_slots,
+            self.write_slots[decoder.layout.tables[layer]],
             norm_last=decoder.spec.norms_rotated,
             v_norm=decoder.spec.v_norm,
             own=decoder.has_keys(layer),
@@ -71,13 +71,13 @@ class MixedRows(PromptRows):
 
     def after(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
         """Return decode rows and then these tokens, for one pass."""
-        pages = steps.tables[steps.slots, steps.positions // page_size]
+        pages = steps.tables[:, steps.slots, steps.positions // page_size]
         write_slots = pages * page_size + steps.positions % page_size
         owners = None if self.owners is None else torch.cat([steps.slots, self.owners])
         return MixedRows(
             self.decoder,
             torch.cat([steps.positions, self.positions]),
-            torch.cat([write_slots, self.write_slots]),
+            torch.cat([write_slots, self.write_slots], dim=1),
             self.plans,
             steps,
             owners,
@@ -139,6 +139,7 @@ class DecodeRows:
 
     decoder: GpuDecoder
     tables: Tensor
+    """Pages of each slot in each table, int32 [tables, slots, max_pages]."""
     slots: Tensor
     """int32 [R]"""
     positions: Tensor
@@ -162,7 +163,7 @@ class DecodeRows:
             *decoder.turning(layer),
             q,
             pool,
-            self.tables,
+            self.tables[decoder.layout.tables[layer]],
             self.slots,
             self.lengths,
             norm_last=decoder.spec.norms_rotated,
@@ -175,7 +176,7 @@ class DecodeRows:
         decode_attention(
             q,
             pool,
-            self.tables,
+            self.tables[self.decoder.layout.tables[layer]],
             self.slots,
             self.lengths,
             out,

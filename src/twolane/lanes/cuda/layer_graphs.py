@@ -102,7 +102,7 @@ class LayerGraphs:
         """The residual stream of a pass, [T, hidden]."""
         self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
         """Positions of its tokens in their sequences, [T]."""
-        self.write_slots = torch.full_like(self.positions, -1)
+        self.write_slots = self.positions.new_full((len(slots.tables), SIZES[-1]), -1)
         """Places of their keys; see `PromptRows`."""
         self.owners = torch.full_like(self.positions, slots.padding)
         """The request slots that they are of, where one has an adapter, [T]."""
@@ -229,8 +229,8 @@ class LayerGraphs:
         residual = self.residual[:count]
         residual.copy_(hidden)
         self.positions[:count].copy_(placed.positions)
-        self.write_slots[:count].copy_(placed.write_slots)
-        self.write_slots[count:size].fill_(-1)
+        self.write_slots[:, :count].copy_(placed.write_slots)
+        self.write_slots[:, count:size].fill_(-1)
         adapted = placed.owners is not None
         if placed.owners is not None:
             self.owners[:count].copy_(placed.owners)
@@ -338,13 +338,13 @@ class LayerGraphs:
     def after(self, units: int, size: int, adapted: bool, i: int) -> None:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
         residual, products = self.residual[:size], self._products(units, size, adapted)
-        active = ActiveRows(self.write_slots[:size], 0)
+        active = ActiveRows(self.write_slots[0, :size], 0)
         pending = self._decoder.after_attention(i, residual, active, self.workspace, products)
         if pending is not None:
             pending.add_into(residual)
 
     def _before(self, units: int, size: int, adapted: bool, i: int) -> None:
-        rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])
+        rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:, :size])
         residual, products = self.residual[:size], self._products(units, size, adapted)
         pool = self._kv.written(i)
         self._decoder.before_attention(i, residual, rows, pool, self.workspace, products)

@@ -15,7 +15,7 @@ from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import UNPACKED_TOKENS
 from twolane.kernels.products.dispatch import SERVED_SCHEMES
-from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
+from twolane.kernels.sizes import GRAPH_BYTES, KEY_TILE, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -109,7 +109,7 @@ class CudaMachine:
         self.kv_itemsize = spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self._kv_dtype = E4M3 if settings.kv_cache_dtype == "fp8" else self.decoder.dtype
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
-        self.page_layout = PageLayout.whole(spec)
+        self.page_layout = PageLayout.of(spec, KEY_TILE)
         self.state_bytes = self.decoder.spec.state_bytes(self.itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(settings.levels)
@@ -190,8 +190,10 @@ class CudaMachine:
         decoder, spec = self.decoder, self.decoder.spec
         kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
         log.info("prefill attention: %s (%s)", kernel, why)
+        decoder.layout = sizes.layout(spec)
         kv = self.kv_cache(sizes)
-        known = Slots(sizes.slots, -(-sizes.max_model_len // sizes.page_size), self.device)
+        longest, tables = -(-sizes.max_model_len // sizes.page_size), 1 + sizes.window_tables
+        known = Slots(sizes.slots, longest, self.device, tables)
         most = min(sizes.max_model_len, WORKSPACE_TOKENS)
         units, channels = self.partitions.units, self.channels
         channel = self.step_channel or channels.get("decode")
@@ -219,7 +221,8 @@ class CudaMachine:
         """Allocate the KV pool."""
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
         states = GpuStatePool(spec, sizes.slots + sizes.snapshots, self.decoder.dtype, self.device)
-        return GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device, states=states)
+        pool = pages, page_size, self._kv_dtype, self.device
+        return GpuKVCache(spec, *pool, states=states, layout=self.decoder.layout)
 
     def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
@@ -242,12 +245,16 @@ class CudaMachine:
         """Prompts that need every form of prefill's kernels, without and with an adapter; the last
         one is the longest. What they write to the pool is written again before it is read."""
         spec, most = self.decoder.spec, sizes.longest
-        pages = tuple(range(-(-most // sizes.page_size)))
+        count = -(-most // sizes.page_size)
+        pages = tuple(range(count))
+        windows = tuple(
+            tuple(range(k * count, (k + 1) * count)) for k in range(1, 1 + sizes.window_tables)
+        )
         masks = (TokenMask(0, b"\xff" * -(-spec.vocab_size // 8)),)
         kinds = (-1,) if self.adapters is None else (-1, 0)
         for adapter, (reused, new) in product(kinds, warm_up_prompts(spec, most)):
             sampling = Sampling(SamplingParams(temperature=0.0), 0, reused + new, ())
-            slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
+            slots = (SlotUpdate(0, 0, pages, sampling, adapter, windows),)
             rows, chunks = (
                 (PromptRow(0, reused, new, samples=True),),
                 (PromptChunk(pack([0] * new)),),

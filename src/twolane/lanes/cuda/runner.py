@@ -84,6 +84,7 @@ class _Pass:
     """The residual stream, [T, hidden]."""
     positions: Tensor
     write_slots: Tensor
+    """See `PromptRows`."""
     owners: Tensor | None
     """The request slot of each token, int32 [T], if one of the requests has an adapter."""
     prompts: Sequence[PromptStates] = ()
@@ -326,16 +327,21 @@ class CudaRunner:
     def _open(self, batch: BatchRows, place: LaunchPlace, *, adapted: bool) -> _Pass:
         """Lay out a batch, some of whose rows may be `adapted`, and embed its tokens."""
         tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
-        pages, size = self.slots.host.pages, self.kv.page_size
-        where = [places_of(row, pages[row.slot], size) for row in batch.rows]
-        positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
+        table_of, size, tables = self.slots.host.table, self.kv.page_size, len(self.slots.tables)
+        where = [
+            [places_of(row, table_of(row.slot, table), size) for row in batch.rows]
+            for table in range(tables)
+        ]
+        positions = np.concatenate([positions for positions, _ in where[0]])
+        write_slots = np.concatenate([slots for each in where for _, slots in each])
         parts = [tokens, positions, write_slots]
         if adapted:
             counts = [row.count for row in batch.rows]
             parts.append(np.repeat([row.slot for row in batch.rows], counts))
         _, sent = upload_parts(parts, self._decoder.device)
         hidden, owners = self._embed(sent[0], place), sent[3] if adapted else None
-        return _Pass(batch, hidden, sent[1], sent[2], owners, self._prompts(batch.rows))
+        placed = sent[2].view(tables, -1)
+        return _Pass(batch, hidden, sent[1], placed, owners, self._prompts(batch.rows))
 
     def _prompts(self, rows: Sequence[PromptRow]) -> Sequence[PromptStates]:
         """Return the rows by their states, if the model has layers of linear attention."""
@@ -355,7 +361,7 @@ class CudaRunner:
         owners = None if paused.owners is None else paused.owners[index]
         hidden, positions = paused.hidden[index], paused.positions[index]
         prompts = self._prompts(batch.rows)
-        return _Pass(batch, hidden, positions, paused.write_slots[index], owners, prompts)
+        return _Pass(batch, hidden, positions, paused.write_slots[:, index], owners, prompts)
 
     def _layers(
         self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: LaunchPlace
@@ -396,7 +402,7 @@ class CudaRunner:
     def _plan(self, rows: Sequence[PromptRow], place: LaunchPlace, key: PlanKey) -> PrefillPlan:
         return PrefillPlan.build(
             [(row.start, row.count) for row in rows],
-            [self.slots.host.pages[row.slot] for row in rows],
+            [self.slots.host.table(row.slot, key.table) for row in rows],
             page_size=self.kv.page_size,
             heads=key.heads,
             kv_heads=key.kv_heads,

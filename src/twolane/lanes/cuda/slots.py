@@ -25,14 +25,16 @@ class Slots:
         slots: the most requests at a time.
         max_pages: Largest number of pages of one sequence.
         device: The device of the tensors.
+        tables: Number of tables of each slot (`model/page_layout.py`).
     """
 
-    def __init__(self, slots: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_pages: int, device: torch.device, tables: int = 1) -> None:
         self.padding = slots
         self.host = SlotTable(slots)
         """State that launches have set, part of which may not be on the device yet."""
-        self.tables = torch.zeros((slots + 1, max_pages), dtype=torch.int32, device=device)
-        """Physical pages of each slot's sequence, in order."""
+        shape = tables, slots + 1, max_pages
+        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        """Physical pages of each slot's sequence in each table, in order."""
         self.last_token = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.adapters = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         """The adapter slot of each slot's request; -1: none, as in the slot that pads."""
@@ -64,12 +66,12 @@ class Slots:
             resampled = self._stale.pop(slot, None)
             if resampled is None:
                 continue
-            known, sent = self.host.pages[slot], self._sent[slot]
-            if sent < len(known):
-                first = slot * self._max_pages
-                places.append(np.arange(first + sent, first + len(known), dtype=np.int32))
-                pages += known[sent:]
-                self._sent[slot] = len(known)
+            count, sent = len(self.host.pages[slot]), self._sent[slot]
+            for table in range(len(self.tables) if sent < count else 0):
+                first = (table * (self.padding + 1) + slot) * self._max_pages
+                places.append(np.arange(first + sent, first + count, dtype=np.int32))
+                pages += self.host.table(slot, table)[sent:]
+            self._sent[slot] = count
             if (adapter := self.host.adapters[slot]) != self._sent_adapters[slot]:
                 self._sent_adapters[slot] = adapter
                 adapters.append((slot, adapter))

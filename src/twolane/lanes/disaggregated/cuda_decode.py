@@ -220,7 +220,8 @@ class MirroredCudaMachine(CudaMachine):
         """See `CudaMachine.kv_cache`: both processes allocate and map both pools."""
         group = PeerGroup(GROUP, self._number, 2, dist.PrefixStore("pools", self._store))
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
-        return MirroredGpuKVCache(spec, pages, page_size, self._kv_dtype, self.device, group)
+        pool = pages, page_size, self._kv_dtype, self.device
+        return MirroredGpuKVCache(spec, *pool, group, self.decoder.layout)
 
     def meet_ready(self) -> None:
         """Wait until both have captured their graphs."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from twolane.kernels.pool import MirroredPool
 from twolane.model.gpu_decoder import GpuKVCache
+from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
 from twolane.parallel.peer_memory import PeerGroup
 
@@ -25,6 +26,7 @@ class MirroredGpuKVCache(GpuKVCache):
         dtype: Type of the numbers; e4m3 has an exponent for each token and head.
         device: this GPU.
         group: the two processes, both of which make their pools now.
+        layout: The layers' pages, as for `GpuKVCache`.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class MirroredGpuKVCache(GpuKVCache):
         dtype: torch.dtype,
         device: torch.device,
         group: PeerGroup,
+        layout: PageLayout | None = None,
     ) -> None:
         theirs: list[Tensor] = []
 
@@ -43,9 +46,10 @@ class MirroredGpuKVCache(GpuKVCache):
             theirs.append(group.of(1 - group.rank, ours))
             return ours
 
-        super().__init__(spec, pages, page_size, dtype, device, allocate)
+        shape = spec, pages, page_size, dtype, device
+        super().__init__(*shape, allocate, layout=layout)
         others = iter(theirs)
-        self.other = GpuKVCache(spec, pages, page_size, dtype, device, lambda *_: next(others))
+        self.other = GpuKVCache(*shape, lambda *_: next(others), layout=layout)
         """The other GPU's pool."""
 
     def written(self, layer: int) -> MirroredPool:
