@@ -2,11 +2,16 @@
 
 import asyncio
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
+from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.http.bodies import PARSED_AT_ONCE
+from twolane.server.http.connection import READ_AT_ONCE, ConnectionLimits, connection_class
 from twolane.server.http.gate import Gate
 
 from .conftest import KEYS
@@ -84,12 +89,13 @@ def test_calls_of_a_client_are_parsed_a_few_at_a_time_in_order(length) -> None:
         return [call.name for call in calls]
 
     async def scenario() -> None:
-        gate, tasks = Gate(app, [], 1 << 20), []
+        gate, tasks, ended = Gate(app, [], 1 << 20), [], []
 
         def arrive(name: str, address: str) -> None:
             call = SimpleNamespace(name=name, on_parsed=None)
+            connection = SimpleNamespace(probes_only=False, end_turn=lambda: ended.append(name))
             scope = {"type": "http", "path": "/v1/completions", "headers": []}
-            scope |= {"state": {"call": call}, "client": (address, 1)}
+            scope |= {"state": {"call": call, "connection": connection}, "client": (address, 1)}
             tasks.append(asyncio.create_task(gate(scope, receive, None)))
 
         for number in range(PARSED_AT_ONCE + 3):
@@ -104,10 +110,77 @@ def test_calls_of_a_client_are_parsed_a_few_at_a_time_in_order(length) -> None:
             calls[0].on_parsed()
             calls[0].on_parsed()  # once more has no effect
             assert await settle() == [*begun, "b", rest[0]]
+            assert ended == ["a0", "a0"]
             tasks[1].cancel()  # as when its client leaves
             assert await settle() == [*begun, "b", *rest[:2]]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_small_requests_of_a_key_are_read_a_few_at_a_time_in_order() -> None:
+    """One that comes right after another client's hundreds is read before most of them."""
+    seen: list[str] = []
+    released = defaultdict[str, asyncio.Event](asyncio.Event)
+
+    async def app(scope, receive, send) -> None:
+        name = dict(scope["headers"])[b"x-name"].decode()
+        seen.append(name)
+        await released[name].wait()
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(address, name: str, body: bytes = b"{}", method: str = "POST"):
+        reader, writer = await asyncio.open_connection(*address)
+        head = f"{method} /v1/completions HTTP/1.1\r\nHost: x\r\nX-Name: {name}\r\n"
+        head += f"Authorization: Bearer {name[0]}\r\nContent-Length: 2\r\n\r\n"
+        writer.write(head.encode() + body)
+        await asyncio.sleep(0.01)
+        return reader, writer
+
+    async def until(names: Sequence[str]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while seen != names:
+                assert seen == names[: len(seen)]
+                await asyncio.sleep(0.005)
+
+    async def scenario() -> None:
+        limits = ConnectionLimits(99, arrival_seconds=PATIENCE, stall_seconds=PATIENCE)
+        http = connection_class(limits, UnsentOutput())
+        server = uvicorn.Server(
+            uvicorn.Config(app, port=0, http=http, lifespan="off", log_config=None)
+        )
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        address = server.servers[0].sockets[0].getsockname()
+        names = [f"a{i}" for i in range(READ_AT_ONCE + 5)]
+        first, rest = names[:READ_AT_ONCE], names[READ_AT_ONCE:]
+        asked = {name: await ask(address, name) for name in (*first, *rest)}
+        # Those of others, those that are not whole yet and other methods wait for nobody.
+        others = {"b": (b"{}", "POST"), "a-slow": (b"{", "POST"), "a-get": (b"{}", "GET")}
+        asked |= {name: await ask(address, name, *how) for name, how in others.items()}
+        await until([*first, *others])
+        asked[rest[1]][1].transport.abort()
+        released["a1"].set()
+        await until([*first, *others, rest[0]])
+        asked[rest[3]][1].write(b"GET /next HTTP/1.1\r\nHost: x\r\nX-Name: next\r\n\r\n")
+        asked["a0"][1].transport.abort()
+        await until([*first, *others, rest[0], rest[2]])
+        for name in (*first, *others, *rest):
+            released[name].set()
+        await until([*first, *others, rest[0], rest[2], rest[3], rest[4], "next"])
+        for name in set(asked) - {"a0", rest[1], "a-slow"}:
+            assert b" 204 " in await asyncio.wait_for(asked[name][0].readline(), PATIENCE)
+        for _, writer in asked.values():
+            writer.transport.abort()
+        released["next"].set()
+        async with asyncio.timeout(PATIENCE):
+            while http.turns._open or http.turns._held:
+                await asyncio.sleep(0.005)
+        server.should_exit = True
+        await serving
 
     asyncio.run(scenario())

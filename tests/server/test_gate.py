@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import urllib.parse
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -350,9 +351,13 @@ def test_beyond_the_bound_on_connections_only_probes_are_served():
         (True, "/livez", True),
         (False, "/v1/models", True),
     ):
-        state = {"connection": SimpleNamespace(probes_only=crowded)}
+        turn = SimpleNamespace(ended=0)
+        connection = SimpleNamespace(
+            probes_only=crowded, end_turn=partial(setattr, turn, "ended", True)
+        )
+        state = {"connection": connection}
         reached, sent = passing(path, state, x_api_key="one")
-        assert bool(reached) == served
+        assert bool(reached) == bool(turn.ended) == served
         if not served:
             assert state["reason"][0] == "too_many_connections"
             assert sent[0]["status"] == 503

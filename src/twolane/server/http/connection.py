@@ -7,6 +7,7 @@ import re
 import sys
 import termios
 import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -140,6 +141,44 @@ def check_head(head: bytes) -> None:
             raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding")
 
 
+KEY = re.compile(rb"\r\n(?:authorization|x-api-key):[\t ]*([^\r\n]*)\r\n", re.IGNORECASE)
+LENGTH = re.compile(rb"\r\ncontent-length:[\t ]*([0-9]{1,9})[\t ]*\r\n", re.IGNORECASE)
+READ_AT_ONCE = 2
+"""Small requests of one key that are read, and not parsed yet, at once."""
+
+
+class ReadingTurns:
+    """Has the small requests of a key read a few at a time, in order of arrival.
+
+    Reading a head takes several times as long as accepting its connection, and one key's hundreds
+    would keep the event loop from another one's request that comes right after them. Turns decide
+    on the order alone, so that a key need not be valid here.
+    """
+
+    def __init__(self) -> None:
+        self._open = Counter[bytes]()
+        self._held = dict[bytes, deque[Connection]]()
+
+    def begin(self, key: bytes, connection: "Connection") -> bool:
+        """Return whether a request of a key has its turn; if not, its connection is told later."""
+        if self._open[key] < READ_AT_ONCE:
+            self._open[key] += 1
+            return True
+        self._held.setdefault(key, deque()).append(connection)
+        return False
+
+    def end(self, key: bytes) -> None:
+        """Give a turn of a key to its next request."""
+        held = self._held.get(key, ())
+        while held:
+            if held.popleft().read_held(key):
+                return
+        self._held.pop(key, None)
+        self._open[key] -= 1
+        if not self._open[key]:
+            del self._open[key]
+
+
 class EarlyRefusal(NamedTuple):
     """Answer to a request that its head alone has refused."""
 
@@ -177,6 +216,7 @@ class Connection(H11Protocol):
     logged_at: ClassVar[float]
     """Time of the last log line about too many connections."""
     refuse_early: ClassVar[EarlyCheck]
+    turns: ClassVar[ReadingTurns]
 
     probes_only = False
     """Whether the connection came beyond the bound, so that only probes are served on it."""
@@ -185,6 +225,10 @@ class Connection(H11Protocol):
     """The last request that its head alone has refused."""
     _unwanted = 0
     """Bytes of it that have not arrived yet, and are dropped."""
+    _held = b""
+    """A whole request that waits for its turn to be read."""
+    _key: bytes | None = None
+    """The key whose turn the current request has."""
     _progress: asyncio.TimerHandle
     _unsent = 0
     """Unsent bytes at the last check while writing was paused; 0: the client has read since."""
@@ -233,9 +277,57 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self._held:
+            self._held += data
+            if len(self._held) > MAX_HEAD:
+                self.flow.pause_reading()
+            return
         if rest := self._after_refusal(data):
+            if self._is_idle and not self._has_turn(rest):
+                self._held = rest
+                self._stop_watch()
+                self.waiting.pop(self, None)
+                return
             super().data_received(rest)
         self._watch_arrival()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the next bytes begin a request."""
+        states = {self.conn.their_state, self.conn.our_state}
+        return states == {h11.IDLE} and not self.conn.trailing_data[0]
+
+    def _has_turn(self, data: bytes) -> bool:
+        """Return whether a request is read now: it has its turn, or is no whole small request with
+        a key."""
+        end = data.find(b"\r\n\r\n") + 4
+        length = LENGTH.search(data, 0, end)
+        key = KEY.search(data, 0, end)
+        whole = length is not None and len(data) == end + int(length[1]) <= MAX_HEAD
+        if key is None or not whole or not data.startswith(b"POST "):
+            return True
+        if not self.turns.begin(key[1], self):
+            return False
+        self._key = key[1]
+        return True
+
+    def read_held(self, key: bytes) -> bool:
+        """Read the request that waits for a turn of its key; return False if the connection has
+        ended."""
+        data, self._held = self._held, b""
+        if not data or self.transport.is_closing():
+            return False
+        self._key = key
+        self.flow.resume_reading()
+        super().data_received(data)
+        self._watch_arrival()
+        return True
+
+    def end_turn(self) -> None:
+        """Let the key's next request be read: the current one is parsed or answered."""
+        key, self._key = self._key, None
+        if key is not None:
+            self.turns.end(key)
 
     def _after_refusal(self, data: bytes) -> bytes:
         """Return the data after a request that its head refuses, which is answered here.
@@ -243,8 +335,7 @@ class Connection(H11Protocol):
         A connection closes once the whole request has been read: see `RestOfBody`.
         """
         if not self._unwanted:
-            states = {self.conn.their_state, self.conn.our_state}
-            if states != {h11.IDLE} or self.conn.trailing_data[0] or self.flow.write_paused:
+            if not self._is_idle or self.flow.write_paused:
                 return data
             refused = self.refuse_early(data, self.server_state.default_headers)
             if refused is None or self.probes_only:
@@ -265,6 +356,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Continue with the next request, part of which may have arrived."""
+        self.end_turn()
         self._backlog = None
         if not self.flow.write_paused:
             self._behind_since = None
@@ -273,6 +365,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
+        self._held = b""
+        self.end_turn()
         self._stop_watch()
         self.waiting.pop(self, None)
         self.output.readers.discard(self)
@@ -431,6 +525,6 @@ def connection_class(
         refuse_early: Refuses requests by their heads.
     """
     shared: dict[str, Any] = {"limits": limits, "output": output}
-    shared |= {"waiting": {}, "logged_at": -LOG_SECONDS}
+    shared |= {"waiting": {}, "logged_at": -LOG_SECONDS, "turns": ReadingTurns()}
     shared["refuse_early"] = staticmethod(refuse_early)
     return type("BoundConnection", (Connection,), shared)

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import partial
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,11 +19,13 @@ from twolane.server.http.bodies import (
     ARRIVING_BYTES,
     ArrivingBytes,
     BodyReader,
+    ParsingTurn,
     ParsingTurns,
     RestOfBody,
     too_large,
 )
 from twolane.server.http.calls import Call, set_key, set_reason
+from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
@@ -124,9 +127,12 @@ class Gate:
             return
         set_key(scope, key)
         whose, kept, turn = CLIENT.get(), self._keeps_bodies, None
+        connection: Connection | None = scope.get("state", {}).get(CONNECTION)
         if call is not None:
             turn = self._turns.turn(whose)
-            call.on_parsed = turn.end
+            call.on_parsed = partial(parsed, turn, connection)
+        elif connection is not None:  # nobody tells when it has been parsed
+            connection.end_turn()
         bounds = self._max_body_bytes, self._arriving, whose
         body = BodyReader(receive, *bounds, kept=kept, turn=turn)
         try:
@@ -174,6 +180,13 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return place
+
+
+def parsed(turn: ParsingTurn, connection: Connection | None) -> None:
+    """Let the next calls of a client be read and parsed."""
+    turn.end()
+    if connection is not None:
+        connection.end_turn()
 
 
 def client(scope: Scope) -> str:
