@@ -207,11 +207,11 @@ def test_what_is_never_written_is_given_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "running", "snapshots"),
     [
-        ({}, 5, 5),
-        ({"max_running": 2}, 2, 6),
+        ({}, 10, 10),
+        ({"max_running": 2}, 2, 7),
         ({"max_running": 2, "kv_tokens": 64}, 2, 2),
-        ({"snapshots": 3}, 7, 3),
-        ({"prefix_cache": False}, 10, 0),
+        ({"snapshots": 3}, 17, 3),
+        ({"prefix_cache": False}, 20, 0),
     ],
 )
 def test_states_take_half_of_the_room_at_most(
@@ -220,21 +220,24 @@ def test_states_take_half_of_the_room_at_most(
     """Fewer requests run at a time; a model without states has as many as are asked for."""
     config = EngineConfig(model="any", **{"max_running": 64, **settings})
     machine: Any = SimpleNamespace(
-        state_bytes=100, kv_bytes=lambda tokens: 2000 + tokens, page_sizes=()
+        state_bytes=100, kv_bytes=lambda tokens: 2000 + tokens, page_token_bytes=1
     )
-    made = with_states(config, machine, 50)
+    made = with_states(config, machine, 2000)
     assert (made.max_running, made.snapshots) == (running, snapshots)
     if config.snapshots is None:
         machine.state_bytes = 0
         assert with_states(config, machine, 50) == config
     machine.state_bytes = 2000
-    with pytest.raises(MemoryError, match="states of a request"):
+    with pytest.raises(MemoryError if config.snapshots is None else FieldError, match="states"):
         with_states(config, machine, 0)
 
 
-def test_snapshots_of_a_model_without_states_are_refused() -> None:
+def test_snapshots_that_cannot_be_are_refused() -> None:
     machine: Any = SimpleNamespace(state_bytes=0)
     with pytest.raises(FieldError, match="snapshots are of states, which any has none of"):
         with_states(EngineConfig(model="any", snapshots=3), machine, 50)
+    machine = SimpleNamespace(state_bytes=10, kv_bytes=lambda tokens: 100)
+    with pytest.raises(FieldError, match="snapshots 7 leave no room for states: it is that of 5"):
+        with_states(EngineConfig(model="any", snapshots=7), machine, 50)
     with pytest.raises(FieldError, match="snapshots need the prefix cache"):
         check_settings(EngineConfig(model="any", snapshots=3, prefix_cache=False))

@@ -32,6 +32,8 @@ from twolane.systems.registry import default_system, make_system
 SNAPSHOT_SHARE = 1 / 3
 """Share of the memory for pages and snapshots that snapshots of states get, if that is more than
 one for each request (docs/notes/hybrid-models.md)."""
+SNAPSHOT_TOKENS = 512
+"""Tokens of the KV pool for each snapshot at least: small states do not take that share."""
 log = logging.getLogger("twolane.engine")
 
 
@@ -248,7 +250,7 @@ def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> E
     half of the room for the KV pool has states for, with a snapshot each if prefixes are reused.
 
     Raises:
-        FieldError: snapshots are asked for of a model without states.
+        FieldError: too many snapshots are asked for, or any of a model without states.
         MemoryError: not even one fits.
     """
     if not machine.state_bytes:
@@ -258,6 +260,8 @@ def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> E
     each, room = machine.state_bytes, machine.kv_bytes(max_model_len)
     asked, states = config.snapshots or 0, room // 2 // each
     most = states // 2 if config.prefix_cache and not asked else states - asked
+    if asked and most < 1:
+        raise FieldError("snapshots", f"{asked} leave no room for states: it is that of {states}")
     if most < 1:
         raise MemoryError("there is not enough memory for the model and the states of a request")
     if most < config.max_running:
@@ -272,8 +276,9 @@ def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> E
         asked = running
         if config.kv_tokens is None:
             left = room - running * each
-            pages = running * -(-max_model_len // _page_size(config, machine))
-            asked = max(asked, min(pages, int(SNAPSHOT_SHARE * left) // each))
+            tokens = min(running * max_model_len, left // max(1, machine.page_token_bytes))
+            most = tokens // SNAPSHOT_TOKENS
+            asked = max(asked, min(most, int(SNAPSHOT_SHARE * left) // each))
     return msgspec.structs.replace(config, max_running=running, snapshots=asked)
 
 
