@@ -562,3 +562,21 @@ def test_linear_attention_takes_what_was_measured() -> None:
     assert np.mean(np.abs(np.array(ratios) - 1)) < 0.04
     assert min(ratios) > 0.8
     assert max(ratios) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "units", "milliseconds"),
+    [
+        (8, 2048, 32, 9.06),
+        (8, 32_000, 132, 8.49),
+        (64, 2048, 32, 30.10),
+        (64, 32_000, 32, 64.70),
+        (64, 32_000, 132, 29.91),
+        (128, 2048, 132, 24.84),
+    ],
+)
+def test_steps_of_a_hybrid_model(rows: int, context: int, units: int, milliseconds: float) -> None:
+    """Of Qwen3.5-35B-A3B on an H200 (docs/notes/hybrid-models.md): heads of 256 read slowly."""
+    device = DeviceModel(quiet(H200), SHAPES["qwen3.5-35b-a3b"])
+    [seconds] = device.seconds([device.steps(decode(rows, context), units)[0]])
+    assert 0.87 < seconds / milliseconds * 1e3 < 1.02

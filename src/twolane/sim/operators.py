@@ -22,6 +22,10 @@ RULE_SHARE = 0.0395
 """Share of the arithmetic rate that linear attention of many prompts reaches: its products are
 small and wait for each other. This and the next constants are fitted to a layer of Qwen3.5-35B-A3B
 on an H200 (docs/notes/kernels-h200.md)."""
+WIDE_HEAD, WIDE_READS, WIDE_PROMPTS = 128, 0.25, 0.4
+"""The widest heads of the fitted attention kernels, and the rates over theirs at which kernels of
+wider heads read on an SM, and compute prompts: from steps and prompts of Qwen3.5-35B-A3B on an
+H200."""
 CHAIN_SECONDS, CHAIN_WORK = 5.7e-8, 2.5e-6
 """Seconds that each token of a prompt waits for those before it, since states go from chunk to
 chunk; and the seconds of one SM for a token that `RULE_SHARE` has for this work."""
@@ -358,7 +362,9 @@ class OperatorCosts:
         pairs = visible * (pairs * self._idle(rows, units) if tiled is None else tiled)
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
-        c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
+        share = gpu.prompt_attention_share
+        share *= WIDE_PROMPTS if self._spec.head_dim > WIDE_HEAD else 1.0
+        c = flops / (units * gpu.unit_flops * share)
         saturated = moved / gpu.bandwidth
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
         cost = self._round(c, m, saturated, gpu.corner)
@@ -423,6 +429,7 @@ class OperatorCosts:
         # Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts
         # as fast as it can (docs/notes/kernels-h200.md).
         each = gpu.unit_bandwidth * (0.575 if self._storage.kv < ITEM else 1.0)
+        each *= WIDE_READS if self._spec.head_dim > WIDE_HEAD else 1.0
         reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
         return self._by_reach(seen * shapes.kv_bytes * shapes.layers, reach)
 
