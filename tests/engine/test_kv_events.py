@@ -321,7 +321,7 @@ def test_clients_of_earlier_formats_read_the_fields_that_they_know(published: Pu
     [_, (_, batch)] = published.publisher._buffer.since(0)
     first, second = page_hashes(range(9), PAGE)
     assert msgspec.msgpack.decode(batch)[1:] == [
-        [["BlockStored", [first, second], None, [*range(8)], PAGE, None, "GPU", *[None] * 4]],
+        [["BlockStored", [first, second], None, [*range(8)], PAGE, None, "GPU", *[None] * 5]],
         0,
     ]
 
@@ -472,6 +472,42 @@ def test_a_port_may_be_any() -> None:
         check_settings(
             EngineConfig(model="m", kv_events=KVEventsConfig(endpoint=f"tcp://*:{port}"))
         )
+
+
+def test_pages_of_windows_are_a_group_that_says_what_is_found() -> None:
+    """A subscriber finds of a prompt what the engine finds, while pages come and go."""
+    window, tables, rng = 6, 2, random.Random(3)
+    journal, known = KVJournal(PAGE, window=window), {0: set[int](), 1: set[int]()}
+    books = KVCacheManager(60, PAGE, 4, prefix_cache=True, window=window, window_tables=tables)
+    books.tree.watchers.append(journal)
+    books.tree.window_watchers.append(journal)
+    prompts, partial = [[n // 3, *range(5), *[n] * rng.randrange(30)] for n in range(9)], 0
+    for _ in range(200):
+        tokens = [*rng.choice(prompts), 99]
+        hashes = [*page_hashes(tokens[:-1], PAGE)]
+        held = 0
+        for end in range(1, len(hashes) + 1):
+            first = max(0, end * PAGE - window + 1) // PAGE
+            if {*hashes[:end]} <= known[0] and {*hashes[first:end]} <= known[1]:
+                held = end * PAGE
+        assert books.lookup(tokens).reused == held
+        partial += 0 < held < len(hashes) * PAGE
+        allocation = books.allocate(tokens)
+        assert allocation is not None
+        books.share(allocation, tokens, len(tokens) - 1)
+        books.slide(allocation, len(tokens) - 1)
+        books.give_up(allocation)
+        for event in journal.take():
+            assert not isinstance(event, events.AllBlocksCleared)
+            assert event.group_idx is not None
+            if isinstance(event, events.BlockStored):
+                kind = ("full_attention", "sliding_window")[event.group_idx]
+                assert event.kv_cache_spec_kind == kind
+                assert event.kv_cache_spec_sliding_window == (window if event.group_idx else None)
+                known[event.group_idx] |= {*event.block_hashes}
+            else:
+                known[event.group_idx] -= {*event.block_hashes}
+    assert partial
 
 
 def test_a_snapshot_of_the_tree_tells_pages_from_states() -> None:

@@ -190,8 +190,10 @@ def publisher(config: EngineConfig, kv: KVCacheManager) -> KVEventPublisher | No
     """
     if config.kv_events.endpoint is None:
         return None
-    journal = KVJournal(kv.page_size, states=kv.snapshots is not None)
+    journal = KVJournal(kv.page_size, states=kv.snapshots is not None, window=kv.window)
     kv.tree.watchers.append(journal)
+    if kv.windowed:
+        kv.tree.window_watchers.append(journal)
     if kv.snapshots is not None:
         kv.snapshots.watchers.append(journal)
     return KVEventPublisher(config.kv_events, journal)

@@ -7,7 +7,7 @@ from twolane.engine.kv.prefix_tree import Node
 class LandmarkWatcher:
     """A `PageWatcher` that keeps the landmarks (`engine/kv/prefix_digest.py`) of a prefix tree.
 
-    It is a `SnapshotWatcher`, too: landmarks of a model with states are the pages after which there
+    It is a `HoldingWatcher`, too: landmarks of a model with states are the pages after which there
     is a snapshot.
 
     Args:
@@ -40,13 +40,13 @@ class LandmarkWatcher:
             del self._nodes[node.hash]
 
     def saved(self, node: Node) -> None:
-        """See `SnapshotWatcher.saved`."""
+        """See `HoldingWatcher.saved`."""
         if self._nodes.get(node.hash) is node:
             self._published.add(node.hash)
             self._changes[node.hash] = node.depth
 
     def lost(self, node: Node) -> None:
-        """See `SnapshotWatcher.lost`."""
+        """See `HoldingWatcher.lost`."""
         if self._nodes.get(node.hash) is node and node.hash in self._published:
             self._published.remove(node.hash)
             self._changes[node.hash] = 0

@@ -111,7 +111,9 @@ class KVCacheManager:
         self.total_pages = pages
         self.page_cost = 1 + window_tables
         """Number of pages that a page of tokens takes while its window is held."""
-        self._window, self._window_tables = window, window_tables
+        self.window = window
+        """Tokens that layers with a window see, if these have pages of their own, else 0."""
+        self._window_tables = window_tables
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
         self._free_pages = list(range(pages))
@@ -295,7 +297,7 @@ class KVCacheManager:
 
     def _first_seen(self, tokens: int) -> int:
         """Return the first page that the token after this many sees through a window."""
-        return max(0, tokens - self._window + 1) // self.page_size
+        return max(0, tokens - self.window + 1) // self.page_size
 
     def _reach(self, path: Sequence[Node]) -> int:
         """Return the length of the longest part of a path whose last window is held."""

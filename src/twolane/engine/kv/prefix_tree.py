@@ -55,6 +55,16 @@ class PageWatcher(Protocol):
         """Note that all pages left the tree."""
 
 
+class HoldingWatcher(Protocol):
+    """Observer of the nodes that hold a snapshot, or pages of a window; nodes may be forgotten."""
+
+    def saved(self, node: Node) -> None:
+        """Note that a node holds one from now on."""
+
+    def lost(self, node: Node) -> None:
+        """Note that a node holds none any more, before it leaves the tree."""
+
+
 class PrefixTree:
     """A radix tree over pages. A pinned node's ancestors are pinned, too."""
 
@@ -73,6 +83,7 @@ class PrefixTree:
         self.unpinned_window_pages = 0
         """Number of pages of layers with a window that only nodes hold, all of them reclaimable."""
         self.watchers: list[PageWatcher] = []
+        self.window_watchers: list[HoldingWatcher] = []
 
     def match(
         self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""
@@ -132,6 +143,8 @@ class PrefixTree:
         once."""
         node.window, node.window_pins = pages, 1
         self.version += 1
+        for watcher in self.window_watchers:
+            watcher.saved(node)
 
     def pin_window(self, node: Node) -> None:
         """Keep the window's pages of a node from being reclaimed."""
@@ -163,7 +176,7 @@ class PrefixTree:
             return self._take_window(window)
         if leaf is None:
             raise IndexError("all pages are in use")
-        parent = leaf.parent
+        window_pages, parent = self._take_window(leaf), leaf.parent
         assert parent is not None
         del parent.children[leaf.key]
         leaf.parent = None
@@ -172,9 +185,12 @@ class PrefixTree:
         self.unpinned -= 1
         if not parent.pins and not parent.children:
             self._leaves.push(parent)
-        return [leaf.page, *self._take_window(leaf)]
+        return [leaf.page, *window_pages]
 
     def _take_window(self, node: Node) -> list[int]:
+        if node.window:
+            for watcher in self.window_watchers:
+                watcher.lost(node)
         pages, node.window = node.window, ()
         self.unpinned_window_pages -= len(pages)
         return list(pages)

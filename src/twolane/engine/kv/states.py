@@ -7,19 +7,8 @@ reserved by an allocation whose launch writes it, or held by the node whose page
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
-from twolane.engine.kv.prefix_tree import Node
-
-
-class SnapshotWatcher(Protocol):
-    """Observer of the nodes that hold a snapshot, which may be forgotten ones."""
-
-    def saved(self, node: Node) -> None:
-        """Note that a node holds a snapshot from now on."""
-
-    def lost(self, node: Node) -> None:
-        """Note that a node holds no snapshot any more, before it leaves the tree."""
+from twolane.engine.kv.prefix_tree import HoldingWatcher, Node
 
 
 class Snapshots:
@@ -41,7 +30,7 @@ class Snapshots:
         """Snapshots that launches read, and how many allocations do."""
         self.hits = 0
         """Number of allocations that began with a snapshot."""
-        self.watchers: list[SnapshotWatcher] = []
+        self.watchers: list[HoldingWatcher] = []
 
     @property
     def held(self) -> int:
