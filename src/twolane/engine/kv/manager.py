@@ -32,7 +32,10 @@ class Lookup:
     version: int
     """Version of the tree: the answer holds until it changes."""
     path: Sequence[Node] = ()
-    """Nodes of the tokens found; a later lookup begins there."""
+    """Nodes of the tokens found."""
+    matched: Sequence[Node] = ()
+    """Nodes of tokens of which there are pages, though not all that is needed to begin after them;
+    a later lookup begins there."""
     seen: int = 0
     """Tokens of which there are pages, if states or windows are to be kept there; else 0."""
 
@@ -185,7 +188,7 @@ class KVCacheManager:
         written, so the page that holds it is left out. `before` is an earlier answer for the same
         tokens, which saves most of the work.
         """
-        known = () if before is None else before.path
+        known = () if before is None else before.matched
         return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known, salt)
 
     def lookup(
@@ -197,13 +200,13 @@ class KVCacheManager:
         salt: bytes = b"",
     ) -> Lookup:
         """Return what `allocate` would find and take; `before` as for `match`."""
-        path = self.match(tokens, before=before, salt=salt) if reuse else []
+        path = matched = self.match(tokens, before=before, salt=salt) if reuse else []
         seen = 0
         if path and ("branch" if path[-1].children else "turn") in self._borders:
             seen = len(path) * self.page_size
         if self.snapshots is not None:
-            while path and path[-1].state < 0:
-                path.pop()
+            held = (i for i in reversed(range(len(path))) if path[i].state >= 0)
+            path = path[: next(held, -1) + 1]
         if self.windowed:
             path = path[: self._reach(path)]
         # A pinned node's ancestors are pinned: the pinned ones come first.
@@ -213,6 +216,7 @@ class KVCacheManager:
             cost=self.pages_for(len(tokens)) - pinned + self._window_cost(path, len(tokens)),
             version=self.tree.version,
             path=path,
+            matched=matched,
             seen=seen,
         )
 
