@@ -5,10 +5,14 @@ steps between slices, of a busy host, or of what a system does first. Whoever re
 them needs the time that nearly all requests stay below.
 """
 
-QUANTILE = 0.95
-"""Share of the first tokens that come within the corrected prediction."""
+QUANTILE = 0.99
+"""Share of the counted first tokens that come within the corrected prediction. About five requests
+are late together and count once, so that about 95 % of all come within it."""
 STEP = 0.2
 """Relative change of the factor, both ways together, per first token."""
+EARLY_FRACTION, EARLY_WEIGHT = 0.5, 5
+"""A first token that comes within this fraction of the corrected prediction counts as this many, so
+that the factor comes back from a stall within seconds."""
 RELEVANT = 0.25
 """First tokens in time are counted only where the prediction is at least this share of the bound:
 the others tell of fixed costs, not of how fast a queue is served."""
@@ -18,7 +22,8 @@ class TtftCorrection:
     """The factor from predicted to actual times to the first token, as a high quantile.
 
     Requests that wait together are late together: one burst counts once, or a server that is only
-    slowed would refuse nearly all, and learn from few that it need not.
+    slowed would refuse nearly all, and learn from few that it need not. Requests that were
+    predicted before the factor was last raised count neither way: they came by an old factor.
     """
 
     def __init__(self) -> None:
@@ -36,9 +41,11 @@ class TtftCorrection:
             bound: Seconds within which it was wanted.
         """
         corrected, seconds = self.factor * predicted, now - at
+        if at < self._raised:
+            return
         if seconds > max(corrected, RELEVANT * bound):
-            if at >= self._raised:  # otherwise the factor of its prediction is no longer used
-                self.factor *= (1 + STEP) ** QUANTILE
-                self._raised = now
+            self.factor *= (1 + STEP) ** QUANTILE
+            self._raised = now
         elif seconds <= corrected and corrected > RELEVANT * bound:
-            self.factor /= (1 + STEP) ** (1 - QUANTILE)
+            weight = EARLY_WEIGHT if seconds <= EARLY_FRACTION * corrected else 1
+            self.factor /= (1 + STEP) ** (weight * (1 - QUANTILE))
