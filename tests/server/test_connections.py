@@ -93,6 +93,10 @@ JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
             id="bare LF behind the body",
         ),
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", id="folded"),
+        pytest.param(
+            b"GET /health HTTP/1.1\r\nHost: x\r\nX-Api-Key: a\r\nx-api-key: b\r\n\r\n",
+            id="two keys",
+        ),
         pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\tc\r\n\r\n", id="folded, tab"),
     ],
 )

@@ -131,7 +131,9 @@ def check_head(head: bytes) -> None:
     if other := OTHER_VERSION.fullmatch(lines[0]):
         message = f"{other['version'].decode()} is not supported: send HTTP/1.1 or HTTP/1.0"
         raise h11.RemoteProtocolError(message, error_status_hint=505)
-    names = {line.partition(b":")[0].lower() for line in lines[1:]}
+    names = [line.partition(b":")[0].lower() for line in lines[1:]]
+    if any(names.count(name) > 1 for name in KEY_HEADERS):
+        raise h11.RemoteProtocolError("a key is given twice")
     if any(name[:1] in (b" ", b"\t") for name in names):
         raise h11.RemoteProtocolError("a header is folded over two lines")
     if b"transfer-encoding" in names:
@@ -141,6 +143,8 @@ def check_head(head: bytes) -> None:
             raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding")
 
 
+KEY_HEADERS = b"authorization", b"x-api-key", b"x-operator-key"
+"""Headers of which a proxy may check one and a server another, if there are several."""
 KEY = re.compile(rb"\r\n(?:authorization|x-api-key):[\t ]*([^\r\n]*)\r\n", re.IGNORECASE)
 LENGTH = re.compile(rb"\r\ncontent-length:[\t ]*([0-9]{1,9})[\t ]*\r\n", re.IGNORECASE)
 READ_AT_ONCE = 2
@@ -285,6 +289,7 @@ class Connection(H11Protocol):
         if rest := self._after_refusal(data):
             if self._is_idle and not self._has_turn(rest):
                 self._held = rest
+                self._unset_keepalive_if_required()
                 self._stop_watch()
                 self.waiting.pop(self, None)
                 return
