@@ -4,13 +4,18 @@ whole and streamed, and what its server tells of states."""
 import json
 import urllib.request
 
+import msgspec
 import pytest
+import zmq
 from transformers import PreTrainedModel
 
 from tests.model.checkpoints import config_of, random_model
 from tests.server.parrot import HIDDEN, Learnt, write_parrot
 from tests.server.serving import serving
 from tests.server.test_harmony import ADD, PARAMETERS, events, post, send
+from twolane.engine.kv.events import BlockStored, KVEventBatch
+from twolane.engine.kv.page_hash import page_hashes
+from twolane.router.state import read_state
 
 MARK = "{#- what follows the prompt -#}"
 TEMPLATE = """{%- set last = namespace(query=0) %}
@@ -61,7 +66,13 @@ def tiny_qwen(vocabulary: int, end: int) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def replays(tmp_path_factory) -> str:
+    """The address that serves the KV events since the start."""
+    return f"ipc://{tmp_path_factory.mktemp('events') / 'replays'}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, replays):
     learnt = [Learnt("Sum", ANSWER), Learnt("Call", CALL), Learnt("Plain", PLAIN)]
     path = tmp_path_factory.mktemp("hybrid") / "model"
     # Of white space, after which the prompt still ends with the mark that opens the thinking.
@@ -69,13 +80,36 @@ def base(tmp_path_factory):
     write_parrot(path, learnt, TEMPLATE, made=tiny_qwen, **marks)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}
     (path / "generation_config.json").write_text(json.dumps(sampling))
-    with serving(str(path), "--served-model-name", "m", "--kv-tokens", "20000") as server:
+    events_at = (
+        "--kv-events-endpoint",
+        "tcp://127.0.0.1:*",
+        "--kv-events-replay-endpoint",
+        replays,
+    )
+    args = ("--served-model-name", "m", "--kv-tokens", "20000", *events_at)
+    with serving(str(path), *args) as server:
         yield server.base
 
 
 def get(base: str, path: str) -> str:
     with urllib.request.urlopen(base + path, timeout=60) as answer:
         return answer.read().decode()
+
+
+def known(replays: str) -> list[set[int]]:
+    """The pages that a late subscriber knows, and those of them with a snapshot."""
+    groups: list[set[int]] = [set(), set()]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(replays)
+        socket.send_multipart([b"", bytes(8)])
+        while socket.poll(60_000):
+            _, _, batch = socket.recv_multipart()
+            if not batch:
+                return groups
+            for event in msgspec.msgpack.decode(batch, type=KVEventBatch).events:
+                if isinstance(event, BlockStored):
+                    groups[event.group_idx or 0].update(event.block_hashes)
+    raise TimeoutError
 
 
 def joined(chunks: list[dict], name: str) -> str:
@@ -149,8 +183,9 @@ def test_messages(base) -> None:
     assert json.loads(parts["partial_json"]) == ARGUMENTS
 
 
-def test_what_the_server_tells_of_states(base) -> None:
-    """A prompt that is repeated begins with a snapshot, which routers and metrics know of."""
+def test_what_the_server_tells_of_states(base, replays) -> None:
+    """A prompt that is repeated begins with a snapshot, which routers, subscribers of events and
+    metrics know of."""
     tokens = [3 + i % 90 for i in range(100)]
     facts = {"prompt": tokens, "max_tokens": 1}
     marks = json.loads(send(base, "/fleet/landmarks/completions", facts))
@@ -158,8 +193,13 @@ def test_what_the_server_tells_of_states(base) -> None:
     assert marks["tokens"] == [*range(16, 100, 16)], "all of its pages"
     usages = [json.loads(send(base, "/v1/completions", facts))["usage"] for _ in range(2)]
     assert usages[1]["prompt_tokens_details"]["cached_tokens"] == 96
-    digest = json.loads(get(base, "/fleet/state"))["digest"]["hashes"]
-    assert str(digest)
+    digest = read_state(get(base, "/fleet/state").encode()).digest
+    assert digest is not None
+    assert digest.as_set() & {*marks["hashes"]} == {marks["hashes"][-1]}
+    pages, states = known(replays)
+    hashes = [*page_hashes(tokens, 16)]
+    assert {*hashes} <= pages
+    assert states & {*hashes} == {hashes[-1]}
     lines = get(base, "/metrics").splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if "states" in line or "snapshot" in line)
     names = {name.partition("{")[0] for name in values if not name.startswith("#")}

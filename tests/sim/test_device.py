@@ -580,3 +580,12 @@ def test_steps_of_a_hybrid_model(rows: int, context: int, units: int, millisecon
     device = DeviceModel(quiet(H200), SHAPES["qwen3.5-35b-a3b"])
     [seconds] = device.seconds([device.steps(decode(rows, context), units)[0]])
     assert 0.87 < seconds / milliseconds * 1e3 < 1.02
+
+
+@pytest.mark.parametrize(("tokens", "milliseconds"), [(64, 32.9), (1024, 44.2)])
+def test_decode_rows_of_a_hybrid_pass_move_their_states(tokens: int, milliseconds: float) -> None:
+    """200 rows beside a chunk, by a profile of Qwen3.5-35B-A3B on an H200 (2026-11-29)."""
+    device = DeviceModel(quiet(H200), SHAPES["qwen3.5-35b-a3b"])
+    work = HybridWork(decode(200, 2048).rows, (PromptRow(200, 0, tokens, samples=True),))
+    [seconds] = device.seconds([device.steps(work, 132)[0]])
+    assert 0.9 < seconds / milliseconds * 1e3 < 1.05

@@ -232,6 +232,7 @@ class DeviceModel:
         decode rows."""
         layer = self._multiply(decode + _count(prompts), units)
         layer = layer.plus(self._operators.chain(prompts, units))
+        layer = layer.plus(self._operators.states(decode, units))
         return layer.plus(self._attend(layer, decode, prompts, units))
 
     def _multiply(self, tokens: int, units: int) -> Cost:

@@ -119,7 +119,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 GPUS: Mapping[str, Gpu] = read_tables(Path(__file__).with_name("gpus.toml"), Gpu)
 """The simulated GPUs by name."""
-FORMULAS = 16
+FORMULAS = 17
 """Version of the formulas that times are computed with; it is raised when they change."""
 
 

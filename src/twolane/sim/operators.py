@@ -226,6 +226,11 @@ class OperatorCosts:
         fixed = RULE_SECONDS * self._spec.linear_share
         return Cost(fixed=fixed, clocked=clocked, arithmetic=flops)
 
+    def states(self, decode: int, units: int) -> Cost:
+        """Return the cost of the states that decode rows move on in a layer of a hybrid pass."""
+        moves = decode and self._shapes.state_bytes
+        return self.linear(decode, units, decode=True) if moves else Cost()
+
     def chain(self, rows: Sequence[PromptRow], units: int) -> Cost:
         """Return the cost by which the longest of these chunks delays linear attention: its states
         go from one part of it to the next, on few of the SMs."""
