@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,7 @@ from twolane.model.page_layout import PageLayout
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.slo import Slo
 from twolane.systems.base import System
+from twolane.systems.rows import RowTable, WaitingTable
 
 PAGE = 4
 MODEL_LEN = 48
@@ -441,6 +443,7 @@ class World:
         """What must hold between any two turns."""
         state = self.engine.state
         state.kv.check()
+        _check_columns(state)
         for request in state.requests.values():
             _check_left(request)
         for request in state.pacer.held:
@@ -578,6 +581,24 @@ class World:
         self.seen["biased"] += bool(params.logit_bias)
         self.seen["scored"] += params.logprobs is not None
         self.seen["scored prompts"] += params.prompt_logprobs is not None
+
+
+def _check_columns(state: State) -> None:
+    """What systems see in columns is what they would see in the requests."""
+    table = state.rows.table()
+    assert list(table.requests) == [each for each in state.decoding if each.decodes]
+    fresh = RowTable.of(table.requests)
+    for name in ("context", "bound", "tbt", "slack", "last"):
+        kept, right = (getattr(each, f"{name}_column")[each.at] for each in (table, fresh))
+        assert np.array_equal(kept, right, equal_nan=name != "context"), name
+    kept, right = state.queue.table(), WaitingTable.of(state.queue.visible)
+    order, expected = (
+        [each.requests[i] for i in each.by_deadline.tolist()] for each in (kept, right)
+    )
+    assert order == expected
+    for name in ("priority", "arrival", "deadline", "new", "reused", "yields", "wanted"):
+        ours, theirs = (getattr(each, name)[each.by_deadline] for each in (kept, right))
+        assert np.array_equal(ours, theirs, equal_nan=name == "deadline"), name
 
 
 def _check_left(request: Request) -> None:

@@ -52,6 +52,7 @@ from twolane.systems.auto.turns import (
     LaunchPlanner,
 )
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
+from twolane.systems.rows import WaitingTable
 from twolane.systems.view import LaneView
 from twolane.workload.spec import WorkloadSpec
 
@@ -506,7 +507,8 @@ def test_a_pass_is_launched_while_the_last_launch_of_either_lane_runs():
 
 def queue(*asked):
     """In line at time 0; a request's tokens are its seconds."""
-    return order_requests(asked, 0.0, lambda r: float(r.new), refuse=True)
+    table = WaitingTable.of(asked)
+    return order_requests(table, 0.0, table.new, refuse=True)
 
 
 def due(name, seconds, deadline, **more):

@@ -12,7 +12,7 @@ from twolane.engine.kv.landmarks import LandmarkWatcher
 from twolane.engine.kv.publisher import KVEventPublisher
 from twolane.engine.launches.fair_shares import make_room_for_turn
 from twolane.engine.launches.late_masks import LateMasks
-from twolane.engine.launches.launch import carry_out, decodes, joining
+from twolane.engine.launches.launch import carry_out, joining
 from twolane.engine.launches.overlap import lane_waits
 from twolane.engine.launches.reap import learn, reap
 from twolane.engine.messages import (
@@ -220,7 +220,9 @@ class Engine:
             batch=state.open,
             launched_batches=tuple(state.launched),
             parked=state.parked,
-            decoding=[request for request in state.decoding if decodes(request)],
+            decoding=state.rows.ready.requests,
+            waiting_table=state.queue.table(),
+            row_table=state.rows.table(),
             joining={lane: joining(state, lane) for lane in LANES} if state.launched else NO_JOINS,
             lanes=state.lane_views(now),
             free_pages=state.kv.free_pages,

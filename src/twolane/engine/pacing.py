@@ -9,8 +9,12 @@ at once. A first token whose second could not follow in time is held here, unsee
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
+from typing import Protocol
+
+import numpy as np
 
 from twolane.engine.request import InFlightLaunch, Phase, Request
+from twolane.estimate.query import Floats, Ints
 from twolane.lanes.base import Sampled
 from twolane.playout import PACE_FRACTION, SHORT_BOUND, first_shown, next_shown
 from twolane.slo import Slo
@@ -38,9 +42,27 @@ class Gaps:
         self.total += 1
         self._latest.append(seconds)
 
+    def extend(self, gaps: Sequence[float]) -> None:
+        """Remember new gaps, in seconds."""
+        self.total += len(gaps)
+        self._latest.extend(gaps)
+
     def above(self, bound: float, count: int) -> int:
         """Return how many of the latest `count` gaps that are remembered exceed `bound` seconds."""
         return sum(each > bound for each in islice(reversed(self._latest), count))
+
+
+class PacedColumns(Protocol):
+    """The columns of requests in decode that pacing reads and writes, a value for each slot."""
+
+    tbt: Floats
+    """TBT bounds in seconds; NaN: none."""
+    last_at: Floats
+    """Seconds at which the device made the latest tokens."""
+    due: Floats
+    """Seconds at which these are delivered; NaN: at once."""
+    slack: Floats
+    """Seconds for which these are held back."""
 
 
 class Pacer:
@@ -103,6 +125,36 @@ class Pacer:
             self.gaps.add(at - last if due is None or before is None else due - before)
         request.last_token_at, request.due = at, due
         request.slack = 0.0 if due is None else due - at - self._delay
+
+    def schedule_rows(
+        self, columns: "PacedColumns", slots: Ints, at: float
+    ) -> list[tuple[float, float | None, float, float | None]]:
+        """Do what `schedule` does for rows whose earlier tokens were sent, each with a token that
+        the device made at `at` seconds.
+
+        Returns:
+            For each row when its token was made and is due, its slack, and when to deliver it; see
+            `delivery`.
+        """
+        last, before = columns.last_at[slots], columns.due[slots]
+        made = np.maximum(at, last)
+        if not self._buffer:
+            self.gaps.extend((made - last).tolist())
+            columns.last_at[slots] = made
+            return [(each, None, 0.0, None) for each in made.tolist()]
+        bounds = columns.tbt[slots]
+        shown = made + self._delay
+        several, places = np.unique(bounds, return_inverse=True)
+        paces = np.array([self.pace(bound) for bound in several.tolist()])[places]
+        latest = shown + np.minimum(self._buffer, bounds)
+        due = np.maximum(shown, np.minimum(before + paces, latest))
+        gaps = np.where(np.isnan(due), made - last, due - before)
+        slack = np.where(np.isnan(due), 0.0, due - made - self._delay)
+        self.gaps.extend(gaps.tolist())
+        columns.last_at[slots], columns.due[slots], columns.slack[slots] = made, due, slack
+        dues = [None if each != each else each for each in due.tolist()]
+        deliveries = [None] * len(dues) if self._at_client else dues
+        return [*zip(made.tolist(), dues, slack.tolist(), deliveries, strict=True)]
 
     def delivery(self, request: Request) -> float | None:
         """Return when to deliver the request's latest token; None: at once."""

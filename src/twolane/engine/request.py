@@ -14,7 +14,7 @@ from twolane.engine.kv.manager import Allocation, Lookup
 from twolane.engine.kv.page_hash import salt_bytes
 from twolane.engine.messages import Submit, Times
 from twolane.engine.prompt_work import PromptWork
-from twolane.estimate.query import LaunchShape
+from twolane.estimate.query import Ints, LaunchShape
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import PromptRow, Sampling
 from twolane.sampling import PackedLogprobs
@@ -122,6 +122,17 @@ class Request:
         mask."""
         constraint = self.constraint
         return constraint is not None and constraint.pace.apart and self.next_mask is None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether decode launches serve the request when its prompt is done."""
+        return self.to_generate > 0 and not self.sits_out
+
+    @property
+    def plain(self) -> bool:
+        """Whether all tokens are allowed at every position, by no rule and no grammar."""
+        masked = self.mask is not None or self.unmasks or self.awaiting_masks > 0
+        return self.constraint is None and self.rule is None and not masked
 
     @property
     def started(self) -> bool:
@@ -308,6 +319,8 @@ class InFlightLaunch:
     """Predicted seconds of device work; None without a prediction."""
     reason: str
     batch: PrefillBatch | None = None
+    slots: Ints | None = None
+    """Slots of the rows; None: none of them decodes."""
     after: Sequence[Ticket] = ()
     """Tickets of other lanes that it waits for."""
     late: Sequence[LateRow] = ()

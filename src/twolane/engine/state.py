@@ -1,13 +1,14 @@
 """The engine's state: where each request is, and which launches are in flight."""
 
-import bisect
 import math
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from twolane.devices import EXCLUSIVE, LaneName
+from twolane.engine.decode_rows import DecodingRequests
 from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.messages import (
@@ -102,8 +103,8 @@ class State:
     """The prefill batch that was preempted between two slices."""
     launched: list[PrefillBatch] = field(default_factory=list)
     """Prefill batches launched to the last layer and not finished, oldest first."""
-    decoding: list[Request] = field(default_factory=list)
-    """Requests in decode, by rank."""
+    rows: DecodingRequests = field(init=False)
+    """The requests in decode."""
     in_flight: list[InFlightLaunch] = field(default_factory=list)
     """Launches that have not been reaped, in launch order."""
     finished: dict[LaneName, deque[InFlightLaunch]] = field(
@@ -133,8 +134,15 @@ class State:
     """Numbers of units that a launch may name."""
 
     def __post_init__(self) -> None:
+        self.queue.rows.tree = self.kv.tree
+        self.rows = DecodingRequests(self.kv.total_slots, self.kv.page_size)
         self.launch_costs = LaunchCosts(self.layers)
         self.offered = frozenset(units for level in self.lanes.levels for units in level if units)
+
+    @property
+    def decoding(self) -> Sequence[Request]:
+        """Requests in decode, by rank."""
+        return self.rows.requests
 
     def now(self) -> float:
         """Return the seconds on the lanes' clock."""
@@ -166,14 +174,15 @@ class State:
     def start_decode(self, request: Request) -> None:
         """Move a request whose prompt is done to decode."""
         request.phase = Phase.DECODE
-        bisect.insort(self.decoding, request, key=lambda r: r.rank)
+        self.rows.add(request)
 
     def release(self, request: Request) -> None:
         """Release a request's slot and pages, which are freed when the last launch that names them
         ends."""
         if request.phase is Phase.DECODE:
-            self.decoding.remove(request)
+            self.rows.remove(request)
         if request.allocation is not None:
+            self.rows.unsent.discard(request.allocation)
             self.kv.give_up(request.allocation)
         request.allocation, request.awaiting_masks = None, 0
         request.context, request.to_generate = 0, request.limit - len(request.tokens)

@@ -1,15 +1,19 @@
 """The requests that wait for prefill."""
 
 import bisect
-import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
+from twolane.engine.kv.prefix_tree import PrefixTree
 from twolane.engine.prompt_work import PromptWork, WaitingPrompt
 from twolane.engine.request import Phase, Request
+from twolane.estimate.query import Floats
+from twolane.systems.rows import COLUMNS, WaitingTable, values_of
 
 OLDEST_EVERY = 8
 """One admission in this many goes to the longest-waiting request."""
@@ -41,6 +45,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
+        self.rows = WaitingRows()
+        """Columns over `new` and `started`."""
         self.new: list[Request] = []
         """Requests that wait for their first chunk of prefill and hold no pages, by rank."""
         self.started: list[Request] = []
@@ -91,6 +97,10 @@ class WaitingQueue:
             self._shown = [request for _, at, _, request in sorted(tagged) if at < end]
         return self._shown
 
+    def table(self) -> WaitingTable:
+        """Return the columns of `visible`."""
+        return self.rows.table(None if self.in_turn is self.new else self.visible)
+
     def note_admission(self, request: Request) -> None:
         """Count a request that is admitted for the first time."""
         self.admissions += 1
@@ -108,6 +118,7 @@ class WaitingQueue:
             self._keys[request.key] += 1
         self._shown = None
         bisect.insort(line, request, key=lambda r: r.rank)
+        self.rows.add(request)
 
     def dequeue(self, request: Request) -> None:
         """Remove a request."""
@@ -117,6 +128,7 @@ class WaitingQueue:
                 del self.held[request.leader]
         else:
             (self.started if request.started else self.new).remove(request)
+            self.rows.remove(request)
             self._shown = None
             if not request.started:
                 self._forget(request)
@@ -141,6 +153,7 @@ class WaitingQueue:
         if self.new[0].priority < self.new[-1].priority:
             oldest = min(self.new, key=lambda r: r.order)
             self.new.remove(oldest)
+            self.rows.remove(oldest)
             self._forget(oldest)
             # A priority before all that requests can have.
             oldest.priority = -(2**31)
@@ -158,21 +171,107 @@ class WaitingQueue:
         Args:
             now: The time in seconds on the lanes' clock.
         """
-        prompts = tokens = 0
-        pairs = 0.0
-        yielding: list[WaitingPrompt] = []
-        for request in self:
-            new = request.known_new
-            prompts, tokens = prompts + 1, tokens + new
-            pairs += new * (len(request.tokens) - new / 2)
-            if not self.gives_up or not request.yields:
-                continue
-            if (bound := request.slo.first_token(new)) is not None:
-                left = request.arrival + bound - now
-                yielding.append(WaitingPrompt(new, len(request.tokens) - new, left))
+        held = [request for line in self.held.values() for request in line]
+        new, reused, due = self.rows.prompts(held)
+        pairs = float((new * (reused + new / 2)).sum())
+        work = PromptWork(len(new), int(new.sum()), pairs)
+        if not self.gives_up:
+            return QueueCount(now, work)
         # Number of queued prompts that are reported one by one; the others are reported as a sum.
-        largest = heapq.nlargest(128, yielding) if self.gives_up else None
-        return QueueCount(now, PromptWork(prompts, tokens, pairs), largest)
+        left = due - now
+        largest = np.lexsort((left, reused, new))[::-1]
+        largest = largest[~np.isnan(left[largest])][:128]
+        rows = zip(*(column[largest].tolist() for column in (new, reused, left)), strict=True)
+        return QueueCount(now, work, [WaitingPrompt(int(n), int(r), at) for n, r, at in rows])
+
+
+class WaitingRows:
+    """Columns over the requests that wait for prefill, kept as they come and go.
+
+    What a request finds in the prefix cache is looked up again when pages that its prompt begins
+    with came or went.
+    """
+
+    def __init__(self) -> None:
+        self.tree: PrefixTree | None = None
+        """The prefix tree, which tells of those pages; None: there is none."""
+        self._requests: list[Request] = []
+        self._places: dict[Request, int] = {}
+        self._first: dict[Request, bytes] = {}
+        """Keys of the first pages of requests that may find some in the prefix cache."""
+        self._values = np.zeros((64, len(COLUMNS) + 1))
+        """The columns of `WaitingTable`, then the time in seconds at which the first token is due;
+        NaN: the request has no bound, or does not yield."""
+        self._table: WaitingTable | None = None
+        self._shown: Sequence[Request] | None = None
+
+    def add(self, request: Request) -> None:
+        """Add a request that begins to wait."""
+        place = self._places[request] = len(self._requests)
+        self._requests.append(request)
+        if place == len(self._values):
+            self._values = np.concatenate([self._values, np.zeros_like(self._values)])
+        self._values[place], self._table = _values(request), None
+        if self.tree is None or request.started or request.scores_prompt:
+            return
+        if (first := self.tree.first_key(request.tokens, request.salt)) is not None:
+            self._first[request] = first
+            self.tree.waiting.setdefault(first, {})[request] = None
+
+    def remove(self, request: Request) -> None:
+        """Remove a request; the last one takes its place."""
+        place, last = self._places.pop(request), self._requests.pop()
+        if last is not request:
+            self._requests[place], self._places[last] = last, place
+            self._values[place] = self._values[len(self._requests)]
+        self._table = None
+        if self.tree is not None and (first := self._first.pop(request, None)) is not None:
+            waiting = self.tree.waiting[first]
+            del waiting[request]
+            if not waiting:
+                del self.tree.waiting[first]
+
+    def table(self, shown: Sequence[Request] | None) -> WaitingTable:
+        """Return the table of some of the requests in the order in which systems see them, or of
+        all by rank; the same object while nothing changes."""
+        self._refresh()
+        if self._table is None or shown != self._shown:
+            values, requests = self._values[: len(self._requests)], self._requests
+            if shown is not None:
+                values, requests = values[[self._places[each] for each in shown]], [*shown]
+            columns = values[:, :-1].T.copy()
+            if shown is not None:
+                columns[1] = np.arange(len(requests))
+            self._table, self._shown = WaitingTable([*requests], columns), shown
+        return self._table
+
+    def prompts(self, others: Sequence[Request]) -> tuple[Floats, Floats, Floats]:
+        """Return new tokens, reused tokens, and the time in seconds at which the first token of a
+        prompt that yields is due (else NaN), of all requests and of these others."""
+        self._refresh()
+        values = self._values[: len(self._requests)]
+        if others:
+            values = np.concatenate([values, [_values(request) for request in others]])
+        return values[:, 4], values[:, 5], values[:, -1]
+
+    def _refresh(self) -> None:
+        """Look up again what pages that came or went may have changed."""
+        if self.tree is None or not self.tree.touched:
+            return
+        for first in self.tree.touched:
+            for request in self.tree.waiting.get(first, ()):
+                place, values = self._places[request], np.array(_values(request))
+                if not np.array_equal(self._values[place], values, equal_nan=True):
+                    self._values[place], self._table = values, None
+        self.tree.touched.clear()
+
+
+def _values(request: Request) -> tuple[float, ...]:
+    # Systems see the requests between two chunks first.
+    seen = request.order + (0 if request.started else 2**40)
+    bound = request.slo.first_token(request.new) if request.yields else None
+    due = np.nan if bound is None else request.arrival + bound
+    return (request.priority, seen, *values_of(request), due)
 
 
 def masks_of(request_id: str) -> str:

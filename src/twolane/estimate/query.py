@@ -32,6 +32,17 @@ class Load:
         load.__dict__["_sums"] = count, reused, count, reused
         return load
 
+    @classmethod
+    def hybrid(cls, decode: "Load", prompts: "Load") -> "Load":
+        """Return the load of a pass of decode rows, made by `decode`, and of a prefill batch."""
+        load = cls([*decode.n, *prompts.n], [*decode.r, *prompts.r])
+        rest, single = prompts.chunks, prompts.decoding
+        sums = zip(decode._sums, prompts._sums, strict=True)
+        load.__dict__["_sums"] = tuple(a + b for a, b in sums)
+        load.__dict__["chunks"] = rest
+        load.__dict__["decoding"] = Load.decode([*decode.r, *single.r])
+        return load
+
     @cached_property
     def _sums(self) -> tuple[int, int, int, int]:
         """The sums of the load, all at once: a caller that asks for one asks for others."""

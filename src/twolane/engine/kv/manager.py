@@ -111,7 +111,7 @@ class KVCacheManager:
         window: int = 0,
         window_tables: int = 0,
     ) -> None:
-        self.total_pages = pages
+        self.total_pages, self.total_slots = pages, slots
         self.page_cost = 1 + window_tables
         """Number of pages that a page of tokens takes while its window is held."""
         self.window = window
@@ -120,7 +120,6 @@ class KVCacheManager:
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
         self._free_pages = list(range(pages))
-        self._slots = slots
         self._free_slots = list(range(slots))
         self._allocations: set[Allocation] = set()
         self._copies: dict[Node, dict[Allocation, None]] = {}
@@ -163,7 +162,7 @@ class KVCacheManager:
         if (snapshots := self.snapshots) is None:
             return {}
         return {
-            "states": self._slots,
+            "states": self.total_slots,
             "states_free": self.free_slots,
             "snapshots": len(snapshots.ids),
             "snapshots_held": snapshots.held,
@@ -397,7 +396,7 @@ class KVCacheManager:
                 continue
             if (snapshot := self.snapshots.reserve()) is not None:
                 allocation.saves.append((border, snapshot))
-                self.tree.version += 1
+                self.tree.touch_all()
 
     def saved(self, allocation: Allocation, written: int) -> None:
         """Let nodes hold the snapshots of an allocation whose first `written` tokens were computed
@@ -410,7 +409,7 @@ class KVCacheManager:
             node = allocation.path[place] if place < len(allocation.path) else None
             self.snapshots.put(node, snapshot)
             allocation.saves.remove((border, snapshot))
-            self.tree.version += 1
+            self.tree.touch_all()
 
     def _read(self, allocation: Allocation) -> None:
         """Let go of the snapshot that an allocation began with."""

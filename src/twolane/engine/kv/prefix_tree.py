@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from twolane.engine.kv.page_hash import ROOT_HASH, page_hash, page_key
 
@@ -15,7 +15,7 @@ class Node:
 
     __slots__ = (
         "children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state",
-        "window", "window_pins", "window_used",
+        "top", "window", "window_pins", "window_used",
     )  # fmt: skip
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
@@ -25,6 +25,8 @@ class Node:
         """Pages of the path that ends here."""
         self.hash: int = ROOT_HASH if parent is None else page_hash(parent.hash, key)
         self.page = page
+        self.top: Node = self if parent is None or not parent.depth else parent.top
+        """The first node of the path."""
         self.children: dict[bytes, Node] = {}
         self.pins = 1
         """Allocations that hold it; a root is pinned for ever."""
@@ -84,6 +86,10 @@ class PrefixTree:
         """Number of pages of layers with a window that only nodes hold, all of them reclaimable."""
         self.watchers: list[PageWatcher] = []
         self.window_watchers: list[HoldingWatcher] = []
+        self.waiting: dict[bytes, dict[Any, None]] = {}
+        """Requests whose matches somebody remembers, by the key of their first page."""
+        self.touched: set[bytes] = set()
+        """Keys of `waiting` below which pages came or went since somebody last looked."""
 
     def match(
         self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""
@@ -114,7 +120,7 @@ class PrefixTree:
         parent = path[-1] if path else self._root
         node = Node(parent, key, page)
         parent.children[key] = node
-        self.version += 1
+        self._touch(node)
         if not path or path[0].parent is self._root:
             for watcher in self.watchers:
                 watcher.stored(node)
@@ -142,7 +148,7 @@ class PrefixTree:
         """Let a node that has none hold the pages of its tokens in layers with a window, pinned
         once."""
         node.window, node.window_pins = pages, 1
-        self.version += 1
+        self._touch(node)
         for watcher in self.window_watchers:
             watcher.saved(node)
 
@@ -171,8 +177,8 @@ class PrefixTree:
             IndexError: there is none.
         """
         leaf, window = self._leaves.first(), self._windows.first()
-        self.version += 1
         if window is not None and (leaf is None or window.window_used <= leaf.last_used):
+            self._touch(window)
             return self._take_window(window)
         if leaf is None:
             raise IndexError("all pages are in use")
@@ -183,6 +189,7 @@ class PrefixTree:
         for watcher in self.watchers:
             watcher.removed(leaf)
         self.unpinned -= 1
+        self._touch(leaf)
         if not parent.pins and not parent.children:
             self._leaves.push(parent)
         return [leaf.page, *window_pages]
@@ -206,10 +213,26 @@ class PrefixTree:
             pages += self.evict()
         self._former_roots = [root for root in (*self._former_roots, self._root) if root.children]
         self._root = Node(None, b"", -1)
-        self.version += 1
+        self.touch_all()
         for watcher in self.watchers:
             watcher.forgotten()
         return pages
+
+    def first_key(self, tokens: Sequence[int], salt: bytes) -> bytes | None:
+        """Return the key of the first page that could be matched; None if there is none."""
+        size = self._page_size
+        return page_key(tokens, 0, size, salt) if len(tokens) > size else None
+
+    def touch_all(self) -> None:
+        """Note that any match may have changed."""
+        self.version += 1
+        self.touched.update(self.waiting)
+
+    def _touch(self, node: Node) -> None:
+        """Note that matches which go through the first page of a node's path may have changed."""
+        self.version += 1
+        if node.top.key in self.waiting:
+            self.touched.add(node.top.key)
 
     def nodes(self) -> Iterator[Node]:
         """Yield all nodes, parents before children, and those forgotten but still pinned."""

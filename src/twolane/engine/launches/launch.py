@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from twolane.devices import LANES, LaneName
+from twolane.engine.decode_rows import ReadyRows
 from twolane.engine.kv.manager import Allocation
 from twolane.engine.launches.overlap import corunner_now
 from twolane.engine.request import (
@@ -18,7 +20,7 @@ from twolane.engine.request import (
     Request,
 )
 from twolane.engine.state import State
-from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
+from twolane.estimate.query import Ints, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.base import Ticket, launch_timeout
 from twolane.lanes.work import (
     DecodeRow,
@@ -74,13 +76,8 @@ def joining(state: State, *lanes: LaneName) -> list[Request]:
         for batch in state.launched
         if batch.last_lane in lanes
         for chunk in batch.chunks
-        if chunk.final and chunk.request.phase is Phase.PREFILL and decodes(chunk.request)
+        if chunk.final and chunk.request.phase is Phase.PREFILL and chunk.request.decodes
     ]
-
-
-def decodes(request: Request) -> bool:
-    """Return whether decode launches serve this request when its prompt is done."""
-    return request.to_generate > 0 and not request.sits_out
 
 
 def _has_no_prompts(batch: PrefillBatch | None, launch: Launch) -> bool:
@@ -198,7 +195,8 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     corunner = corunner_now(state, launch.lane)
     predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _submit(state, work, InFlightLaunch(launch, rows, shape, predicted, reason, batch, late=late))
+    flight = InFlightLaunch(launch, rows, shape, predicted, reason, batch, late=late)
+    _submit(state, work, flight, [chunk.allocation for chunk in chunks])
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -226,24 +224,28 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
     ready = _ready(state, _joined(launch.lane, steps.waits))
-    if any(request.awaiting_masks == MAX_AWAITING_MASKS for request in ready):
+    apart = _apart(state, ready)
+    if any(request.awaiting_masks == MAX_AWAITING_MASKS for request in apart):
         return False
-    constrained = any(request.masked for request in (*ready, *state.decoding))
+    constrained = any(request.masked for request in (*apart, *state.rows.special))
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
-    if not reserved.rows:
+    rows = reserved.rows
+    if not rows.requests:
         return False
-    rows, late = reserved.rows, _late(reserved.rows)
-    updates, masks = _updates(rows), _masks(rows)
-    work = DecodeWork(_decode_rows(rows), reserved.k, updates, masks, _slots_of(late))
-    shape = decode_step(Load.decode([row.position for row in work.rows]))
+    apart = _apart(state, rows)
+    late = _late(apart)
+    updates = _updates(state, rows)
+    work = DecodeWork(_decode_rows(reserved), reserved.k, updates, _masks(apart), _slots_of(late))
+    shape = decode_step(Load.decode(reserved.positions))
     shape = shape._replace(adapters=_adapters((), rows))
     corunner = corunner_now(state, launch.lane)
     step = state.estimator.predict(shape, launch.units, corunner)
     predicted = step * reserved.k if step is not None else None
-    named = [(request, allocation) for request, allocation, _ in rows]
-    flight = InFlightLaunch(launch, named, shape, predicted, reason + reserved.note, late=late)
-    _submit(state, work, flight)
-    _advance_decode(reserved.rows)
+    flight = InFlightLaunch(
+        launch, rows.pairs, shape, predicted, reason + reserved.note, slots=rows.slots, late=late
+    )
+    _submit(state, work, flight, rows.allocations)
+    state.rows.advance(rows, reserved.steps)
     return True
 
 
@@ -252,31 +254,35 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     ready = _ready(state, _joined(launch.lane))
-    reserved = _reserve(
-        state, [request for request in ready if request.awaiting_masks < MAX_AWAITING_MASKS], 1
-    )
+    if any(request.awaiting_masks == MAX_AWAITING_MASKS for request in _apart(state, ready)):
+        kept = [each for each in ready.requests if each.awaiting_masks < MAX_AWAITING_MASKS]
+        ready = ReadyRows.of(kept)
+    reserved = _reserve(state, ready, 1)
     chunks = batch.chunks
     if not chunks:
         return False
-    late = (*_late(reserved.rows), *_late_chunks(chunks))
+    rows = reserved.rows
+    apart = _apart(state, rows)
+    late = (*_late(apart), *_late_chunks(chunks))
     work = HybridWork(
-        decode=_decode_rows(reserved.rows),
+        decode=_decode_rows(reserved),
         prompts=tuple([chunk.row for chunk in chunks]),
         chunks=_inputs(chunks),
-        slots=(*_updates(reserved.rows), *_chunk_updates(chunks)),
-        masks=(*_masks(reserved.rows), *_chunk_masks(chunks)),
+        slots=(*_updates(state, rows), *_chunk_updates(chunks)),
+        masks=(*_masks(apart), *_chunk_masks(chunks)),
         late=_slots_of(late),
     )
-    shape = hybrid_pass(_load(chunks, [row.position for row in work.decode]))
-    shape = shape._replace(adapters=_adapters(chunks, reserved.rows))
-    rows = [(request, allocation) for request, allocation, _ in reserved.rows]
-    rows += [(chunk.request, chunk.allocation) for chunk in chunks]
+    decode = Load.decode(reserved.positions)
+    shape = hybrid_pass(Load.hybrid(decode, _load(chunks)))
+    shape = shape._replace(adapters=_adapters(chunks, rows))
+    named = [*rows.pairs, *((chunk.request, chunk.allocation) for chunk in chunks)]
     predicted = state.estimator.predict(shape, launch.units)
+    slots = np.append(rows.slots, [chunk.allocation.slot for chunk in chunks])
     flight = InFlightLaunch(
-        launch, rows, shape, predicted, reason + reserved.note, batch, late=late
+        launch, named, shape, predicted, reason + reserved.note, batch, slots=slots, late=late
     )
-    _submit(state, work, flight)
-    _advance_decode(reserved.rows)
+    _submit(state, work, flight, [allocation for _, allocation in named])
+    state.rows.advance(rows, reserved.steps)
     _advance(state, batch, chunks, launch.lane, state.layers)
     return True
 
@@ -286,9 +292,10 @@ def _joined(lane: LaneName, waits: bool = False) -> Sequence[LaneName]:
     return LANES if waits or lane == "device" else (lane,)
 
 
-def _submit(state: State, work: Work, flight: InFlightLaunch) -> None:
+def _submit(
+    state: State, work: Work, flight: InFlightLaunch, allocations: Sequence[Allocation]
+) -> None:
     launch = flight.launch
-    allocations = [allocation for _, allocation in flight.rows]
     flight.after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
     after = tuple([ticket.number for ticket in flight.after])
@@ -345,9 +352,12 @@ def _sampling(request: Request) -> Sampling:
     return replace(sampling, known=pack(request.tokens)) if sampling.params.penalises else sampling
 
 
-def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
+def _updates(state: State, rows: ReadyRows) -> tuple[SlotUpdate, ...]:
     """Return the slot updates of decode rows whose latest pages the lanes do not know."""
-    return tuple([_update(held) for _, held, _ in rows if held.pages_sent < len(held.pages)])
+    unsent = state.rows.unsent
+    grown = [held for held in rows.allocations if held in unsent] if unsent else ()
+    unsent.difference_update(grown)
+    return tuple([_update(held) for held in grown])
 
 
 def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
@@ -356,17 +366,25 @@ def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
     return SlotUpdate(held.slot, first, pages, sampling, held.adapter, windows)
 
 
-def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
+def _apart(state: State, rows: ReadyRows) -> list[Request]:
+    """Return the rows of a launch that may have masks, in its order."""
+    ended = (chunk.request for batch in state.launched for chunk in batch.chunks)
+    if not state.rows.special and all(request.plain for request in ended):
+        return []
+    return [request for request in rows.requests if not request.plain]
+
+
+def _masks(rows: Sequence[Request]) -> tuple[TokenMask, ...]:
     """Return the known token masks of these decode rows."""
-    known = [(held.slot, request.next_mask) for request, held, _ in rows]
+    known = [(_held(request).slot, request.next_mask) for request in rows]
     return tuple([TokenMask(slot, mask) for slot, mask in known if mask is not None])
 
 
-def _late(rows: "Rows") -> Sequence[LateRow]:
+def _late(rows: Sequence[Request]) -> Sequence[LateRow]:
     """Return the decode rows whose masks depend on tokens in flight, or are being computed."""
     return [
-        LateRow(request, held, request.context + 1)
-        for request, held, _ in rows
+        LateRow(request, _held(request), request.context + 1)
+        for request in rows
         if request.mask_changes and request.next_mask is None
     ]
 
@@ -398,15 +416,16 @@ def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:
     )
 
 
-def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
-    """Return the load of a prefill batch and of the decode rows with these contexts."""
-    new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
-    return Load(new, [*contexts, *(chunk.start for chunk in chunks)])
+def _load(chunks: Sequence[BatchChunk]) -> Load:
+    """Return the load of a prefill batch."""
+    return Load([chunk.n for chunk in chunks], [chunk.start for chunk in chunks])
 
 
-def _adapters(chunks: Sequence[BatchChunk], rows: "Rows" = ()) -> int:
+def _adapters(chunks: Sequence[BatchChunk], rows: ReadyRows | None = None) -> int:
     """Return the number of different adapters in a launch."""
-    slots = {chunk.allocation.adapter for chunk in chunks} | {held.adapter for _, held, _ in rows}
+    slots = {chunk.allocation.adapter for chunk in chunks}
+    if rows is not None:
+        slots |= {held.adapter for held in rows.allocations}
     return len(slots - {-1})
 
 
@@ -415,27 +434,24 @@ def _held(request: Request) -> Allocation:
     return request.allocation
 
 
-Rows = Sequence[tuple[Request, Allocation, int]]
-"""Requests of a decode launch, with pages for this many steps."""
-
-
-def _decode_rows(rows: Rows) -> tuple[DecodeRow, ...]:
-    return tuple([DecodeRow(held.slot, request.context, steps) for request, held, steps in rows])
-
-
-def _advance_decode(rows: Rows) -> None:
-    for request, _, steps in rows:
-        request.context += steps
-        request.to_generate -= steps
+def _decode_rows(reserved: "_Reserved") -> tuple[DecodeRow, ...]:
+    slots, steps = reserved.rows.slots.tolist(), reserved.steps.tolist()
+    return tuple(map(DecodeRow, slots, reserved.positions, steps))
 
 
 class _Reserved(NamedTuple):
-    rows: Rows
+    """Rows of a decode launch that have pages for their steps."""
+
+    rows: ReadyRows
+    steps: Ints
+    """Number of steps of each row."""
+    positions: list[int]
+    """Number of tokens of each row in the KV cache before the launch."""
     k: int
     note: str
 
 
-def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
+def _reserve(state: State, rows: ReadyRows, k: int) -> _Reserved:
     """Reserve pages for up to k decode steps of each of these requests.
 
     The pages for all steps are reserved before the launch. If there are too few, k is reduced. If
@@ -446,26 +462,41 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
     """
     clipped, note = k, ""
     # Every row has pages for its context, so it needs at most the pages of its k steps.
-    if len(rows) * state.kv.pages_for(k) * state.kv.page_cost > _available(state):
-        while clipped > 1 and _missing(state, rows, clipped) > _available(state):
+    if len(rows.requests) * state.kv.pages_for(k) * state.kv.page_cost > _available(state):
+        while clipped > 1 and _missing(state, rows.requests, clipped) > _available(state):
             clipped -= 1
         note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
-        if _missing(state, rows, 1) > _available(state):
-            _make_room(state, rows)
-            rows = [request for request in rows if request.started]
-    reserved, kv = [], state.kv
-    for request in rows:
-        held, left = _held(request), request.to_generate
-        steps = clipped if clipped < left else left
-        if kv.grow(held, request.context + steps):
-            reserved.append((request, held, steps))
-    return _Reserved(reserved, max([steps for *_, steps in reserved], default=0), note)
+        if _missing(state, rows.requests, 1) > _available(state):
+            _make_room(state, rows.requests)
+            rows = ReadyRows.of([request for request in rows.requests if request.started])
+    columns, slots = state.rows, rows.slots
+    steps = np.minimum(columns.left[slots], clipped)
+    positions = columns.context[slots]
+    short = np.flatnonzero(positions + steps > columns.capacity[slots]).tolist()
+    lacking = []
+    for row in short:
+        held = rows.allocations[row]
+        if state.kv.grow(held, int(positions[row] + steps[row])):
+            columns.note_pages(held)
+            columns.unsent.add(held)
+        else:
+            lacking.append(row)
+    if lacking:
+        without = set(lacking)
+        kept = [each for row, each in enumerate(rows.requests) if row not in without]
+        rows = ReadyRows.of(kept)
+        steps, positions = np.delete(steps, lacking), np.delete(positions, lacking)
+    longest = int(steps.max()) if len(steps) else 0
+    return _Reserved(rows, steps, positions.tolist(), longest, note)
 
 
-def _ready(state: State, lanes: Sequence[LaneName]) -> list[Request]:
-    """Return the decoding requests and those that join from these lanes."""
-    ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
-    return [request for request in ready if decodes(request)]
+def _ready(state: State, lanes: Sequence[LaneName]) -> ReadyRows:
+    """Return the rows of the decoding requests and of those that join from these lanes."""
+    ready = state.rows.ready
+    coming = joining(state, *lanes) if state.launched else ()
+    for request in coming:
+        state.rows.note_coming(request)
+    return ReadyRows.of([*ready.requests, *coming]) if coming else ready
 
 
 def _make_room(state: State, rows: Sequence[Request]) -> None:

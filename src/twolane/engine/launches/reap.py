@@ -1,14 +1,18 @@
 """Collects finished launches: polls tickets, delivers their tokens, and frees what they used."""
 
+from collections.abc import Sequence
 from math import isfinite
+
+import numpy as np
 
 from twolane.engine.constrained.token_rule import TokenRule
 from twolane.engine.kv.manager import Allocation
 from twolane.engine.launches.overlap import OTHER, PartialOverlap, corunner_during
-from twolane.engine.messages import Launched
+from twolane.engine.messages import Launched, Output
 from twolane.engine.prompt_work import PromptWork
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
+from twolane.estimate.query import Ints
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
 
@@ -71,10 +75,49 @@ def _deliver(state: State, flight: InFlightLaunch, step: Step, at: float) -> Non
         request, allocation = rows[row]
         if _expected(request, allocation):
             _fail_broken(state, request)
+    if flight.slots is not None and len(step.sampled) > 1:
+        _deliver_rows(state, flight, flight.slots, step.sampled, at)
+        return
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
             _receive(state, request, sampled, at, sliced=sliced)
+
+
+def _deliver_rows(
+    state: State, flight: InFlightLaunch, slots: Ints, sampled: Sequence[Sampled], at: float
+) -> None:
+    """Deliver one token of each row of a decode step, in the order of the rows.
+
+    What only has to be appended and sent is found by comparing columns, and scheduled in them.
+    """
+    columns, page_size = state.rows, state.kv.page_size
+    slots = slots[[each.row for each in sampled]]
+    quick = columns.quick[slots]
+    # A slot whose request has left is not quick, and is given to no other before this launch ends.
+    times = iter(state.pacer.schedule_rows(columns, slots[quick], at))
+    count = columns.tokens[slots] + 1
+    columns.tokens[slots[quick]] += 1
+    tokens = np.array([each.token for each in sampled])
+    ended = (columns.stops[slots] == tokens[:, None]).any(axis=1) | (count >= columns.limit[slots])
+    look = ended | ((count - 1) % page_size == 0)
+    rows, outputs = flight.rows, state.outputs
+    for each, is_quick, to_look in zip(sampled, quick.tolist(), look.tolist(), strict=True):
+        row, token, _, _ = each
+        request, allocation = rows[row]
+        if not is_quick:
+            if _expected(request, allocation):
+                _receive(state, request, each, at, sliced=False)
+            continue
+        request.tokens.append(token)
+        request.last_token_at, request.due, request.slack, due = next(times)
+        if to_look:
+            _share_full_pages(state, request)
+        key = name, _ = request.id, request.due
+        before = outputs.get(key)
+        outputs[key] = Output(name, [token] if before is None else [*before.tokens, token], due=due)
+        if to_look and (token in request.stops or len(request.tokens) >= request.limit):
+            state.finish(request, "stop" if token in request.stops else "length")
 
 
 def _fail_broken(state: State, request: Request) -> None:
@@ -131,6 +174,7 @@ def _follow_rule(request: Request, rule: TokenRule) -> None:
 def _send(state: State, request: Request, sampled: Sampled, at: float) -> None:
     state.pacer.schedule(request, at)
     state.add_output(request, sampled)
+    state.rows.note_sent(request)
 
 
 def _deliver_held(state: State) -> bool:

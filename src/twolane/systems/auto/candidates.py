@@ -198,7 +198,7 @@ class Candidates:
 
     def _pass_seconds(self, tokens: int, alone: float, *, bound: bool) -> float:
         chunks = cut(self.batch, tokens)
-        load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
+        load = Load.hybrid(self.decode, chunks)
         seconds = self.estimator.predict(hybrid_pass(load), self.units, bound=bound)
         if seconds is None or not self.estimator.promises:
             parts = UNPROMISED_PASS_FRACTION * (self.step + alone * tokens / self.batch.new)

@@ -3,8 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from twolane.estimate.query import Load, prefill_slice
-from twolane.systems.view import RequestView, View
+import numpy as np
+
+from twolane.estimate.query import Floats, Load, prefill_slice
+from twolane.systems.rows import WaitingTable
+from twolane.systems.view import View
 
 REFERENCE_TOKENS = 1024
 """A prompt costs what it adds to a batch of this many new tokens."""
@@ -19,38 +22,39 @@ class PrefillCosts:
 
     reference: float | None = None
     """The seconds of `REFERENCE_TOKENS` new tokens; None: not known yet."""
-    seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """New tokens of each waiting request, by its id, and the seconds that they add."""
+    table: WaitingTable | None = None
+    """The waiting requests."""
+    seconds: Floats = field(default_factory=lambda: np.zeros(0))
+    """The seconds that each of them adds to a batch."""
+    long: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    """The seconds of those whose attention counts, by id and number of new tokens."""
 
     def updated(self, view: View) -> "PrefillCosts":
         """Return the costs of those who wait now; those of known prompts are kept."""
-        reference = self.reference
-        if reference is None or not self.seconds:
+        table, reference = view.prompts, self.reference
+        if table is self.table and reference is not None:
+            return self
+        if reference is None or not self.table:
             reference = _predicted(view, Load([REFERENCE_TOKENS], [0]))
         if reference is None:
-            return self
-        seconds = {}
-        for request in view.waiting:
-            known = self.seconds.get(request.id)
-            if known is None or known[0] != request.new:
-                known = request.new, _added(view, reference, request)
-            seconds[request.id] = known
-        return PrefillCosts(reference, seconds)
-
-    def of(self, request: RequestView) -> float:
-        """Return the seconds that a request's prompt adds; 0.0 if they are not known."""
-        return self.seconds.get(request.id, (0, 0.0))[1]
+            return PrefillCosts(None, table, np.zeros(len(table)))
+        seconds = reference * table.new / REFERENCE_TOKENS
+        long = {}
+        for i in np.flatnonzero(np.maximum(table.new, table.reused) > REFERENCE_TOKENS).tolist():
+            new = int(table.new[i])
+            key = table.requests[i].id, new
+            if (known := self.long.get(key)) is None:
+                known = _added(view, reference, new, int(table.reused[i]))
+            seconds[i] = long[key] = known
+        return PrefillCosts(reference, table, seconds, long)
 
     def tokens_in(self, seconds: float) -> float | None:
         """Return how many new tokens take that long, if known."""
         return seconds * REFERENCE_TOKENS / self.reference if self.reference else None
 
 
-def _added(view: View, reference: float, request: RequestView) -> float:
+def _added(view: View, reference: float, new: int, reused: int) -> float:
     """Return the seconds that a prompt adds to the reference batch."""
-    new, reused = request.new, request.reused
-    if max(new, reused) <= REFERENCE_TOKENS:  # attention does not count
-        return reference * new / REFERENCE_TOKENS
     both = _predicted(view, Load([REFERENCE_TOKENS, new], [0, reused]))
     return max(0.0, (both or reference) - reference)
 

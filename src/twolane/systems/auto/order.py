@@ -10,12 +10,14 @@ after it, go first.
 """
 
 import heapq
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twolane.systems.common.multiplex import TTFT_PER_TOKEN
+import numpy as np
+
+from twolane.estimate.query import Floats, Ints
 from twolane.systems.plan import Refusal
+from twolane.systems.rows import Ordered, WaitingTable
 from twolane.systems.view import RequestView
 
 REFUSAL_FACTOR = 2.0
@@ -27,9 +29,6 @@ LATE_SAFETY_FACTOR = 1.2
 deadline."""
 HURRY_FRACTION = 0.5
 """Fraction of its TTFT bound after which a prompt that is not done is in a hurry."""
-UNBOUND_SECONDS = 1.0
-"""Requests without a TTFT bound are ordered as if they had one of this many seconds and
-`TTFT_PER_TOKEN` for each new token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,118 +39,108 @@ class ServiceOrder:
     refusals: Sequence[Refusal]
     hurried: bool = False
     """Whether one of them has no deadline, or will end only in the second half of its bound."""
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A waiting request, its deadline, and the seconds that its prefill takes."""
-
-    request: RequestView
-    deadline: float
-    seconds: float
-    late: bool = False
-
-    @property
-    def bound(self) -> float:
-        """Seconds from arrival within which the first token is wanted."""
-        return self.deadline - self.request.arrival
-
-    @property
-    def yields(self) -> bool:
-        """Whether it may be late or refused: no part of it was computed or delivered."""
-        return not (self.request.started or self.request.generated)
-
-    def hurried(self, done: float) -> bool:
-        """Return whether it has little time to spare if its prefill ends at `done`."""
-        request = self.request
-        return request.deadline is None or done > request.arrival + HURRY_FRACTION * self.bound
+    unbound: bool = True
+    """Whether none of those in order has a TTFT bound, or another priority than the rest."""
 
 
 def order_requests(
-    waiting: Sequence[RequestView],
-    begin: float,
-    seconds: Callable[[RequestView], float],
-    *,
-    refuse: bool,
+    table: WaitingTable, begin: float, seconds: Floats, *, refuse: bool
 ) -> ServiceOrder:
     """Order the requests and give up what cannot be kept.
 
     Args:
-        waiting: all of them.
+        table: all of them.
         begin: Time at which the first request can begin, in seconds on the requests' clock.
-        seconds: Returns the seconds of a request's prefill, at the pace that it will have.
+        seconds: The seconds of each request's prefill, at the pace that it will have.
         refuse: Whether these seconds are certain enough to refuse a request.
     """
-    places = [_Queued(r, _deadline(r), seconds(r)) for r in waiting]
-    places.sort(key=lambda place: (place.request.priority, place.deadline))
-    first = _overtaking(places, begin)
-    at = begin + sum(place.seconds for place in first)
-    places = [place for place in places if place not in first]
-    _give_up(places, at)
-    places.sort(key=lambda place: (place.request.priority, place.late, place.deadline))
-    order = [place.request for place in first]
+    line = table.by_deadline
+    first = _overtaking(table, line, seconds, begin)
+    rest = line if not first else line[~np.isin(line, first)]
+    at = begin + sum(seconds[first].tolist())
     refusals: list[Refusal] = []
-    hurried = False
-    for place in places:
-        refusal = _refusal(place, at) if refuse and place.late else None
-        if refusal is not None:
-            refusals.append(refusal)
-        else:
-            order.append(place.request)
-            at += place.seconds
-            hurried = hurried or place.hurried(at)
-    return ServiceOrder(order, refusals, hurried)
+    late = _given_up(table, rest, seconds, at)
+    if late.any():
+        rest = rest[np.lexsort((table.wanted[rest], late[rest], table.priority[rest]))]
+        if refuse:
+            rest, refusals = _without_refused(table, rest, seconds, late, at)
+    patience = HURRY_FRACTION * (table.wanted[rest] - table.arrival[rest])
+    pressed = _ends(at, seconds[rest]) > table.arrival[rest] + patience
+    hurried = bool((pressed | ~table.bounded[rest]).any())
+    order = np.concatenate([np.array(first, dtype=np.int64), rest])
+    return ServiceOrder(Ordered(table, order), refusals, hurried, table.unbound(order))
 
 
-def _deadline(request: RequestView) -> float:
-    """Return the deadline in seconds; a request that was preempted after a token goes first."""
-    if request.generated:
-        return -math.inf
-    if request.deadline is not None:
-        return request.deadline
-    return request.arrival + UNBOUND_SECONDS + TTFT_PER_TOKEN * request.new
+def _ends(begin: float, seconds: Floats) -> Floats:
+    """Return when each of several prompts ends that begin one after the other, in seconds."""
+    return np.cumsum(np.concatenate([[begin], seconds]))[1:]
 
 
-def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
+def _overtaking(table: WaitingTable, line: Ints, seconds: Floats, begin: float) -> list[int]:
     """Return the short prompts that go before the first, which has begun: they would miss their
     deadlines after it, and do not make it miss its own."""
-    if not places or places[0].yields:
+    if not len(line) or table.yields[line[0]]:
         return []
-    begun, found = places[0], []
-    spare, slack = OVERTAKING_FRACTION * begun.seconds, begun.deadline - begin - begun.seconds
+    begun, others = line[0], line[1:]
+    its = float(seconds[begun])
+    spare, slack = OVERTAKING_FRACTION * its, float(table.wanted[begun]) - begin - its
     if slack > 0.0:
         spare = min(spare, slack)
-    for place in places[1:]:
-        ends = begin + LATE_SAFETY_FACTOR * (begun.seconds + place.seconds)
-        late = place.request.deadline is not None and ends > place.deadline
-        if late and place.seconds <= spare and place.request.priority == begun.request.priority:
-            found.append(place)
-            spare -= place.seconds
+    ends = begin + LATE_SAFETY_FACTOR * (its + seconds[others])
+    late = table.bounded[others] & (ends > table.wanted[others])
+    found = []
+    for i in others[late & (table.priority[others] == table.priority[begun])].tolist():
+        if seconds[i] <= spare:
+            found.append(i)
+            spare -= float(seconds[i])
     return found
 
 
-def _give_up(places: Sequence[_Queued], begin: float) -> None:
-    """Mark the fewest that must be late; none of a higher priority is late for one of a lower."""
-    at = begin
-    longest: list[tuple[int, float, int, _Queued]] = []
-    for i, place in enumerate(places):
-        at += place.seconds
-        if place.yields and place.request.deadline is not None:
-            heapq.heappush(longest, (-place.request.priority, -place.seconds, -i, place))
-        if at > place.deadline and longest and place.request.deadline is not None:
-            *_, given_up = heapq.heappop(longest)
-            given_up.late = True
-            at -= given_up.seconds
+def _given_up(table: WaitingTable, line: Ints, seconds: Floats, at: float) -> Floats:
+    """Mark the fewest that must be late; none of a higher priority is late for one of a lower.
+
+    Returns:
+        1.0 for each request of the table that will be late, else 0.0.
+    """
+    marks = np.zeros(len(table))
+    bounded = table.bounded[line]
+    if not (bounded & (_ends(at, seconds[line]) > table.wanted[line])).any():
+        return marks
+    columns = (line, seconds[line], table.wanted[line], table.priority[line], bounded)
+    yields = (table.yields[line] & bounded).tolist()
+    longest: list[tuple[float, float, int, int]] = []
+    rows = zip(*(column.tolist() for column in columns), yields, strict=True)
+    for place, (i, took, wanted, priority, bound, may_yield) in enumerate(rows):
+        at += took
+        if may_yield:
+            heapq.heappush(longest, (-priority, -took, -place, i))
+        if at > wanted and longest and bound:
+            _, less, _, given_up = heapq.heappop(longest)
+            marks[given_up] = 1.0
+            at += less
+    return marks
 
 
-def _refusal(place: _Queued, begins: float) -> Refusal | None:
-    """Return a refusal if its prefill would begin later than `REFUSAL_FACTOR` times its bound."""
-    request = place.request
-    wait = begins - request.arrival
-    if not place.yields or wait <= REFUSAL_FACTOR * place.bound:
-        return None
+def _without_refused(
+    table: WaitingTable, line: Ints, seconds: Floats, late: Floats, at: float
+) -> tuple[Ints, list[Refusal]]:
+    """Return the requests that stay, in order, and those late ones that are refused: the prefill of
+    each would begin later than `REFUSAL_FACTOR` times its bound."""
+    kept, refusals = [], []
+    for i, took in zip(line.tolist(), seconds[line].tolist(), strict=True):
+        arrival = float(table.arrival[i])
+        wait, bound = at - arrival, float(table.wanted[i]) - arrival
+        if late[i] and table.yields[i] and wait > REFUSAL_FACTOR * bound:
+            refusals.append(_refusal(table.requests[i].id, wait, bound))
+            continue
+        kept.append(i)
+        at += took
+    return np.array(kept, dtype=np.int64), refusals
+
+
+def _refusal(request: str, wait: float, bound: float) -> Refusal:
     return Refusal(
-        request.id,
+        request,
         f"overloaded: prefill would begin {wait:.1f} s after arrival by prediction; "
-        f"the first token is wanted within {place.bound:.1f} s",
+        f"the first token is wanted within {bound:.1f} s",
     )

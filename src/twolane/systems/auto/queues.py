@@ -42,4 +42,5 @@ def step_boundary(view: View) -> float:
     until = queue(view, "decode").until
     if until is not None:
         return until
-    return max((r.last_token_at for r in view.decoding if r.last_token_at), default=view.now)
+    newest = view.decode_rows.last_token()
+    return newest if newest else view.now

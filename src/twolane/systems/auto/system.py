@@ -29,7 +29,7 @@ from twolane.systems.auto.target import TbtTarget, target_tbt
 from twolane.systems.auto.turns import LastTurns, LaunchPlanner, Prompts, prefill_alone
 from twolane.systems.base import System
 from twolane.systems.common.admission import next_chunks
-from twolane.systems.common.multiplex import batch_load, requests_of, shared_levels, tbt_slo
+from twolane.systems.common.multiplex import batch_load, requests_of, shared_levels
 from twolane.systems.common.settings import at_least
 from twolane.systems.plan import Hybrid, Plan
 from twolane.systems.view import RequestView, View
@@ -109,7 +109,7 @@ class Auto(System, msgspec.Struct, frozen=True):
             memory = replace(memory, costs=memory.costs.updated(view))
             service = _service_order(view, memory)
             memory = replace(memory, hurried=service.hurried)
-        prompts = self._prompts(view, service.order, memory.costs)
+        prompts = self._prompts(view, service, memory.costs)
         plan, memory = self._next_launches(view, memory, service.order, prompts)
         memory = replace(memory, turn=memory.turn.after(plan))
         wakes = [
@@ -120,23 +120,24 @@ class Auto(System, msgspec.Struct, frozen=True):
         )
         return plan, memory
 
-    def _prompts(
-        self, view: View, order: Sequence[RequestView], costs: PrefillCosts
-    ) -> Prompts | None:
+    def _prompts(self, view: View, service: ServiceOrder, costs: PrefillCosts) -> Prompts | None:
         """Return the open batch, or the next one."""
         if view.batch is not None:
             chunks = view.batch.chunks
             ends = [c.start + c.n for c in chunks if c.n == c.request.new]
             return Prompts(batch_load(view.batch), view.batch.layers_launched, (), ends)
         most, seconds = self.max_batch_tokens, BATCH_SECONDS
-        if _unbound(order):
+        if service.unbound:
             most, seconds = UNBOUND_BATCH_FACTOR * most, UNBOUND_BATCH_SECONDS
+        order = service.order
         fitting = costs.tokens_in(seconds) or 0.0
         tokens = min(int(max(MIN_BATCH_TOKENS, fitting)), most)
         coming = next_chunks(view, tokens, split=True, waiting=order)
         if not coming:
             return None
-        pairs = [(r, chunk.n) for r, chunk in zip(requests_of(view, coming), coming, strict=True)]
+        pairs = [
+            (r, chunk.n) for r, chunk in zip(requests_of(view, coming, order), coming, strict=True)
+        ]
         load = Load([n for _, n in pairs], [r.reused for r, _ in pairs])
         return Prompts(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
 
@@ -148,16 +149,16 @@ class Auto(System, msgspec.Struct, frozen=True):
         prompts: Prompts | None,
     ) -> tuple[Plan, AutoMemory]:
         """Return the next launches, by the choice that stands or by a new one."""
-        rows = [*view.decoding, *(r for lane in LANES for r in view.joining[lane])]
-        if not rows:
+        joining = [request for lane in LANES for request in view.joining[lane]]
+        if not view.decoding and not joining:
             return prefill_alone(view, prompts, self.lead_seconds), memory
-        decode = Load.decode([request.context for request in rows])
+        decode = view.decode_rows.load(joining)
         step = view.estimator.predict(decode_step(decode), view.units, bound=True)
         promises = view.estimator.promises
         fraction = memory.margin.fraction(hurried=memory.hurried, promises=promises)
-        target = target_tbt(view, rows, step, fraction)
+        target = target_tbt(view, joining, step, fraction)
         if prompts is not None:
-            made_for = _made_for(view, rows, prompts, target)
+            made_for = _made_for(view, decode.requests, prompts, target)
             if prompts.chunks or _outdated(memory.current, made_for, view.now):
                 if prompts.chunks and _no_room(view, decode, prompts, target):
                     prompts = None
@@ -206,25 +207,22 @@ class Auto(System, msgspec.Struct, frozen=True):
         return replace(current, choice=choice, pass_tokens=tokens)
 
 
-def _unbound(waiting: Sequence[RequestView]) -> bool:
-    """Return whether no request has a TTFT bound, or another priority than the rest."""
-    return all(r.deadline is None and r.priority == waiting[0].priority for r in waiting)
-
-
 def _backlogged(view: View, prompts: Prompts) -> bool:
     """Return whether all prompts are unbound and as many tokens wait as the batch has."""
-    waiting = sum(r.new for r in view.waiting) - sum(chunk.n for chunk in prompts.chunks)
+    table = view.prompts
+    waiting = int(table.new.sum()) - sum(chunk.n for chunk in prompts.chunks)
     begun = [chunk.request for chunk in view.batch.chunks] if view.batch else []
-    return waiting >= prompts.load.new and _unbound([*view.waiting, *begun])
+    if waiting < prompts.load.new or any(request.deadline is not None for request in begun):
+        return False
+    priorities = {*table.priority[:1].tolist(), *(request.priority for request in begun)}
+    return len(priorities) <= 1 and table.unbound(table.by_deadline)
 
 
-def _made_for(
-    view: View, rows: Sequence[RequestView], prompts: Prompts, target: TbtTarget
-) -> tuple[object, ...]:
+def _made_for(view: View, rows: int, prompts: Prompts, target: TbtTarget) -> tuple[object, ...]:
     """Return what a choice depends on, roughly."""
     slowdown = round(view.estimator.slowdown, 1)
     slack = round(SLACK_PARTS * target.latest / target.bound)
-    return len(rows), tuple(prompts.load.n), tuple(prompts.load.r), slowdown, slack
+    return rows, tuple(prompts.load.n), tuple(prompts.load.r), slowdown, slack
 
 
 def _outdated(current: CurrentChoice, made_for: tuple[object, ...], now: float) -> bool:
@@ -243,7 +241,7 @@ def _watched(view: View, margin: Margin) -> Margin:
     return margin.watch(
         view.now,
         view.gaps,
-        bound=tbt_slo(view.decoding),
+        bound=view.decode_rows.tightest_tbt,
         decoding=len(view.decoding),
         promises=view.estimator.promises,
     )
@@ -255,9 +253,6 @@ def _service_order(view: View, memory: AutoMemory) -> ServiceOrder:
     choice = memory.current.choice
     pace = max(MIN_PACE, choice.pace) if choice and rows else 1.0
 
-    def seconds(request: RequestView) -> float:
-        return memory.costs.of(request) / pace
-
-    return order_requests(
-        view.waiting, prefill_free_at(view), seconds, refuse=view.estimator.promises
-    )
+    costs = memory.costs.seconds / pace
+    refuse = view.estimator.promises
+    return order_requests(view.prompts, prefill_free_at(view), costs, refuse=refuse)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from twolane.estimate.query import Load, decode_step
 from twolane.playout import SHORT_BOUND
+from twolane.systems.rows import RowTable
 from twolane.systems.view import RequestView, View
 
 DEFAULT_TBT_SECONDS = 0.05
@@ -33,19 +34,20 @@ class TbtTarget:
 
 
 def target_tbt(
-    view: View, rows: Sequence[RequestView], step: float | None, fraction: float
+    view: View, joining: Sequence[RequestView], step: float | None, fraction: float
 ) -> TbtTarget:
     """Return what to plan for.
 
     Args:
         view: The engine's view.
-        rows: the requests that decode or will after their prompt.
-        step: a bound on the seconds of their decode step on the whole device, if known.
+        joining: the requests that will decode after their prompt, besides those that do.
+        step: a bound on the seconds of the decode step of all on the whole device, if known.
         fraction: the margin's.
     """
-    bound = _tightest_bound(view, rows, step)
-    slack = ((_slo(r), r.slack) for r in view.decoding if r.last_token_at is not None)
-    latest = min((slo + held for slo, held in slack if slo and slo >= bound), default=bound)
+    rows = view.decode_rows
+    bound = _tightest_bound(view, rows, joining, step)
+    latest = rows.latest(bound)
+    latest = bound if latest is None else latest
     usable = USABLE_SLACK_FRACTION * max(0.0, latest - bound - _reserve(bound))
     planned = fraction * (bound + usable)
     return TbtTarget(bound, planned, latest)
@@ -56,16 +58,19 @@ def _reserve(bound: float) -> float:
     return min(MAX_RESERVE_SECONDS, RESERVE_FRACTION * bound) if bound >= SHORT_BOUND else 0.0
 
 
-def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:
+def _tightest_bound(
+    view: View, rows: RowTable, joining: Sequence[RequestView], step: float | None
+) -> float:
     """Return the tightest bound among the rows that decode alone can keep, in seconds.
 
     A bound that even one of them alone on the whole device could not keep is ignored. One that
     fewer of them could keep is not, so that no request joins them.
     """
-    bounds = [bound for bound in {_slo(r) for r in rows} if bound is not None]
+    asked = [_slo(request) for request in joining]
+    bounds = [*rows.bounds.tolist(), *(bound for bound in asked if bound is not None)]
     kept = [bound for bound in bounds if not step or bound >= step]
     if bounds and not kept:
-        one = Load.decode([min(r.context for r in rows)])
+        one = Load.decode([min(rows.load(joining).r)])
         least = view.estimator.predict(decode_step(one), view.units, bound=True)
         kept = [bound for bound in bounds if not least or bound >= least]
     return min(kept, default=max(DEFAULT_TBT_SECONDS, DEFAULT_TBT_STEPS * (step or 0.0)))

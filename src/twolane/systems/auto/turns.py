@@ -204,8 +204,8 @@ class LaunchPlanner:
         """Return when the decode step under way ends, or when the last one ended, in seconds."""
         if not self.turn.spent:
             return step_boundary(self.view)
-        tokens = (r.last_token_at for r in self.view.decoding)
-        return min((at for at in tokens if at is not None), default=self.view.now)
+        oldest = self.view.decode_rows.last_token(first=True)
+        return self.view.now if oldest is None else oldest
 
     def _next_slice(self, choice: Candidate, prompts: Prompts) -> tuple[PrefillSlice, float]:
         """Return the next layers, and when they end by prediction, in seconds."""

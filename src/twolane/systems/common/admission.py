@@ -1,6 +1,8 @@
 """Admission in order: the next prompts of a prefill batch, for every system that keeps an order."""
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import attrgetter
 
 from twolane.systems.plan import Chunk
 from twolane.systems.view import RequestView, View
@@ -26,13 +28,16 @@ def next_chunks(
     pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
     slots = view.free_slots
     chunks: list[Chunk] = []
+    started = sum(1 for _ in takewhile(attrgetter("started"), view.waiting))  # they come first
     for request in view.waiting if waiting is None else waiting:
-        if not request.started:
+        if request.started:
+            started -= 1
+        else:
             pages -= request.page_cost
             slots -= 1
             if pages < 0 or slots < 0:
-                if waiting is None:
-                    break  # started ones come first there, and the queue may be long
+                if not started:
+                    break  # the queue may be long
                 continue
         n = min(request.new, budget) if split else request.new
         if n < 1 or (n > budget and chunks):

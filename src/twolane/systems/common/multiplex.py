@@ -11,13 +11,11 @@ import numpy as np
 
 from twolane.estimate.query import Corunner, Load, decode_step
 from twolane.systems.plan import Chunk, Launch, PrefillSlice
+from twolane.systems.rows import TTFT_PER_TOKEN
 from twolane.systems.view import BatchView, RequestView, View
 
 Level = tuple[int, int]
 """(prefill units, decode units)"""
-
-TTFT_PER_TOKEN = 1.0 / 1024
-"""Seconds of TTFT for each new token: 1 s per 1K (Drift §5.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +128,22 @@ def decode_seconds(
     return None if seconds is None else [float(s) for s in seconds]
 
 
-def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
-    """Return the waiting request of each chunk."""
-    ids = {chunk.request for chunk in chunks}
-    requests = {r.id: r for r in view.waiting if r.id in ids}
-    return [requests[chunk.request] for chunk in chunks]
+def requests_of(
+    view: View, chunks: Sequence[Chunk], waiting: Sequence[RequestView] | None = None
+) -> list[RequestView]:
+    """Return the waiting request of each chunk.
+
+    Args:
+        view: The engine's view.
+        chunks: The chunks.
+        waiting: The waiting requests in another order than the view's.
+    """
+    seen: dict[str, RequestView] = {}
+    for request in view.waiting if waiting is None else waiting:
+        if all(chunk.request in seen for chunk in chunks):
+            break  # the queue may be long
+        seen[request.id] = request
+    return [seen[chunk.request] for chunk in chunks]
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
