@@ -7,6 +7,7 @@ import pytest
 
 from tests.systems.names import SYSTEM_NAMES
 from tests.systems.simulation import Simulation, simulate, submit
+from twolane.engine.kv.manager import Lookup
 from twolane.engine.request import Request
 from twolane.engine.waiting_queue import WaitingQueue
 from twolane.slo import Slo
@@ -61,10 +62,9 @@ def test_a_key_waits_about_as_long_as_beside_one_request(system: str, case: str)
 def waiting(key: int, order: int) -> Request:
     tokens = array("q", [5] * PROMPT)
     bounds = {"prompt_tokens": PROMPT, "limit": PROMPT + 8, "to_generate": 8, "priority": 0}
-    nothing = {"slo": Slo(), "sampling": SimpleNamespace(), "stops": frozenset(), "lookup": None}
-    return Request(
-        f"{key}-{order}", tokens, order=order, arrival=order, key=key, **bounds, **nothing
-    )
+    nothing = {"slo": Slo(), "sampling": SimpleNamespace(), "stops": frozenset()}
+    about = {"order": order, "arrival": order, "key": key, **bounds, **nothing}
+    return Request(f"{key}-{order}", tokens, lookup=lambda _: Lookup(0, 1, 0), **about)
 
 
 def test_a_prompt_between_two_chunks_still_has_its_key_s_turn() -> None:

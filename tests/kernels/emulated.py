@@ -111,7 +111,9 @@ def _lanes() -> None:
 
     from twolane.lanes.cuda import decode_graphs, hybrid_graphs, layer_graphs, machine, runner
 
-    def captured(stream: Stream, pool: object, queue: Callable[[], None]) -> Any:
+    def captured(
+        stream: Stream, pool: object, queue: Callable[[], None], *, later: bool = False
+    ) -> Any:
         return SimpleNamespace(replay=queue)
 
     def seconds(run: Callable[[], None], repeats: int) -> float:

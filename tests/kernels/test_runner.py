@@ -152,7 +152,7 @@ class World:
         self.masks: tuple[TokenMask, ...] = ()
         """Those of the passes."""
         self.passes = self.runner.passes
-        self.passes.sizes = SIZES
+        self.passes.sizes, self.passes.ready = SIZES, [*SIZES]
         if self.runner.whole is None:
             return
         self.whole = self.runner.whole
@@ -169,7 +169,7 @@ class World:
     def capture_slices(self, size: int) -> None:
         """Have the layers of slices in graphs, of one size."""
         passes, layers = self.passes, range(self.spec.layers)
-        passes.sizes = (size,)
+        passes.sizes, passes.ready = (size,), [size]
         parts = passes._before, passes.after
         made = {
             (size, kind): [
@@ -489,6 +489,30 @@ def test_pages_that_left_a_window_are_another_requests(
     world.run([first], [(second, 3)])
     world.decode([first, second], 1)
     assert len(first.tokens) == 76 and len(second.tokens) == 22
+
+
+def test_steps_are_padded_to_a_bucket_that_has_graphs(world: World) -> None:
+    """Buckets whose graphs are captured while nothing runs are padded to the next one."""
+    steps = world.runner.steps
+    assert [steps.bucket(rows) for rows in (1, SLOTS)] == [1, SLOTS]
+    steps.ready = [SLOTS]
+    try:
+        asked = Asked(0, [5, 3, 8, 2], [0, 1])
+        world.prefill(asked, 4)
+        assert steps.bucket(1) == SLOTS
+        world.decode([asked], 2)
+    finally:
+        steps.ready = [*steps.buckets]
+
+
+def test_sizes_are_kept_for_the_next_start(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.json"
+    assert layer_graphs.read_sizes(file) == ()
+    for text, known in (("[1024, 2048]", (1024, 2048)), ("[2048]", ()), ("[7, 1024, 2048]", ())):
+        file.write_text(text)
+        assert layer_graphs.read_sizes(file) == known, text
+    file.write_text("{")
+    assert layer_graphs.read_sizes(file) == ()
 
 
 def test_a_pass_of_the_decode_lane_has_buffers_of_its_own(world: World) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from twolane.devices import DeviceSettings
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
 from twolane.lanes.cuda.decode_graphs import LevelGraphs
-from twolane.lanes.cuda.launch_thread import Launcher, Turn
+from twolane.lanes.cuda.launch_thread import IdleWork, Launcher, Turn
 from twolane.lanes.cuda.machine import _log_graphs
 from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.ranks.cuda_follower import FollowerLanes
@@ -208,3 +208,33 @@ def test_nothing_waits_for_the_device_once_serving() -> None:
 def test_what_waits_for_the_device_is_found() -> None:
     assert waits("def launch(self):\n    return submit(torch.cuda.synchronize)") == {"launch"}
     assert waits("def launch(self):\n    stream.synchronize()") == set()
+
+
+def test_idle_work_runs_between_launches_and_never_beside_one(launcher: Launcher) -> None:
+    under_way, order, pieces = list[str](), list[str](), iter(range(6))
+
+    def piece(number: int) -> None:
+        assert not under_way
+        order.append(f"piece {number}")
+        if number == 2:  # a launch comes, and the device takes a while
+            under_way.append("step")
+            launcher.submit(partial(order.append, "step"), "step")
+            Timer(0.2, under_way.clear).start()
+
+    work = IdleWork(launcher, lambda: under_way, (partial(piece, number) for number in pieces))
+    work.run()
+    ended = [f"piece {number}" for number in range(6)]
+    assert order == [*ended[:3], "step", *ended[3:]]
+
+
+def test_idle_work_ends_with_the_thread_or_at_an_error() -> None:
+    done = list[str]()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with ThreadPoolExecutor(1) as thread:
+        steps = iter([partial(done.append, "first"), fail, partial(done.append, "never")])
+        IdleWork(Launcher(thread), lambda: [], steps).run()
+    IdleWork(Launcher(thread), lambda: [], iter([partial(done.append, "never")])).run()
+    assert done == ["first"]

@@ -103,12 +103,13 @@ def assemble(
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
     pool = kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots
-    sizes = LaneSizes(*pool, kv.page_cost - 1)
+    sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=config.capture_when_idle)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     progress("predictions", 0.0)
     profile = find_profile(config, key)
-    estimator = make_estimator(profile, config.estimator or system.estimator, key)
+    name_of = config.estimator or system.estimator
+    estimator = make_estimator(profile, name_of, key, keep=machine.kind == "cuda")
     if config.adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()

@@ -27,7 +27,8 @@ KV_EVENTS = (
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
     "tbt_buffer_ms", "tbt_buffer_at", "prefix_cache", "disaggregated", "profile", "estimator",
-    "trace", "chat_template", "snapshots", "snapshot_borders", *LORA, *KV_EVENTS,
+    "trace", "capture_when_idle", "chat_template", "snapshots", "snapshot_borders", *LORA,
+    *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -103,6 +104,9 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     estimator: Annotated[EstimatorName | None, Option(SCHEDULING)] = None
     """Estimator of the times that systems plan with, fitted on the profile; by default the one that
     the system was published with. `twolane bench estimators` compares them."""
+    capture_when_idle: Annotated[bool, Option(DEVICE)] = False
+    """Whether a GPU serves before the CUDA graphs of all sizes are captured: the rest follow while
+    nothing runs, and until then steps and passes are padded to larger sizes."""
     trace: Annotated[str | None, Option(DEVICE, "FILE")] = None
     """File for a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev)."""
 

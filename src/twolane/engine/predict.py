@@ -7,6 +7,7 @@ import logging
 import platform
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 from threadpoolctl import threadpool_limits
@@ -14,6 +15,7 @@ from threadpoolctl import threadpool_limits
 from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
+from twolane.estimate.kept import kept
 from twolane.estimate.names import EstimatorName
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import (
@@ -51,13 +53,16 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
     return path
 
 
-def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimator:
+def make_estimator(
+    path: Path | None, name: EstimatorName, key: Key, *, keep: bool = False
+) -> Estimator:
     """Return an estimator fitted on a profile; without one, the online estimator.
 
     Args:
         path: the profile's file.
         name: the estimator to fit.
         key: The key of a profile that would be taken here.
+        keep: Whether the fitted estimator is kept on disk for the next start.
 
     Raises:
         FieldError: the profile is of something else, or too small.
@@ -75,7 +80,7 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
                 log.warning("the profile was measured with %s %s; this is %s", what, there, here)
-        estimator = fitted(path, name)
+        estimator = fitted(path, name, keep=keep)
     except (ProfileError, OSError) as error:
         raise FieldError("profile", str(error)) from error
     log.info("predictions: %s, fitted on %d samples of %s", name, len(profile.samples), path)
@@ -99,15 +104,18 @@ def read_profile(path: Path) -> Profile:
     return _read(path, _digest(path))
 
 
-def fitted(path: Path, name: EstimatorName) -> Estimator:
+def fitted(path: Path, name: EstimatorName, *, keep: bool = False) -> Estimator:
     """Fit an estimator on a profile, once for as long as its content does not change.
 
-    It is shared: copy it before it learns.
+    It is shared: copy it before it learns. With `keep`, it is kept on disk, too.
 
     Raises:
         OSError, ProfileError: the profile cannot be read, or is too small.
     """
-    return _fitted(path, _digest(path), name)
+    digest = _digest(path)
+    if keep:
+        return kept(name, digest, partial(_fitted, path, digest, name))
+    return _fitted(path, digest, name)
 
 
 def _digest(path: Path) -> bytes:

@@ -35,6 +35,9 @@ class LaneSizes(msgspec.Struct, frozen=True):
     window_tables: int = 0
     """Tables of layers with a window, which have pages of their own (`PageLayout.of`); 0: all
     layers share one table."""
+    graphs_later: bool = False
+    """Whether graphs that larger ones can stand in for are captured while nothing runs, so that the
+    lanes are ready sooner."""
 
     def layout(self, spec: ModelSpec) -> PageLayout:
         """Return the pages of a model's layers."""

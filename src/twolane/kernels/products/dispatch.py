@@ -234,7 +234,7 @@ class GpuProducts:
             return
         candidates = {(c, count): list(candidates_of(c, count)) for c in uses for count in asked}
         device = next(iter(uses.values()))[0].values.device
-        record = _record(kind, tuple(uses), self.units, device)
+        record = choice_file(kind, tuple(uses), self.units, device)
         known = read_ways(record, candidates)
         missing = [count for count in asked if any((case, count) not in known for case in uses)]
         skinny_gemm.compile_all(
@@ -494,7 +494,7 @@ def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Sto
     }
 
 
-def _record(kind: str, cases: Sequence[Case], units: int, device: torch.device) -> Path:
+def choice_file(kind: str, cases: Sequence[object], units: int, device: torch.device) -> Path:
     """Return the file of the choice for this GPU, its driver, these libraries and this source."""
     made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
     return nvrtc.cache_path(repr((kind, cases, units, made, skinny_gemm.text())), "ways.json")

@@ -10,8 +10,8 @@ import bisect
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class LevelGraphs:
 
 
 def captured(
-    stream: torch.cuda.Stream, pool: Any, queue: Callable[[], None]
+    stream: torch.cuda.Stream, pool: Any, queue: Callable[[], None], *, later: bool = False
 ) -> torch.cuda.CUDAGraph:
     """Capture what `queue` launches as a graph; its kernels have been launched on this stream
     before.
@@ -88,9 +88,19 @@ def captured(
         stream: the graph keeps its share of the SMs, wherever it is replayed.
         pool: Pool of device memory, shared by graphs that never run at the same time.
         queue: launches on torch's current stream.
+        later: Whether the lanes serve already: the free memory that they have kept, device and
+            pinned, is left to them, or the next launches would stand still to allocate it again.
     """
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
+    if later:
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                queue()
+            finally:
+                graph.capture_end()
+        return graph
     # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         queue()
@@ -162,6 +172,8 @@ class DecodeGraphs:
         spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
         self._decoder, self._kv, self._slots = decoder, kv, slots
         self.buckets = buckets(max_rows)
+        self.ready: list[int] = [*self.buckets]
+        """Buckets that have graphs on every share, ascending."""
         self.inputs = Inputs(max_rows, device)
         self.workspace = Workspace(spec, dtype, device, channel)
         self.workspace.reserve(max_rows)
@@ -185,11 +197,18 @@ class DecodeGraphs:
         self.levels: dict[int, LevelGraphs] = {}
         self._products: dict[int, GpuProducts] = {}
 
-    def capture(self, partitions: GreenContexts, progress: OnProgress) -> None:
+    def capture(
+        self, partitions: GreenContexts, progress: OnProgress, only: Collection[int] | None = None
+    ) -> None:
         """Tune the products and make the graphs of every level.
 
-        `progress` is called with the stage, `kernels` or `graphs`, and the share that is done.
+        Args:
+            partitions: The levels.
+            progress: called with the stage, `kernels` or `graphs`, and the share that is done.
+            only: The buckets to begin with, besides the largest; None makes the graphs of all.
         """
+        if only is not None:
+            self.ready = [each for each in self.buckets[:-1] if each in only] + [self.buckets[-1]]
         shares = partitions.decode_units
         gc.collect()
         with gc_disabled():  # to free device memory or events while a graph is captured ends it
@@ -245,30 +264,49 @@ class DecodeGraphs:
         tuning = time.monotonic() - begun
         torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
         free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
-        forward: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        finish: dict[int, torch.cuda.CUDAGraph] = {}
+        graphs = LevelGraphs({}, {}, 0, 0.0, tuning)
+        for done, bucket in enumerate(reversed(self.ready)):
+            progress("graphs", done / len(self.ready))
+            self._capture_bucket(stream, units, bucket, graphs)
+        taken = free - torch.cuda.mem_get_info()[0]
+        return replace(graphs, bytes=taken, seconds=time.monotonic() - begun)
+
+    def capture_later(self, partitions: GreenContexts, bucket: int, units: int) -> None:
+        """Make the graphs of one more bucket on one share while nothing runs."""
+        stream = partitions.capture_stream("decode", units)
+        with torch.cuda.stream(stream):
+            self.inputs.send((), bucket, self._slots.padding, 0)  # all rows are padding
+        self._capture_bucket(stream, units, bucket, self.levels[units], later=True)
+        stream.synchronize()
+
+    def _capture_bucket(
+        self,
+        stream: torch.cuda.Stream,
+        units: int,
+        bucket: int,
+        graphs: LevelGraphs,
+        *,
+        later: bool = False,
+    ) -> None:
+        """Add the graphs of a bucket."""
 
         def made(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
             with torch.cuda.stream(stream):
                 run()  # compiles kernels, sets up libraries; all rows are padding
-            return captured(stream, self._pool, run)
+            return captured(stream, self._pool, run, later=later)
 
-        for done, bucket in enumerate(reversed(self.buckets)):
-            progress("graphs", done / len(self.buckets))
-            for adapted in (False,) if self.adapters is None else (False, True):
-                run = partial(self._forward, bucket, units, adapted)
-                forward[bucket, adapted] = made(run)
-            finish[bucket] = made(partial(self._finish, bucket, units))
-        taken = free - torch.cuda.mem_get_info()[0]
-        return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
+        for adapted in (False,) if self.adapters is None else (False, True):
+            run = partial(self._forward, bucket, units, adapted)
+            graphs.forward[bucket, adapted] = made(run)
+        graphs.finish[bucket] = made(partial(self._finish, bucket, units))
 
     def products(self, units: int) -> GpuProducts:
         """Matrix products on this many SMs: a level's, and those of prefill on as many."""
         return self._products.setdefault(units, GpuProducts(units))
 
     def bucket(self, rows: int) -> int:
-        """Return the smallest bucket that holds this many rows."""
-        return self.buckets[bisect.bisect_left(self.buckets, rows)]
+        """Return the smallest bucket with graphs that holds this many rows."""
+        return self.ready[bisect.bisect_left(self.ready, rows)]
 
     def forward(self, units: int, bucket: int, *, adapted: bool) -> None:
         """Queue the forward pass of a step on the current stream; it ends with `logits`.

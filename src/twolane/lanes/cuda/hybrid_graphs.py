@@ -94,25 +94,45 @@ class HybridGraphs:
         """By size, whether tiles of attention are split, and whether rows may have adapters."""
         self._ended: dict[int, torch.cuda.CUDAGraph] = {}
         """By bucket of rows that are sampled."""
+        self._captures: tuple[torch.cuda.Stream, Any]
+        """Stream and memory pool of the captures."""
+        self._later = False
+        """Whether the lanes serve already."""
         torch.cuda.current_stream().synchronize()  # graphs are captured on other streams
 
     def capture(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """Make the graphs, with that stream's share of the SMs and memory of that pool."""
+        """Make the graphs of what is ready in `passes` and `steps`, with that stream's share of the
+        SMs and memory of that pool."""
+        self._captures = stream, pool
+        for size in [size for size in reversed(self._passes.ready) if size <= WHOLE]:
+            self._capture_size(size)
+        for bucket in reversed(self._steps.ready):
+            self._ended[bucket] = self._made(partial(self._end, bucket))
 
-        def made(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-            with torch.cuda.stream(stream):
-                run()  # compiles kernels; all rows are padding
-            graph = captured(stream, pool, run)
-            with torch.cuda.stream(stream):
-                graph.replay()  # the first time takes longer
-            return graph
+    def capture_later(self, *, size: int = 0, bucket: int = 0) -> None:
+        """Make the graphs of one more size or bucket while nothing runs."""
+        self._later, (stream, _) = True, self._captures
+        with torch.cuda.stream(stream):
+            self._block.memory.zero_()  # all rows are padding
+        if bucket:
+            self._ended[bucket] = self._made(partial(self._end, bucket))
+        elif size <= WHOLE:
+            self._capture_size(size)
+        stream.synchronize()
 
-        for size in [size for size in reversed(self._passes.sizes) if size <= WHOLE]:
-            for split, adapted in product((False, True), self._passes.kinds):
-                kind = size, split, adapted
-                self._passed[kind] = made(partial(self._pass, *kind))
-        for bucket in reversed(self._steps.buckets):
-            self._ended[bucket] = made(partial(self._end, bucket))
+    def _capture_size(self, size: int) -> None:
+        for split, adapted in product((False, True), self._passes.kinds):
+            kind = size, split, adapted
+            self._passed[kind] = self._made(partial(self._pass, *kind))
+
+    def _made(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        stream, pool = self._captures
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels; all rows are padding
+        graph = captured(stream, pool, run, later=self._later)
+        with torch.cuda.stream(stream):
+            graph.replay()  # the first time takes longer
+        return graph
 
     def send(self, work: HybridWork, ends: SamplingPoints, units: int) -> Tensor | None:
         """Queue a pass on the current stream, up to its last hidden states.
@@ -132,7 +152,7 @@ class HybridGraphs:
         lists, split = attention
         self._slots.upload(update.slot for update in work.slots)
         counts = np.array([len(work.decode), rows, len(pages)])
-        size = padded(rows, self._passes.sizes)
+        size = padded(rows, self._passes.ready)
         adapted = self._slots.adapted(work)
         own = [counts, *self._rows(work), *_ends(ends), *self._owners_of(work, size, adapted)]
         self._block.send([*own, *lists, pages])

@@ -2,11 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from queue import SimpleQueue
 
 import torch
@@ -15,7 +15,7 @@ from twolane.devices import LANES, LaneName
 from twolane.lanes.base import LaunchLog, OpenTickets, Ticket
 from twolane.lanes.cuda.device_clock import DeviceClock, new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
-from twolane.lanes.cuda.launch_thread import Launcher, Turn
+from twolane.lanes.cuda.launch_thread import IdleWork, Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, End, Queued
 from twolane.lanes.work import (
     DropRecord,
@@ -144,6 +144,13 @@ class CudaLanes:
     def set_masks(self, number: int, masks: Sequence[TokenMask]) -> None:
         """See `Lanes.set_masks`; the other ranks do not sample."""
         self._launcher.submit(partial(self._set_masks, number, masks), "step")
+
+    def do_when_idle(self, pieces: Iterator[Callable[[], None]]) -> None:
+        """Run these pieces one after the other on the launching thread, each while no launch is
+        under way: one that comes meanwhile waits for the end of a piece."""
+        if first := next(pieces, None):
+            work = IdleWork(self._launcher, self._open.waiting, chain([first], pieces))
+            threading.Thread(target=work.run, name="idle", daemon=True).start()
 
     def rest(self, seconds: float) -> None:
         """See `MachineLanes.rest`."""

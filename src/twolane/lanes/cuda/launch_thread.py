@@ -5,10 +5,21 @@ the device, so a step after it would begin late. Steps are therefore launched be
 wait for this thread, and between two layers of the slice under way.
 """
 
+import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
+
+import torch
+
+from twolane.common.garbage import gc_disabled
+
+log = logging.getLogger("twolane.cuda")
+
+LOOK_SECONDS = 0.05
+"""Seconds between two looks at whether anything runs."""
 
 Turn = Literal["step", "slice", "in order"]
 """Place of a launch in the order: a step passes slices, everything else keeps its place."""
@@ -36,6 +47,11 @@ class Launcher:
         self._waiting.append(_Asked(launch, turn))
         self.thread.submit(self._next)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no launch waits for the thread."""
+        return not self._waiting
+
     def between(self) -> None:
         """Launch the waiting steps; slices call this where a step may be launched between
         layers."""
@@ -58,3 +74,53 @@ class Launcher:
             if turn != "slice":
                 return place if turn == "step" else None
         return None
+
+
+class IdleWork:
+    """Work for the launching thread that must not run beside any launch.
+
+    Args:
+        launcher: The launches that wait for the thread.
+        waiting: Returns the launches that the device has not finished.
+        pieces: The work, in pieces of some ten milliseconds.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        waiting: Callable[[], Sequence[object]],
+        pieces: Iterator[Callable[[], None]],
+    ) -> None:
+        self._launcher, self._waiting, self._pieces = launcher, waiting, pieces
+        self._calm = False
+        """Whether nothing ran at the last look."""
+
+    def run(self) -> None:
+        """Run all pieces; end with the thread, or at an error, which is logged."""
+        begun = time.monotonic()
+        while True:
+            try:
+                piece = self._launcher.thread.submit(self._look).result()
+            except RuntimeError:  # the thread was shut down, or a piece failed
+                log.exception("graphs are left out; passes and steps are padded to others")
+                return
+            if piece is None:
+                time.sleep(LOOK_SECONDS)
+            elif not piece:
+                took = time.monotonic() - begun
+                log.info("captured the rest of the graphs while idle, %.1f s after the start", took)
+                return
+
+    def _look(self) -> bool | None:
+        """Run the next piece if nothing runs now or did at the last look; return None if something
+        does, else whether there was another piece."""
+        calm = self._launcher.idle and not self._waiting()
+        self._calm, before = calm, self._calm
+        if not calm or not before:
+            return None
+        piece = next(self._pieces, None)
+        if piece is None:
+            return False
+        with gc_disabled(), torch.inference_mode():  # see `DecodeGraphs.capture`
+            piece()
+        return True

@@ -15,24 +15,27 @@ results are nobody else's, so what it computes does not matter. Sizes at which p
 as with more rows have no graphs: layers of every size are timed before (`worth_padding_to`).
 """
 
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from twolane.common.files import write_cache
 from twolane.common.garbage import gc_disabled
 from twolane.devices import OnProgress
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
-from twolane.kernels.products.dispatch import GpuProducts
+from twolane.kernels.products.dispatch import GpuProducts, choice_file
 from twolane.kernels.runtime.timing import graph_seconds
-from twolane.kernels.sizes import SIZES, padded, worth_padding_to
+from twolane.kernels.sizes import SIZES, WHOLE, padded, worth_padding_to
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -69,6 +72,16 @@ class PassGraphs:
     seconds: float
     tuning_seconds: float
     """Seconds spent before on choosing its matrix products."""
+
+
+def read_sizes(file: Path) -> tuple[int, ...]:
+    """Return the sizes that an earlier start has kept in this file; empty if there are none."""
+    try:
+        kept = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return ()
+    known = isinstance(kept, list) and {SIZES[-1], WHOLE} <= set(kept) <= set(SIZES)
+    return tuple(kept) if known else ()
 
 
 class LayerGraphs:
@@ -114,6 +127,8 @@ class LayerGraphs:
         self.levels: dict[int, PassGraphs] = {}
         self.sizes: Sequence[int] = SIZES
         """Tokens that passes are padded to, ascending."""
+        self.ready: list[int] = [*SIZES]
+        """The sizes that have graphs on every share, ascending."""
         self._whole = 0
         """SMs that hybrid batches run on."""
 
@@ -122,6 +137,7 @@ class LayerGraphs:
         partitions: GreenContexts,
         whole: Callable[[torch.cuda.Stream, Any], None] | None,
         progress: OnProgress,
+        only: Collection[int] | None = None,
     ) -> None:
         """Tune the products and make the graphs of every share that prefill can have.
 
@@ -130,11 +146,15 @@ class LayerGraphs:
             whole: makes the graphs of whole passes with a stream and a memory pool, if there are
                 any; called for the share that is the whole device.
             progress: called with the stage, `kernels` or `graphs`, and the share that is done.
+            only: The sizes to begin with, besides `WHOLE` and the largest; None makes the graphs of
+                all.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with gc_disabled():  # to free device memory or events while a graph is captured ends it
             progress("kernels", 0.0)
             self._choose_sizes(partitions.capture_stream("prefill", self._whole))
+            first = {*(self.sizes if only is None else only), WHOLE, self.sizes[-1]}
+            self.ready = [size for size in self.sizes if size in first]
             for place, units in enumerate(shares):
                 progress("kernels", place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
@@ -148,7 +168,7 @@ class LayerGraphs:
                 # The largest first: the others find their memory.
                 layers = {
                     (size, adapted): self._capture(stream, units, size, adapted)
-                    for size in reversed(self.sizes)
+                    for size in reversed(self.ready)
                     for adapted in self.kinds
                 }
                 if whole is not None and units == self._whole:
@@ -156,6 +176,18 @@ class LayerGraphs:
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
                 self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
         progress("graphs", 1.0)
+
+    def capture_later(self, partitions: GreenContexts, size: int, units: int) -> None:
+        """Make the graphs of one more size on one share while nothing runs."""
+        stream = partitions.capture_stream("prefill", units)
+        with torch.cuda.stream(stream):
+            self.write_slots.fill_(-1)  # all rows are padding
+            self.owners.fill_(self._slots.padding)
+            self._steps.inputs.send((), self._steps.buckets[-1], self._slots.padding, 0)
+        for adapted in self.kinds:
+            made = self._capture(stream, units, size, adapted, later=True)
+            self.levels[units].layers[size, adapted] = made
+        stream.synchronize()
 
     def _tune(self, stream: torch.cuda.Stream, units: int) -> None:
         """Choose how passes multiply on this share, unless that has been done."""
@@ -171,8 +203,7 @@ class LayerGraphs:
         self._tune(stream, self._whole)
         device, channel = self.residual.device, self.workspace.channel
         with torch.cuda.stream(stream):
-            seconds = {size: self._layer_seconds(size) for size in SIZES}
-            kept = worth_padding_to(seconds)
+            kept = self._sizes_worth()
             if channel is not None:
                 decided = torch.tensor([size in kept for size in SIZES], dtype=torch.int32)
                 decided = decided.to(device)
@@ -183,6 +214,20 @@ class LayerGraphs:
         left = [size for size in SIZES if size not in kept]
         if left:
             log.info("passes of %s tokens are padded to a larger size, which takes no longer", left)
+
+    def _sizes_worth(self) -> tuple[int, ...]:
+        """Return the sizes that are worth padding to: those that an earlier start found, if it has
+        kept any, else by the times of layers on torch's current stream."""
+        spec, device, own = self._decoder.spec, self.residual.device, self._decoder.shard
+        made_of = (repr(spec), own.rank, own.size, SIZES)
+        file = choice_file("sizes", made_of, self._whole, device) if device.type == "cuda" else None
+        known = read_sizes(file) if file else ()
+        if known:
+            return known
+        kept = worth_padding_to({size: self._layer_seconds(size) for size in SIZES})
+        if file is not None:
+            write_cache(file, json.dumps(kept).encode())
+        return kept
 
     def _layer_seconds(self, size: int) -> float:
         """Return the seconds of a layer without attention for a pass of random rows, on torch's
@@ -225,7 +270,7 @@ class LayerGraphs:
             between: called before each layer; may run what has nothing of these buffers.
         """
         count = len(hidden)
-        size = padded(count, self.sizes)
+        size = padded(count, self.ready)
         residual = self.residual[:count]
         residual.copy_(hidden)
         self.positions[:count].copy_(placed.positions)
@@ -299,7 +344,13 @@ class LayerGraphs:
         stream.synchronize()
 
     def _capture(
-        self, stream: torch.cuda.Stream, units: int, size: int, adapted: bool
+        self,
+        stream: torch.cuda.Stream,
+        units: int,
+        size: int,
+        adapted: bool,
+        *,
+        later: bool = False,
     ) -> list[_Layer]:
         kind = units, size, adapted
         parts: list[Callable[[int], None]] = [
@@ -317,7 +368,8 @@ class LayerGraphs:
                 part(i)  # compiles kernels and sets up libraries; all rows are padding
 
         def layer(i: int) -> _Layer:
-            return _Layer(*(captured(stream, self._pool, partial(part, i)) for part in parts))
+            runs = [partial(part, i) for part in parts]
+            return _Layer(*(captured(stream, self._pool, run, later=later) for run in runs))
 
         return [layer(i) for i in range(self._decoder.spec.layers)]
 

@@ -1,8 +1,10 @@
 """A GPU made ready to serve: weights, levels, KV pool, decode graphs, lanes."""
 
+import bisect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import TypeVar
 
@@ -15,7 +17,14 @@ from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import UNPACKED_TOKENS
 from twolane.kernels.products.dispatch import SERVED_SCHEMES
-from twolane.kernels.sizes import GRAPH_BYTES, KEY_TILE, SIZES, WORKSPACE_TOKENS
+from twolane.kernels.sizes import (
+    FIRST_BUCKETS,
+    FIRST_SIZES,
+    GRAPH_BYTES,
+    KEY_TILE,
+    SIZES,
+    WORKSPACE_TOKENS,
+)
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -164,7 +173,25 @@ class CudaMachine:
         lanes = self._lanes(*self._launched_runner(sizes, progress), notify)
         progress("warm-up", 0.0)
         self._warm_up(lanes, sizes)
+        lanes.do_when_idle(self._graphs_later(lanes.runner))
         return lanes
+
+    def _graphs_later(self, runner: CudaRunner) -> Iterator[Callable[[], None]]:
+        """Yield what makes the graphs that the start has left out, a few at a time."""
+        steps, passes, whole = runner.steps, runner.passes, runner.whole
+        partitions = self.partitions
+        for bucket in [each for each in steps.buckets if each not in steps.ready]:
+            for units in partitions.decode_units:
+                yield partial(steps.capture_later, partitions, bucket, units)
+            if whole is not None:
+                yield partial(whole.capture_later, bucket=bucket)
+            yield partial(bisect.insort, steps.ready, bucket)
+        for size in [each for each in passes.sizes if each not in passes.ready]:
+            for units in partitions.prefill_units:
+                yield partial(passes.capture_later, partitions, size, units)
+            if whole is not None:
+                yield partial(whole.capture_later, size=size)
+            yield partial(bisect.insort, passes.ready, size)
 
     def _launched_runner(
         self, sizes: LaneSizes, progress: OnProgress
@@ -200,14 +227,17 @@ class CudaMachine:
         steps = DecodeGraphs(decoder, kv, known, sizes.slots, units, channel, self.adapters)
         runner = self.runner_type(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
+            # Ranks capture together, and so all at once.
+            first = sizes.graphs_later and not channels and self.decodes and self.prefills
+            buckets, counts = (FIRST_BUCKETS, FIRST_SIZES) if first else (None, None)
             if self.decodes:
-                steps.capture(self.partitions, lambda stage, done: progress(stage, done / 2))
+                half = partial(_part, progress, 0.0)
+                steps.capture(self.partitions, half, buckets)
             if self.prefills:
                 hybrid = runner.whole if self.decodes else None
                 whole = None if hybrid is None else hybrid.capture
-                runner.passes.capture(
-                    self.partitions, whole, lambda stage, done: progress(stage, (1 + done) / 2)
-                )
+                half = partial(_part, progress, 0.5)
+                runner.passes.capture(self.partitions, whole, half, counts)
                 self.pass_sizes = runner.passes.sizes
             else:
                 stream = self.partitions.capture_stream("prefill", units)
@@ -269,6 +299,11 @@ class CudaMachine:
                 raise ValueError(f"levels: {error}") from error
             log.warning("no levels, only the whole device: %s", error)
             return GreenContexts(self.device.index or 0, ())
+
+
+def _part(progress: OnProgress, done: float, stage: str, fraction: float) -> None:
+    """Report a part of the second or the first half of what is captured."""
+    progress(stage, done + fraction / 2)
 
 
 def _log_graphs(lane: LaneName, levels: Mapping[int, LevelGraphs | PassGraphs]) -> None:
