@@ -30,15 +30,21 @@ def needs_to_map_memory() -> None:
 
 
 def lanes_on(
-    machine: CudaMachine, pages: int, running: int, page_size: int = PAGE, *, windows: bool = False
+    machine: CudaMachine,
+    pages: int,
+    running: int,
+    page_size: int = PAGE,
+    *,
+    windows: bool = False,
+    snapshots: int = 0,
 ) -> Callable[[Callable[[], None]], CudaLanes]:
     """Lanes over a pool that shows what nobody wrote; with `windows`, layers with a window have
     pages of their own."""
 
     def make(wake: Callable[[], None]) -> CudaLanes:
         tables = machine.page_layout.window_tables if windows else 0
-        pool = pages * (1 + tables), page_size, running
-        sizes = LaneSizes(*pool, machine.spec.max_positions, window_tables=tables)
+        pool = pages * (1 + tables), page_size, running, machine.spec.max_positions
+        sizes = LaneSizes(*pool, snapshots=snapshots, window_tables=tables)
         lanes = machine.start(sizes, wake, lambda *_: None)
         states = lanes.runner.kv.states.layers.values()
         mark_unwritten([*lanes.runner.kv.layers, *(part for each in states for part in each)])
@@ -71,13 +77,16 @@ def serve(
 ) -> Served:
     """See `serve_on`."""
     layout = machine.page_layout
+    # One is read while another one is written.
+    snapshots = None if machine.spec.state is None else running + 1
     books = KVCacheManager(
         pages * (1 + layout.window_tables),
         PAGE,
         running,
         prefix_cache=prefix_cache,
+        snapshots=snapshots,
         window=layout.window,
         window_tables=layout.window_tables,
     )
-    lanes = lanes_on(machine, pages, running, windows=True)
+    lanes = lanes_on(machine, pages, running, windows=True, snapshots=snapshots or 0)
     return serve_on(lanes, machine.spec, books, system, submits, adapters, vocabulary)

@@ -8,7 +8,7 @@ import pytest
 from tests.gpu.serving import LEVELS, PAGE, serve
 from tests.model.checkpoints import FAMILIES, HYBRIDS, LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
-from tests.parity.prompts import LENGTHS, MAX_TOKENS
+from tests.parity.prompts import LENGTHS, MAX_TOKENS, conversation
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
 from twolane.devices import DeviceSettings
@@ -40,14 +40,27 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
 def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) -> None:
     machine, judge = machines(family)
     turn = FAMILIES.index(family) + list(schedules(LAYERS)).index(schedule)
-    pages = (2048, SMALL)[turn % 2]
+    pages, cached = (2048, SMALL)[turn % 2], turn % 4 > 0
     served = serve(
         machine,
         schedules(LAYERS)[schedule](),
         REQUESTS,
         pages=pages,
         running=(5, 16, 32)[turn % 3],
-        prefix_cache=turn % 4 > 0 and family not in HYBRIDS,
+        prefix_cache=cached,
     )
     compare(REQUESTS, served, judge, tally)
     assert bool(served.preemptions) == (pages == SMALL)
+    assert bool(served.prefix_hits) == cached
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_turns_of_a_conversation(family: str, machines: Machines, tally: Tally) -> None:
+    """Each turn begins with the states after the last page of the turn before it."""
+    machine, judge = machines(family)
+    turns = conversation(judge.model, 64)
+    served = serve(
+        machine, schedules(LAYERS)["static-split"](), turns, pages=128, running=1, prefix_cache=True
+    )
+    compare(turns, served, judge, tally)
+    assert served.prefix_hits == sum((len(turn.prompt) - 1) // PAGE * PAGE for turn in turns[:-1])

@@ -7,7 +7,13 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.delta_rule.decode import LinearLayer, decode_step
-from twolane.kernels.delta_rule.prefill import CHUNK, PromptStates, prompt_lists, prompt_pass
+from twolane.kernels.delta_rule.prefill import (
+    CHUNK,
+    PromptRoom,
+    PromptStates,
+    prompt_lists,
+    prompt_pass,
+)
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.lanes.work import PromptRow
 from twolane.model.linear_attention import (
@@ -109,11 +115,9 @@ def test_prompts_move_their_states(shape, prompts):
         PromptStates(*(torch.from_numpy(each).int().to(DEVICE) for each in lists))
         for lists in prompt_lists(parts)
     ]
-    room = (
-        torch.full((rows, delta.mixed_size), torch.nan, device=DEVICE),
-        torch.full((rows, delta.value_heads * CHUNK), torch.nan, device=DEVICE),
-        torch.full((rows, delta.value_heads * CHUNK), torch.nan, device=DEVICE),
-    )
+    solved = delta.value_heads * CHUNK
+    sizes = delta.mixed_size, solved, solved, delta.value_heads
+    room = PromptRoom(*(torch.full((rows, n), torch.nan, device=DEVICE) for n in sizes))
     out = torch.empty(rows, delta.value_size, device=DEVICE)
     given = x.to(DEVICE), rates.to(DEVICE), layer.linear
     prompt_pass(*given, states, room, out)

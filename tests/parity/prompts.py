@@ -1,6 +1,10 @@
 """What is asked: random token ids of every length, and real text."""
 
 import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from twolane.engine.messages import Submit
 from twolane.sampling import SamplingParams
@@ -26,6 +30,20 @@ def random_requests(vocab: int) -> list[Submit]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         requests.append(Submit(f"r{i}", (shared + own)[:length], params))
     return requests
+
+
+def conversation(model: Callable[..., Any], turns: int) -> list[Submit]:
+    """Turns of a user who says some random tokens each time; `model` of `transformers` answers."""
+    rng = random.Random(0)
+    said, asked = list[int](), list[Submit]()
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for turn in range(turns):
+        said += [rng.randrange(3, 250) for _ in range(rng.randint(1, 12))]
+        asked.append(Submit(f"turn {turn}", list(said), params))
+        for _ in range(params.max_tokens):
+            with torch.inference_mode():
+                said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
+    return asked
 
 
 _GUIDE = """You are the assistant of a small museum of railways in a valley. You answer visitors \

@@ -157,6 +157,8 @@ class DeltaBuffers(NamedTuple):
     """Room for the inverted systems of chunks, [T, value_heads * CHUNK]."""
     scores: Tensor
     """Room for their scores, [T, value_heads * CHUNK]."""
+    sums: Tensor
+    """Room for the sums of their decays, float32 [T, value_heads]."""
     out: Tensor
     """The output, [T, value_size]; short convolutions have `x` and `out` alone."""
 
@@ -339,7 +341,7 @@ class Workspace:
         width = self._sizes.get(name) or self._mlp_sizes[name]
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows:
-            dtype = torch.float32 if name.endswith("_scales") else self._dtype
+            dtype = torch.float32 if name.endswith(("_scales", "_sums")) else self._dtype
             if name in ("partial", "side") and self.channel is not None:
                 buffer = self.channel.buffer(rows, width, dtype, self._device)
             else:
@@ -373,7 +375,7 @@ class Workspace:
         """Buffers for linear attention of this many tokens, or for short convolutions."""
         if self._convolves:
             x, out = self.get("conv_x", rows), self.get("conv_out", rows)
-            return DeltaBuffers(x, x, x, x, x, out)
+            return DeltaBuffers(x, x, x, x, x, x, out)
         return DeltaBuffers(*(self.get(f"delta_{name}", rows) for name in DeltaBuffers._fields))
 
     def routing(self, rows: int) -> Routing:
@@ -440,6 +442,7 @@ def _delta_sizes(hidden: int, delta: DeltaRule) -> dict[str, int]:
         "delta_mixed": delta.mixed_size,
         "delta_inverse": solved,
         "delta_scores": solved,
+        "delta_sums": delta.value_heads,
         "delta_out": delta.value_size,
         "delta_rounded": delta.value_size,
         "delta_rounded_scales": 1,

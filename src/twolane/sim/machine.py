@@ -100,7 +100,7 @@ class SimulatedMachine:
         attention = spec.hidden_size + 3 * spec.q_size / device.tp
         attention += 2 * spec.kv_size / kv_parts(spec, device.tp)
         if (delta := spec.delta) is not None:  # as lanes have room for both kinds of attention
-            solved = 2 * 64 * delta.value_heads
+            solved = 2 * (64 + 1) * delta.value_heads
             room = delta.projected + delta.mixed_size + 2 * delta.value_size + solved
             attention += room / device.tp
         width = 3 * spec.intermediate_size / device.tp

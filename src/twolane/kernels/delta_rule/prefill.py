@@ -27,6 +27,8 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 CHUNK = 64
 """Tokens of a chunk."""
+_HALVES = CHUNK.bit_length() - 1
+"""How often a chunk can be halved."""
 _COLUMNS = 32
 """Columns of a state that one program has."""
 _CHANNELS = 1024
@@ -41,6 +43,20 @@ class PromptStates(NamedTuple):
     it begins with, and where they are saved (-1: nowhere) of each; int32 [S, 6]."""
     chunks: Tensor
     """Segment and first row of each chunk, int32 [C, 2]."""
+
+
+class PromptRoom(NamedTuple):
+    """Room for what the kernels of T rows hand each other."""
+
+    mixed: Tensor
+    """What the convolution makes of queries, keys and values, [T, mixed_size]."""
+    inverse: Tensor
+    """The inverted systems of chunks, whose columns have the learning rates of their tokens,
+    [T, value_heads * CHUNK]."""
+    scores: Tensor
+    """Their decayed products of queries and keys, [T, value_heads * CHUNK]."""
+    sums: Tensor
+    """The sums of logarithmic decays from the beginning of a chunk, float32 [T, value_heads]."""
 
 
 Lists = npt.NDArray[np.int64]
@@ -85,24 +101,28 @@ def _convolve(
     number, head = tl.program_id(0), tl.program_id(1)
     segment = segments + 6 * tl.load(chunks + 2 * number)
     begun = tl.load(segment).to(tl.int64)
-    row = tl.load(chunks + 2 * number + 1).to(tl.int64) + tl.arange(0, CHUNK)
+    first = tl.load(chunks + 2 * number + 1).to(tl.int64)
+    row = first + tl.arange(0, CHUNK)
     there = row < begun + tl.load(segment + 1)
     channel, some = channels(head, tl.arange(0, BLOCK), KEY_HEADS, KEY_DIM, VALUE_DIM)
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * width
-    goes_on = tl.load(segment + 3) == 0
     total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         source = row - (TAPS - 1 - tap)
         new = (there & (source >= begun))[:, None] & some[None, :]
         place = x + source[:, None] * x_stride + channel[None, :]
         value = tl.load(place, mask=new, other=0.0).to(tl.float32)
-        if tap < TAPS - 1:
-            old = (there & (source < begun) & goes_on)[:, None] & some[None, :]
-            place = known + (TAPS - 1 + source - begun)[:, None] * width + channel[None, :]
-            value += tl.load(place, mask=old, other=0.0).to(tl.float32)
         weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
         total += value * weight[None, :]
+    if (first < begun + TAPS - 1) & (tl.load(segment + 3) == 0):
+        known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * width
+        for tap in tl.static_range(TAPS - 1):
+            source = row - begun - (TAPS - 1 - tap)
+            old = (there & (source < 0))[:, None] & some[None, :]
+            place = known + (TAPS - 1 + source)[:, None] * width + channel[None, :]
+            value = tl.load(place, mask=old, other=0.0).to(tl.float32)
+            weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
+            total += value * weight[None, :]
     kind = mixed.dtype.element_ty
     heads = head + tl.zeros([CHUNK, 1], dtype=tl.int32)
     value = normalised(total.to(kind).to(tl.float32), heads, KEY_HEADS, KEY_DIM)
@@ -162,14 +182,20 @@ def _decays(
 
 
 @triton.jit
-def _inverted(system: tl.tensor, place: tl.tensor, CHUNK: tl.constexpr) -> tl.tensor:
-    """Return the inverse of a lower triangle with ones on its diagonal, given what is below that,
-    turned."""
-    solved = tl.where(place[:, None] == place[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):
-        factors = tl.sum(tl.where(place[None, :] == i, system, 0.0), axis=1)
-        known = tl.sum(factors[:, None] * solved, axis=0)
-        solved = tl.where(place[:, None] == i, solved - known[None, :], solved)
+def _inverted(
+    below: tl.tensor, place: tl.tensor, HALVES: tl.constexpr, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """Return the inverse of a lower triangle with ones on its diagonal, given what is below that.
+
+    The blocks on the diagonal are inverted from those of half their size, A and B, and the block C
+    below A: the new part of the inverse is -B^-1 C A^-1.
+    """
+    apart = place[:, None] ^ place[None, :]
+    solved = tl.where(apart == 0, 1.0, tl.where(apart == 1, -below, 0.0))
+    for half in range(1, HALVES):
+        block = tl.where(apart >> half == 1, below, 0.0)
+        moved = tl.dot(solved, block, input_precision=PRECISION)
+        solved -= tl.dot(moved, solved, input_precision=PRECISION)
     return solved
 
 
@@ -183,6 +209,7 @@ def _solve(
     chunks: tl.tensor,
     inverse: tl.tensor,
     scores: tl.tensor,
+    sums: tl.tensor,
     rate_stride: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -190,6 +217,7 @@ def _solve(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     number, head = tl.program_id(0), tl.program_id(1)
@@ -198,6 +226,7 @@ def _solve(
     row = tl.load(chunks + 2 * number + 1).to(tl.int64) + place
     there = row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)
     beta, total = _decays(rates, decay, shift, row, there, head, rate_stride, VALUE_HEADS)
+    tl.store(sums + row * VALUE_HEADS + head, total, mask=there)
     key = tl.arange(0, KEYS)
     width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     keyed = mixed + row[:, None] * width + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
@@ -211,26 +240,22 @@ def _solve(
     kind = inverse.dtype.element_ty
     at = (row[:, None] * VALUE_HEADS + head) * CHUNK + place[None, :]
     tl.store(scores + at, tl.where(later, seen, 0.0).to(kind), mask=there[:, None])
-    # Column i has what token i corrects for each token j before it: the system, turned.
-    before = place[:, None] < place[None, :]
-    since = tl.exp(tl.where(before, total[None, :] - total[:, None], 0.0))
-    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * since * beta[None, :]
-    solved = _inverted(tl.where(before, system, 0.0), place, CHUNK)
+    # Row i has what token i corrects for each token before it.
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
+    below = tl.where(place[:, None] > place[None, :], system, 0.0)
+    solved = _inverted(below, place, HALVES, PRECISION) * beta[None, :]
     tl.store(inverse + at, solved.to(kind), mask=there[:, None])
 
 
 @triton.jit
 def _scan(
     mixed: tl.tensor,
-    rates: tl.tensor,
-    decay: tl.tensor,
-    shift: tl.tensor,
     segments: tl.tensor,
     inverse: tl.tensor,
     scores: tl.tensor,
+    sums: tl.tensor,
     rule: tl.tensor,
     out: tl.tensor,
-    rate_stride: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -258,8 +283,9 @@ def _scan(
     for first in range(0, count, CHUNK):
         there = first + place < count
         row = begun + first + place
-        beta, total = _decays(rates, decay, shift, row, there, head, rate_stride, VALUE_HEADS)
-        since, end = tl.exp(total)[:, None], tl.sum(tl.where(place == CHUNK - 1, total, 0.0))
+        total = tl.load(sums + row * VALUE_HEADS + head, mask=there, other=0.0)
+        last = begun + tl.minimum(first + CHUNK, count) - 1
+        since, end = tl.exp(total)[:, None], tl.load(sums + last * VALUE_HEADS + head)
         inside = there[:, None] & some_keys[None, :]
         start = mixed + row[:, None] * width
         q = tl.load(start + keyed, mask=inside, other=0.0)
@@ -270,15 +296,14 @@ def _scan(
         seen = tl.load(scores + at, mask=there[:, None], other=0.0)
         narrow = state.to(kind)
         known = since * tl.dot(k, narrow, input_precision=PRECISION)
-        wanted = ((v.to(tl.float32) - known) * beta[:, None]).to(kind)
-        correction = tl.dot(solved, wanted, input_precision=PRECISION).to(kind)
+        wanted = (v.to(tl.float32) - known).to(kind)
+        correction = tl.dot(solved, wanted, input_precision=PRECISION)
         read = since * tl.dot(q, narrow, input_precision=PRECISION)
-        read += tl.dot(seen, correction, input_precision=PRECISION)
+        read = tl.dot(seen, correction.to(kind), read, input_precision=PRECISION)
         target = out + row[:, None] * VALUE_HEADS * VALUE_DIM + head * VALUE_DIM + column[None, :]
         tl.store(target, read.to(kind), mask=there[:, None] & some_values[None, :])
-        left = (k.to(tl.float32) * tl.exp(end - total)[:, None]).to(kind)
-        added = tl.dot(tl.trans(left), correction, input_precision=PRECISION)
-        state = state * tl.exp(end) + added
+        left = (correction * tl.exp(end - total)[:, None]).to(kind)
+        state = tl.dot(tl.trans(k), left, state * tl.exp(end), input_precision=PRECISION)
     tl.store(place_in + tl.load(segment + 2).to(tl.int64) * size, state, mask=held)
     save = tl.load(segment + 5).to(tl.int64)
     tl.store(place_in + save * size, state, mask=held & (save >= 0))
@@ -289,7 +314,7 @@ def prompt_pass(
     rates: Tensor,
     layer: LinearLayer,
     prompts: Sequence[PromptStates],
-    room: tuple[Tensor, Tensor, Tensor],
+    room: PromptRoom,
     out: Tensor,
 ) -> None:
     """`out` [T, value_size] = linear attention of the prompts' rows, whose states move on.
@@ -299,12 +324,11 @@ def prompt_pass(
         rates: See there.
         layer: See there.
         prompts: The rows, in parts that follow each other.
-        room: Room for convolved rows, [T, mixed_size], and for what chunks are solved with, twice
-            [T, value_heads * CHUNK].
+        room: Room for what the kernels hand each other.
         out: Written.
     """
     for part in prompts:
-        _convolve_prompts(x, layer, part, room[0])
+        _convolve_prompts(x, layer, part, room.mixed)
         _move_states(rates, layer, part, room, out)
     gate_heads(out, x, layer)
 
@@ -326,22 +350,22 @@ def _move_states(
     rates: Tensor,
     layer: LinearLayer,
     prompts: PromptStates,
-    room: tuple[Tensor, Tensor, Tensor],
+    room: PromptRoom,
     out: Tensor,
 ) -> None:
-    """Move the states of the rule over the convolved rows, `room[0]`; see `prompt_pass`."""
-    parameters, delta, (mixed, inverse, scores) = layer.parameters, layer.delta, room
+    """Move the states of the rule over the convolved rows, `room.mixed`; see `prompt_pass`."""
+    parameters, delta = layer.parameters, layer.delta
     keys, values = max(16, power_of_2(delta.key_dim)), power_of_2(delta.value_dim)
-    single = mixed.element_size() == 4
+    single = room.mixed.element_size() == 4
     shape = {**layer.shape, "KEYS": keys}
-    last = {"CHUNK": CHUNK, "PRECISION": "tf32x3" if single else "tf32"}
-    given = mixed, rates, parameters.decay, parameters.shift, prompts.segments
-    solved = *given, prompts.chunks, inverse, scores, rates.stride(0)
+    precision = {"PRECISION": "tf32x3" if single else "tf32"}
+    mixed, *solved = room
+    given = mixed, rates, parameters.decay, parameters.shift, *prompts, *solved, rates.stride(0)
     grid = len(prompts.chunks), delta.value_heads
-    launch(_solve, grid, *solved, **shape, **last, num_warps=4)
+    launch(_solve, grid, *given, **shape, CHUNK=CHUNK, HALVES=_HALVES, **precision, num_warps=4)
     columns = max(16, min(_COLUMNS, values))
-    scanned = *given, inverse, scores, layer.rule, out, rates.stride(0)
     parts = -(-delta.value_dim // columns), delta.value_heads, len(prompts.segments)
     stages = 1 if single else 2  # tiles of float32 fill the shared memory
-    tile = {**shape, "COLUMNS": columns, **last}
+    tile = {**shape, "COLUMNS": columns, "CHUNK": CHUNK, **precision}
+    scanned = mixed, prompts.segments, *solved, layer.rule, out
     launch(_scan, parts, *scanned, **tile, num_warps=4, num_stages=stages)

@@ -10,7 +10,7 @@ from torch import Tensor
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
 from twolane.kernels.delta_rule.decode import decode_step
-from twolane.kernels.delta_rule.prefill import PromptStates, prompt_pass
+from twolane.kernels.delta_rule.prefill import PromptRoom, PromptStates, prompt_pass
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.pool import Pool, WrittenPool
 from twolane.kernels.prefill_attention.batch import NewKV
@@ -106,9 +106,9 @@ class MixedRows(PromptRows):
             taps, kept = self.decoder.convolution(layer, states)
             convolve_prompts(buffers.x, taps, kept, self.prompts, buffers.out)
             return
-        x, rates, mixed, inverse, scores, out = buffers
-        linear, room = self.decoder.linear(layer, states), (mixed, inverse, scores)
-        prompt_pass(x, rates, linear, self.prompts, room, out)
+        x, rates, *room, out = buffers
+        linear = self.decoder.linear(layer, states)
+        prompt_pass(x, rates, linear, self.prompts, PromptRoom(*room), out)
 
     @property
     def decoding(self) -> int:
