@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -259,6 +260,44 @@ def launch_lora(dtype: torch.dtype, rank: int, counts: tuple[int, ...]) -> None:
         lora.expand_silu(matrices, tiles, gate_up, act)
 
 
+def launch_linear_attention(dtype: torch.dtype) -> None:
+    """Of Qwen3.5-35B-A3B."""
+    from twolane.kernels import fused
+    from twolane.kernels.delta_rule.convolution import PromptStates
+    from twolane.kernels.delta_rule.decode import LinearLayer, decode_step
+    from twolane.kernels.delta_rule.prefill import CHUNK, PromptRoom, prompt_pass
+    from twolane.kernels.delta_rule.rule import DeltaRule
+
+    fused._early = lambda device: True  # as on Hopper
+
+    delta = DeltaRule(16, 32, 128, 128, 4)
+    wide, solved = torch.empty(delta.value_heads), delta.value_heads * CHUNK
+    taps, norm = torch.empty(delta.mixed_size, 4, dtype=dtype), torch.empty(128, dtype=dtype)
+    parameters = SimpleNamespace(conv=taps, decay=wide, shift=wide, norm=norm)
+    states = torch.empty(2, 3, delta.mixed_size, dtype=dtype), torch.empty(2, 32, 128, 128)
+    layer = LinearLayer(parameters, delta, *states, 1e-6)
+    widths = delta.projected, 64, delta.mixed_size, delta.value_size, solved, solved
+    x, rates, mixed, out, *rest = (torch.empty(2, width, dtype=dtype) for width in widths)
+    ints = torch.zeros(2, dtype=torch.int32)
+    decode_step(x, rates, layer, ints, ints, mixed, out)
+    room = PromptRoom(mixed, *rest, torch.empty(2, 32))
+    prompts = PromptStates(torch.zeros(2, 6, dtype=torch.int32), ints.view(1, 2))
+    prompt_pass(x, rates, layer, [prompts], room, out)
+
+
+def launch_convolution(dtype: torch.dtype) -> None:
+    """Of LFM2-1.2B."""
+    from twolane.kernels.delta_rule.convolution import PromptStates
+    from twolane.kernels.short_convolution import convolve_prompts, convolve_step
+
+    x, out = (torch.empty(2, n, dtype=dtype) for n in (3 * 2048, 2048))
+    taps, kept = torch.empty(2048, 3, dtype=dtype), torch.empty(2, 2, 2048, dtype=dtype)
+    ints = torch.zeros(2, dtype=torch.int32)
+    convolve_step(x, taps, kept, ints, ints, out)
+    prompts = PromptStates(torch.zeros(2, 6, dtype=torch.int32), ints.view(1, 2))
+    convolve_prompts(x, taps, kept, [prompts], out)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     launch_prefill(torch.bfloat16, 128)
@@ -267,6 +306,8 @@ if __name__ == "__main__":
     launch_routing(torch.bfloat16)
     if "--full" in sys.argv:
         launch_fused(torch.bfloat16)
+        launch_linear_attention(torch.bfloat16)
+        launch_convolution(torch.bfloat16)
         launch_lora(torch.bfloat16, 16, (64,))
         launch_sampler(torch.bfloat16, 151_936, 1024)
         launch_grouped(torch.float8_e4m3fn)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
+from twolane.kernels.delta_rule.convolution import PromptStates
 from twolane.kernels.delta_rule.decode import LinearLayer, decode_step
 from twolane.kernels.delta_rule.prefill import (
     CHUNK,
     PromptRoom,
-    PromptStates,
     prompt_lists,
     prompt_pass,
 )

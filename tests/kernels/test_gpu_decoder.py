@@ -11,7 +11,8 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import HYBRIDS, make_checkpoint
 from tests.model.passes import cost_of, distance
 from twolane.kernels.decode_attention.dispatch import decode_scratch
-from twolane.kernels.delta_rule.prefill import PromptStates, prompt_lists
+from twolane.kernels.delta_rule.convolution import PromptStates
+from twolane.kernels.delta_rule.prefill import prompt_lists
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows

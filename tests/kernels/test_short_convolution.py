@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
-from twolane.kernels.delta_rule.prefill import CHUNK, PromptStates, prompt_lists
+from twolane.kernels.delta_rule.convolution import PromptStates
+from twolane.kernels.delta_rule.prefill import CHUNK, prompt_lists
 from twolane.kernels.short_convolution import convolve_prompts, convolve_step
 from twolane.lanes.work import PromptRow
 from twolane.model.linear_attention import SequenceStates, StateRows, convolve

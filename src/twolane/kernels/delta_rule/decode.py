@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from twolane.kernels.delta_rule.convolution import convolved_token
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.kernels.fused import launch_options, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
@@ -95,25 +96,17 @@ def _convolve_step(
     dim = tl.arange(0, BLOCK)[None, :]
     channel, inside = channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
     inside &= head < 2 * KEY_HEADS + VALUE_HEADS
-    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     if tl.load(lengths + row) <= 0:
         return
-    kept = conv + tl.load(slots + row).to(tl.int64) * (TAPS - 1) * width + channel
     new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
-    weight = tl.load(taps + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
-    total = new.to(tl.float32) * weight.to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        before = tl.load(kept + tap * width, mask=inside, other=0.0)
-        weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
-        total += before.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:
-            tl.store(kept + (tap - 1) * width, before, mask=inside)
-    tl.store(kept + (TAPS - 2) * width, new, mask=inside)
-    value = normalised(total.to(new.dtype).to(tl.float32), head, KEY_HEADS, KEY_DIM)
-    tl.store(mixed + row * width + channel, value.to(new.dtype), mask=inside)
+    kept = conv + tl.load(slots + row).to(tl.int64) * (TAPS - 1) * WIDTH
+    value = convolved_token(new, taps, kept, channel, inside, WIDTH, TAPS)
+    value = normalised(value, head, KEY_HEADS, KEY_DIM).to(new.dtype)
+    tl.store(mixed + row * WIDTH + channel, value, mask=inside)
 
 
 @triton.jit

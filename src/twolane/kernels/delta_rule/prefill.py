@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twolane.kernels.delta_rule.convolution import PromptStates, convolved_chunk, keep_inputs
 from twolane.kernels.delta_rule.decode import (
     LinearLayer,
     channels,
@@ -31,18 +32,6 @@ _HALVES = CHUNK.bit_length() - 1
 """How often a chunk can be halved."""
 _COLUMNS = 32
 """Columns of a state that one program has."""
-_CHANNELS = 1024
-"""Channels whose last inputs one program keeps."""
-
-
-class PromptStates(NamedTuple):
-    """Parts of sequences that can be computed side by side, on the device."""
-
-    segments: Tensor
-    """First row, number of rows, slot, whether the sequence begins here, where the states are that
-    it begins with, and where they are saved (-1: nowhere) of each; int32 [S, 6]."""
-    chunks: Tensor
-    """Segment and first row of each chunk, int32 [C, 2]."""
 
 
 class PromptRoom(NamedTuple):
@@ -100,66 +89,17 @@ def _convolve(
 ) -> None:
     number, head = tl.program_id(0), tl.program_id(1)
     segment = segments + 6 * tl.load(chunks + 2 * number)
-    begun = tl.load(segment).to(tl.int64)
     first = tl.load(chunks + 2 * number + 1).to(tl.int64)
-    row = first + tl.arange(0, CHUNK)
-    there = row < begun + tl.load(segment + 1)
-    channel, some = channels(head, tl.arange(0, BLOCK), KEY_HEADS, KEY_DIM, VALUE_DIM)
-    width = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    total = tl.zeros([CHUNK, BLOCK], dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = row - (TAPS - 1 - tap)
-        new = (there & (source >= begun))[:, None] & some[None, :]
-        place = x + source[:, None] * x_stride + channel[None, :]
-        value = tl.load(place, mask=new, other=0.0).to(tl.float32)
-        weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
-        total += value * weight[None, :]
-    if (first < begun + TAPS - 1) & (tl.load(segment + 3) == 0):
-        known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * width
-        for tap in tl.static_range(TAPS - 1):
-            source = row - begun - (TAPS - 1 - tap)
-            old = (there & (source < 0))[:, None] & some[None, :]
-            place = known + (TAPS - 1 + source)[:, None] * width + channel[None, :]
-            value = tl.load(place, mask=old, other=0.0).to(tl.float32)
-            weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
-            total += value * weight[None, :]
-    kind = mixed.dtype.element_ty
+    row = first + tl.arange(0, CHUNK)[:, None]
+    there = row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)
+    dim = tl.arange(0, BLOCK)[None, :]
+    channel, some = channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    given = x, taps, conv, segment, first, channel, some, x_stride
+    value = convolved_chunk(*given, WIDTH, TAPS, False, CHUNK, BLOCK)
     heads = head + tl.zeros([CHUNK, 1], dtype=tl.int32)
-    value = normalised(total.to(kind).to(tl.float32), heads, KEY_HEADS, KEY_DIM)
-    place = mixed + row[:, None] * width + channel[None, :]
-    tl.store(place, value.to(kind), mask=there[:, None] & some[None, :])
-
-
-@triton.jit
-def _keep_inputs(
-    x: tl.tensor,
-    conv: tl.tensor,
-    segments: tl.tensor,
-    x_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-) -> None:
-    segment = segments + 6 * tl.program_id(0)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < WIDTH
-    begun, count = tl.load(segment).to(tl.int64), tl.load(segment + 1)
-    known = conv + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * WIDTH + channel
-    kept = conv + tl.load(segment + 2).to(tl.int64) * (TAPS - 1) * WIDTH + channel
-    save = tl.load(segment + 5).to(tl.int64)
-    saved = conv + save * (TAPS - 1) * WIDTH + channel
-    goes_on = tl.load(segment + 3) == 0
-    for tap in tl.static_range(TAPS - 1):  # what is read lies behind what was written
-        source = count - (TAPS - 1) + tap
-        new = tl.load(
-            x + (begun + source) * x_stride + channel, mask=inside & (source >= 0), other=0.0
-        )
-        old = tl.load(
-            known + (TAPS - 1 + source) * WIDTH, mask=inside & (source < 0) & goes_on, other=0.0
-        )
-        value = tl.where(source >= 0, new, old)
-        tl.store(kept + tap * WIDTH, value, mask=inside)
-        tl.store(saved + tap * WIDTH, value, mask=inside & (save >= 0))
+    value = normalised(value, heads, KEY_HEADS, KEY_DIM).to(mixed.dtype.element_ty)
+    tl.store(mixed + row * WIDTH + channel, value, mask=there & some)
 
 
 @triton.jit
@@ -341,9 +281,7 @@ def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixe
     sizes = {"TAPS": delta.taps, "CHUNK": CHUNK, "BLOCK": block}
     grid = len(prompts.chunks), 2 * delta.key_heads + delta.value_heads
     launch(_convolve, grid, *taken, **layer.shape, **sizes, num_warps=8)
-    kept = {"WIDTH": delta.mixed_size, "TAPS": delta.taps, "CHANNELS": _CHANNELS}
-    grid = len(prompts.segments), -(-delta.mixed_size // _CHANNELS)
-    launch(_keep_inputs, grid, x, layer.conv, prompts.segments, x.stride(0), **kept, num_warps=4)
+    keep_inputs(x, layer.conv, prompts.segments, gated=False)
 
 
 def _move_states(

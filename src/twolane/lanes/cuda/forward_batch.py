@@ -9,8 +9,9 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
+from twolane.kernels.delta_rule.convolution import PromptStates
 from twolane.kernels.delta_rule.decode import decode_step
-from twolane.kernels.delta_rule.prefill import PromptRoom, PromptStates, prompt_pass
+from twolane.kernels.delta_rule.prefill import PromptRoom, prompt_pass
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.pool import Pool, WrittenPool
 from twolane.kernels.prefill_attention.batch import NewKV

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from twolane.devices import LaneName
-from twolane.kernels.delta_rule.prefill import PromptStates, prompt_lists
+from twolane.kernels.delta_rule.convolution import PromptStates
+from twolane.kernels.delta_rule.prefill import prompt_lists
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts
