@@ -272,7 +272,7 @@ def launch_linear_attention(dtype: torch.dtype) -> None:
 
     delta = DeltaRule(16, 32, 128, 128, 4)
     wide, solved = torch.empty(delta.value_heads), delta.value_heads * CHUNK
-    taps, norm = torch.empty(delta.mixed_size, 4, dtype=dtype), torch.empty(128, dtype=dtype)
+    taps, norm = torch.empty(4, delta.mixed_size, dtype=dtype).t(), torch.empty(128, dtype=dtype)
     parameters = SimpleNamespace(conv=taps, decay=wide, shift=wide, norm=norm)
     states = torch.empty(2, 3, delta.mixed_size, dtype=dtype), torch.empty(2, 32, 128, 128)
     layer = LinearLayer(parameters, delta, *states, 1e-6)
@@ -291,7 +291,7 @@ def launch_convolution(dtype: torch.dtype) -> None:
     from twolane.kernels.short_convolution import convolve_prompts, convolve_step
 
     x, out = (torch.empty(2, n, dtype=dtype) for n in (3 * 2048, 2048))
-    taps, kept = torch.empty(2048, 3, dtype=dtype), torch.empty(2, 2, 2048, dtype=dtype)
+    taps, kept = torch.empty(3, 2048, dtype=dtype).t(), torch.empty(2, 2, 2048, dtype=dtype)
     ints = torch.zeros(2, dtype=torch.int32)
     convolve_step(x, taps, kept, ints, ints, out)
     prompts = PromptStates(torch.zeros(2, 6, dtype=torch.int32), ints.view(1, 2))

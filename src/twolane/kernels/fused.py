@@ -44,9 +44,10 @@ def _early(device: torch.device) -> bool:
     """Return whether kernels are launched early there, with `EARLY`.
 
     Such a kernel may run while earlier ones do, back to the last that was launched plainly
-    (in a decode step, `embed`). So until it has waited for them it writes nothing, and reads only
-    what none of them writes: weights, lengths, slots, positions, page tables, tokens of the KV pool
-    that an earlier step wrote. Every program waits, since later kernels rely on it.
+    (in a decode step, `embed`). So until it has waited for them it writes nothing that they read,
+    and reads only what none of them writes: weights, lengths, slots, positions, page tables, tokens
+    of the KV pool and states that an earlier step wrote. Every program waits, since later kernels
+    rely on it.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 

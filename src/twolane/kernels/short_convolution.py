@@ -10,13 +10,12 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from twolane.kernels.delta_rule.convolution import (
     PromptStates,
     convolved_chunk,
     convolved_token,
-    inputs_at,
     keep_inputs,
 )
 from twolane.kernels.delta_rule.prefill import CHUNK
@@ -35,6 +34,8 @@ def _step(
     slots: tl.tensor,
     lengths: tl.tensor,
     out: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,15 +46,13 @@ def _step(
     inside = channel < WIDTH
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
-    if tl.load(lengths + row) <= 0:
-        return
-    place = x + row * 3 * WIDTH + channel
-    new = inputs_at(place, inside, WIDTH, True)
+    inside &= tl.load(lengths + row) > 0
     own = kept + tl.load(slots + row).to(tl.int64) * (TAPS - 1) * WIDTH
-    value = convolved_token(new, taps, own, channel, inside, WIDTH, TAPS)
+    place = x + row * 3 * WIDTH + channel
+    given = place, taps, own, channel, inside, channel_stride, tap_stride
+    value = convolved_token(*given, WIDTH, TAPS, True, EARLY)
     after = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + channel, (after * value).to(new.dtype), mask=inside)
+    tl.store(out + row * WIDTH + channel, (after * value).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -64,6 +63,8 @@ def _chunk(
     segments: tl.tensor,
     chunks: tl.tensor,
     out: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -76,7 +77,7 @@ def _chunk(
     first = tl.load(chunks + 2 * number + 1).to(tl.int64)
     row = first + tl.arange(0, CHUNK)[:, None]
     there = (row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)) & inside
-    given = x, taps, kept, segment, first, channel, inside, 3 * WIDTH
+    given = x, taps, kept, segment, first, channel, inside, 3 * WIDTH, channel_stride, tap_stride
     value = convolved_chunk(*given, WIDTH, TAPS, True, CHUNK, BLOCK)
     after = tl.load(x + row * 3 * WIDTH + WIDTH + channel, mask=there, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + channel, (after * value).to(out.dtype.element_ty), mask=there)
@@ -98,7 +99,9 @@ def convolve_step(
     width, count = taps.shape
     constants = {"WIDTH": width, "TAPS": count, "BLOCK": _CHANNELS, **launch_options(x.device)}
     grid = len(x), -(-width // _CHANNELS)
-    launch(_step, grid, x, taps, kept, slots, lengths, out, **constants, num_warps=4)
+    launch(
+        _step, grid, x, taps, kept, slots, lengths, out, *taps.stride(), **constants, num_warps=4
+    )
 
 
 def convolve_prompts(
@@ -114,5 +117,6 @@ def convolve_prompts(
     sizes, tile = {"WIDTH": width, "TAPS": count}, {"CHUNK": CHUNK, "BLOCK": _CHUNK_CHANNELS}
     for part in prompts:
         grid = len(part.chunks), -(-width // _CHUNK_CHANNELS)
-        launch(_chunk, grid, x, taps, kept, *part, out, **sizes, **tile, num_warps=4)
+        given = x, taps, kept, *part, out, *taps.stride()
+        launch(_chunk, grid, *given, **sizes, **tile, num_warps=4)
         keep_inputs(x, kept, part.segments, gated=True)

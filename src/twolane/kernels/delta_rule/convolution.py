@@ -10,6 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from twolane.kernels.runtime.launch import launch
 
@@ -40,27 +41,50 @@ def inputs_at(
 
 
 @triton.jit
+def _weight(
+    taps: tl.tensor,
+    tap: tl.constexpr,
+    channel: tl.tensor,
+    some: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
+) -> tl.tensor:
+    """Return one tap of some channels."""
+    place = taps + channel * channel_stride + tap * tap_stride
+    return tl.load(place, mask=some, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def convolved_token(
-    new: tl.tensor,
+    place: tl.tensor,
     taps: tl.tensor,
     kept: tl.tensor,
     channel: tl.tensor,
     inside: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
+    GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> tl.tensor:
-    """Return the convolution of one new input of each channel, which the slot at `kept` keeps
-    instead of the oldest one."""
+    """Return the convolution of one new input of each channel, at `place`, which the slot at `kept`
+    keeps instead of the oldest one. No kernel of a step but this one touches what a slot keeps, so
+    that is moved before earlier kernels have ended."""
     own = kept + channel
-    weight = tl.load(taps + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
-    total = new.to(tl.float32) * weight.to(tl.float32)
+    total = tl.zeros(channel.shape, dtype=tl.float32)
     for tap in tl.static_range(TAPS - 1):
         old = tl.load(own + tap * WIDTH, mask=inside, other=0.0)
-        weight = tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
-        total += old.to(tl.float32) * weight.to(tl.float32)
+        weight = _weight(taps, tap, channel, inside, channel_stride, tap_stride)
+        total += old.to(tl.float32) * weight
         if tap > 0:
             tl.store(own + (tap - 1) * WIDTH, old, mask=inside)
+    weight = _weight(taps, TAPS - 1, channel, inside, channel_stride, tap_stride)
+    if EARLY:
+        gdc_wait()
+    new = inputs_at(place, inside, WIDTH, GATED)
     tl.store(own + (TAPS - 2) * WIDTH, new, mask=inside)
+    total += new.to(tl.float32) * weight
     return total.to(new.dtype).to(tl.float32)
 
 
@@ -74,6 +98,8 @@ def convolved_chunk(
     channel: tl.tensor,
     some: tl.tensor,
     x_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     GATED: tl.constexpr,
@@ -89,7 +115,7 @@ def convolved_chunk(
         source = row - (TAPS - 1 - tap)
         place = x + source * x_stride + channel
         value = inputs_at(place, there & (source >= begun), WIDTH, GATED).to(tl.float32)
-        weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
+        weight = _weight(taps, tap, channel, some, channel_stride, tap_stride)
         total += value * weight
     if (first < begun + TAPS - 1) & (tl.load(segment + 3) == 0):
         known = kept + tl.load(segment + 4).to(tl.int64) * (TAPS - 1) * WIDTH + channel
@@ -97,7 +123,7 @@ def convolved_chunk(
             source = row - begun - (TAPS - 1 - tap)
             place = known + (TAPS - 1 + source) * WIDTH
             value = tl.load(place, mask=there & (source < 0), other=0.0).to(tl.float32)
-            weight = tl.load(taps + channel * TAPS + tap, mask=some, other=0.0).to(tl.float32)
+            weight = _weight(taps, tap, channel, some, channel_stride, tap_stride)
             total += value * weight
     return total.to(x.dtype.element_ty).to(tl.float32)
 

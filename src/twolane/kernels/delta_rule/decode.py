@@ -82,6 +82,8 @@ def _convolve_step(
     lengths: tl.tensor,
     mixed: tl.tensor,
     x_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -99,13 +101,11 @@ def _convolve_step(
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     if EARLY:
         gdc_launch_dependents()
-        gdc_wait()
-    if tl.load(lengths + row) <= 0:
-        return
-    new = tl.load(x + row * x_stride + channel, mask=inside, other=0.0)
+    inside &= tl.load(lengths + row) > 0
     kept = conv + tl.load(slots + row).to(tl.int64) * (TAPS - 1) * WIDTH
-    value = convolved_token(new, taps, kept, channel, inside, WIDTH, TAPS)
-    value = normalised(value, head, KEY_HEADS, KEY_DIM).to(new.dtype)
+    given = x + row * x_stride + channel, taps, kept, channel, inside, channel_stride, tap_stride
+    value = convolved_token(*given, WIDTH, TAPS, False, EARLY)
+    value = normalised(value, head, KEY_HEADS, KEY_DIM).to(mixed.dtype.element_ty)
     tl.store(mixed + row * WIDTH + channel, value, mask=inside)
 
 
@@ -150,15 +150,17 @@ def _rule_step(
     row = tl.program_id(2).to(tl.int64)
     key, value = tl.arange(0, KEYS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     some_keys, some_values = key < KEY_DIM, value < VALUE_DIM
-    inside = some_keys[:, None] & some_values[None, :]
     if EARLY:
         gdc_launch_dependents()
+    length, slot = tl.load(lengths + row), tl.load(slots + row).to(tl.int64)
+    inside = some_keys[:, None] & some_values[None, :] & (length > 0)
+    place = rule + (slot * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    place = place + key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(place, mask=inside, other=0.0)
+    if EARLY:
         gdc_wait()
-    if tl.load(lengths + row) <= 0:
+    if length <= 0:
         return
-    place = (tl.load(slots + row).to(tl.int64) * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    place = rule + place + key[:, None] * VALUE_DIM + value[None, :]
-    state = tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
     start = mixed + row * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM)
     keyed = start + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     q = tl.load(keyed, mask=some_keys, other=0.0).to(tl.float32)
@@ -250,7 +252,8 @@ def decode_step(
     keys, values = power_of_2(delta.key_dim), power_of_2(delta.value_dim)
     heads, block = 2 * delta.key_heads + delta.value_heads, max(keys, values)
     rows, early = (slots, lengths), launch_options(x.device)
-    taken = x, parameters.conv, conv, *rows, mixed, x.stride(0)
+    taps = parameters.conv
+    taken = x, taps, conv, *rows, mixed, x.stride(0), *taps.stride()
     tile = {"TAPS": delta.taps, "HEADS": _HEADS, "BLOCK": block, **early}
     grid, width = (len(x), -(-heads // _HEADS)), warps(_HEADS * block)
     launch(_convolve_step, grid, *taken, **layer.shape, **tile, num_warps=width)
@@ -258,7 +261,7 @@ def decode_step(
     moved = mixed, rates, parameters.decay, parameters.shift, rule, *rows, out, rates.stride(0)
     tile = {"KEYS": keys, "COLUMNS": columns, **early}
     parts = -(-delta.value_dim // columns), delta.value_heads, len(x)
-    width = min(4, warps(keys * columns))
+    width = min(2, warps(keys * columns))
     launch(_rule_step, parts, *moved, **layer.shape, **tile, num_warps=width)
     gate_heads(out, x, layer)
 

@@ -79,6 +79,8 @@ def _convolve(
     chunks: tl.tensor,
     mixed: tl.tensor,
     x_stride: tl.tensor,
+    channel_stride: tl.tensor,
+    tap_stride: tl.tensor,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -95,7 +97,7 @@ def _convolve(
     dim = tl.arange(0, BLOCK)[None, :]
     channel, some = channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    given = x, taps, conv, segment, first, channel, some, x_stride
+    given = x, taps, conv, segment, first, channel, some, x_stride, channel_stride, tap_stride
     value = convolved_chunk(*given, WIDTH, TAPS, False, CHUNK, BLOCK)
     heads = head + tl.zeros([CHUNK, 1], dtype=tl.int32)
     value = normalised(value, heads, KEY_HEADS, KEY_DIM).to(mixed.dtype.element_ty)
@@ -123,19 +125,25 @@ def _decays(
 
 @triton.jit
 def _inverted(
-    below: tl.tensor, place: tl.tensor, HALVES: tl.constexpr, PRECISION: tl.constexpr
+    below: tl.tensor,
+    place: tl.tensor,
+    kind: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Return the inverse of a lower triangle with ones on its diagonal, given what is below that.
 
     The blocks on the diagonal are inverted from those of half their size, A and B, and the block C
-    below A: the new part of the inverse is -B^-1 C A^-1.
+    below A: the new part of the inverse is -B^-1 C A^-1. Keys of length 1 and rates of 1 at most
+    keep all numbers small, so products in float16 are as exact as in TF32.
     """
     apart = place[:, None] ^ place[None, :]
     solved = tl.where(apart == 0, 1.0, tl.where(apart == 1, -below, 0.0))
     for half in range(1, HALVES):
         block = tl.where(apart >> half == 1, below, 0.0)
-        moved = tl.dot(solved, block, input_precision=PRECISION)
-        solved -= tl.dot(moved, solved, input_precision=PRECISION)
+        known = solved.to(kind)
+        moved = tl.dot(known, block.to(kind), input_precision=PRECISION)
+        solved -= tl.dot(moved.to(kind), known, input_precision=PRECISION)
     return solved
 
 
@@ -183,7 +191,8 @@ def _solve(
     # Row i has what token i corrects for each token before it.
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
     below = tl.where(place[:, None] > place[None, :], system, 0.0)
-    solved = _inverted(below, place, HALVES, PRECISION) * beta[None, :]
+    exact: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
+    solved = _inverted(below, place, exact, HALVES, PRECISION) * beta[None, :]
     tl.store(inverse + at, solved.to(kind), mask=there[:, None])
 
 
@@ -277,7 +286,8 @@ def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixe
     """Write the convolved rows to `mixed`, and keep the last inputs; see `prompt_pass`."""
     delta, lists = layer.delta, (prompts.segments, prompts.chunks)
     block = power_of_2(max(delta.key_dim, delta.value_dim))
-    taken = x, layer.parameters.conv, layer.conv, *lists, mixed, x.stride(0)
+    taps = layer.parameters.conv
+    taken = x, taps, layer.conv, *lists, mixed, x.stride(0), *taps.stride()
     sizes = {"TAPS": delta.taps, "CHUNK": CHUNK, "BLOCK": block}
     grid = len(prompts.chunks), 2 * delta.key_heads + delta.value_heads
     launch(_convolve, grid, *taken, **layer.shape, **sizes, num_warps=8)

@@ -193,6 +193,11 @@ def _serves_eight_bits(device: torch.device, ranks: int, scheme: Scheme | None) 
     return device.type == "cpu" and ranks == 1 and scheme is None and int8.is_fast()
 
 
+def _by_tap(taps: Tensor) -> Tensor:
+    """Return taps [channels, taps] whose channels lie side by side, as kernels read them."""
+    return taps.t().contiguous().t()
+
+
 def _check_room(
     facts: ModelFacts, floats: torch.dtype, scheme: Scheme | None, ranks: int, eight_bits: bool
 ) -> None:
@@ -501,7 +506,7 @@ class _Loader:
         """Load the rank's taps of a short convolution."""
         taps = self._get(f"{prefix}.short_conv.conv.weight").squeeze(1)
         own = convolution_rows(self.shard).chunk(3)[0]
-        return taps[own.to(self.device)]
+        return _by_tap(taps[own.to(self.device)])
 
     def _state_projections(self, prefix: str) -> Matrix:
         """Load the rank's projections of queries, keys, values and gates of linear attention, or of
@@ -536,7 +541,7 @@ class _Loader:
         conv = self._get(f"{attention}.conv1d.weight").squeeze(1)
         return DeltaWeights(
             rates=rates.reordered(order.to(self.device)),
-            conv=conv[rows.mixed.to(self.device)],
+            conv=_by_tap(conv[rows.mixed.to(self.device)]),
             decay=-vector("A_log").exp(),
             shift=vector("dt_bias"),
             norm=self._get(f"{attention}.norm.weight"),
