@@ -1,6 +1,5 @@
 """What benchmarks share: figures held to a bar, steps of a start, CPU time of a process."""
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,5 +54,14 @@ class StartProgress:
 
 def cpu_seconds(pid: int) -> float:
     """Return the seconds of CPU time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(~pid << 3 | 2)  # CPUCLOCK_SCHED of the process, as libc makes it
+
+
+def api_cpu_seconds(pid: int, engine: str) -> tuple[float, float]:
+    """Return the CPU seconds of a server's main process, and of it and all below it but the one
+    that has `engine` among its arguments."""
+    own, among = cpu_seconds(pid), 0.0
+    for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()):
+        if engine.encode() not in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+            among += api_cpu_seconds(child, engine)[1]
+    return own, own + among

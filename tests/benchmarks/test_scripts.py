@@ -101,10 +101,11 @@ def test_every_file_of_results_has_a_record():
 
 def test_the_way_of_a_token_is_measured_without_an_engine(tmp_path):
     out = tmp_path / "delivery.json"
-    few = ("--rate", 40, "--prompts", 6, "--rounds", 1, "--step-ms", 2, "--playout-ms", 2)
-    run("delivery.py", *few, "--out", out, cwd=tmp_path)
+    few = ("--streams", 4, "--rounds", 1, "--step-ms", 4, "--playout-ms", 3, "--seconds", 1)
+    run("delivery.py", *few, "--kind", "logprobs", "--beside", 1, "--out", out, cwd=tmp_path)
     [found] = saved(out)["runs"]
-    assert found["tokens"] > 6
+    assert found["tokens"] > 40
+    assert 0 < found["api_cpu_us_per_token"] <= found["all_api_cpu_us_per_token"]
     assert 0 <= found["tbt_ms"]["p50"] <= found["tbt_ms"]["p99"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Output
-from twolane.frontend.delivery import QUIET_SECONDS, DeliveryQueue
+from twolane.frontend.delivery import GROUP_SECONDS, QUIET_SECONDS, DeliveryQueue
 
 
 def play(
@@ -25,7 +25,9 @@ def play(
             delivered.append((output, loop.time()))
             deliver(output)
 
-        await use(DeliveryQueue(note, lambda spread: None))
+        queue = DeliveryQueue(note, lambda spread: None)
+        await use(queue)
+        queue.close()
 
     asyncio.run(run())
     return delivered
@@ -66,6 +68,38 @@ def test_the_spread_of_late_deliveries_is_reported_once_a_second() -> None:
     assert lateness.counts[0] == 294
     assert sum(lateness.counts) == 300
     assert lateness.total == pytest.approx(6 * 0.04 + 294 * 0.00005)
+
+
+def test_a_part_of_very_many_deliveries_has_their_spread() -> None:
+    lateness, spreads = Lateness(), []
+    for i in range(100_000):
+        due = 10.0 + i / 20_000
+        spread = lateness.add(due, due + (0.04 if i % 50 == 7 else 0.00005))
+        spreads += [] if spread is None else [spread]
+    assert spreads == pytest.approx([0.03995] * 5)
+    assert sum(lateness.counts) == 100_000
+
+
+def test_those_due_at_almost_the_same_time_are_delivered_together() -> None:
+    """In one turn of the loop, at the end of their interval, so that none is early."""
+    log: list[str] = []
+
+    async def use(queue: DeliveryQueue) -> None:
+        first = (int(asyncio.get_running_loop().time() / GROUP_SECONDS) + 20) * GROUP_SECONDS
+        dues = [first + (i + 0.5) * GROUP_SECONDS / 8 for i in range(16)]
+        queue.add([output(f"{place}", due) for place, due in enumerate(dues)])
+        await asyncio.sleep(0.05)
+
+    def note(each: Output) -> None:
+        log.append(each.id)
+        asyncio.get_running_loop().call_soon(log.append, "turn")
+
+    delivered = play(use, note)
+    assert [each.id for each, _ in delivered] == [f"{place}" for place in range(16)]
+    assert all(each.due is not None and at >= each.due for each, at in delivered)
+    assert "turn" not in log[:8]
+    ninth = log.index("8")
+    assert "turn" not in log[ninth : ninth + 8]
 
 
 def test_outputs_without_a_due_time_are_not_late() -> None:

@@ -1,18 +1,29 @@
 """What a chat answer shows, where no server is needed to see it."""
 
 import json
+import re
 from itertools import chain
 
 import pytest
 
 from twolane.engine.messages import TokenLogprobs
+from twolane.frontend.answer_formats import FormatOptions, ModelFormats
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content
 from twolane.frontend.parsers.reasoning import ReasoningParser, ThinkingMarks
+from twolane.frontend.structured.tools import Tool
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.output_reader import Delta
+from twolane.server.http.events import event
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo, add_arguments
 from twolane.server.openai.logprobs import LogprobWriter, TokenPlace
+
+
+def calling():
+    template = "{{ tools }}<tool_call></think>"
+    asked = FormatOptions(tools=[Tool("f", None)])
+    form = ModelFormats(template, shows_tools=True).of(asked, "a")
+    return form.reader()
 
 
 def thinking():
@@ -63,6 +74,48 @@ def streamed(answer, index, news):
         for chunk in answer.chunks(Delta(index, text, [place], [0], finish))
     ]
     return [{**chunk["choices"][0], "usage": chunk.get("usage", "none")} for chunk in chunks]
+
+
+STREAMED = [
+    *("Well", "", ".</th", "ink>\n\n", "a", "\u2028\x85", '"b"', "<tool_", "call>", "\n{"),
+    *('"name": "f", "argu', 'ments": {"x": 1}}', "\n</tool_call>", "so", "\U0001f600", "end"),
+]
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"include_usage": True},
+        {"continuous_usage": True},
+        {"return_token_ids": True},
+        {"logprobs": True},
+        {"parsed": thinking, "include_usage": True, "reasoning_field": "reasoning"},
+        {"parsed": calling, "n": 2},
+        {"echo": Echo(["p"], True)},
+        {"echo": Echo(["p"], False)},
+    ],
+)
+def test_events_are_byte_for_byte_their_chunks(kind, options):
+    """Most events of a stream are not encoded anew: they differ in one text."""
+    direct, chunked = (texts(kind, ((1,),), **options) for _ in range(2))
+    chunked._head = direct._head
+    n = options.get("n", 1)
+    for place, text in enumerate(STREAMED):
+        for index in range(n):
+            entries = [TokenLogprobs(place, -1.0, 1, [(place, -1.0)])]
+            delta = Delta(
+                *(index, text, [place], [0], "stop" if place + 1 == len(STREAMED) else None),
+                logprobs=entries if "logprobs" in options else None,
+            )
+            made = b"".join(map(event, chunked.chunks(delta)))
+            assert masked(direct.events(delta)) == masked(made)
+
+
+def masked(events):
+    """Events without the ids of tool calls, which are random."""
+    return re.sub(rb"call_\w{24}", b"call", events)
 
 
 NEWS = [("a", None), ("b", "stop")]

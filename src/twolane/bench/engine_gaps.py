@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import msgspec
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from twolane.bench import http
@@ -26,6 +27,8 @@ HISTOGRAMS = (
 
 vLLM has the second from 0.11 on and the third, of the same gaps, before.
 """
+DUE = "twolane:due_gap_seconds"
+"""Name of the histogram of gaps as the engine's pacing wants them, before they are delivered."""
 TIMEOUT = 10.0
 """Seconds that a server may take to answer for its metrics."""
 TAIL = 0.99
@@ -40,6 +43,8 @@ class GapHistogram(msgspec.Struct, frozen=True):
     """Number of gaps that lasted at most the key, in seconds."""
     seconds: float
     """Sum of all gaps in seconds."""
+    due: "GapHistogram | None" = None
+    """The gaps between due times; None: the server has no such histogram."""
 
 
 async def look(base_url: str, headers: Mapping[str, str]) -> GapHistogram | None:
@@ -58,15 +63,20 @@ def parse(page: str) -> GapHistogram | None:
     name = next((name for name in HISTOGRAMS if name in families), None)
     if name is None:
         return None
+    due = _histogram(families[DUE]) if DUE in families else None
+    return msgspec.structs.replace(_histogram(families[name]), due=due)
+
+
+def _histogram(family: Metric) -> GapHistogram:
     counts: dict[float, float] = {}
     seconds = 0.0
-    for sample in families[name].samples:
+    for sample in family.samples:
         if sample.name.endswith("_bucket"):
             edge = float(sample.labels["le"])
             counts[edge] = counts.get(edge, 0.0) + sample.value
         elif sample.name.endswith("_sum"):
             seconds += sample.value
-    return GapHistogram(name, dict(sorted(counts.items())), seconds)
+    return GapHistogram(family.name, dict(sorted(counts.items())), seconds)
 
 
 def between(before: GapHistogram | None, after: GapHistogram | None) -> EngineGaps | None:
@@ -82,4 +92,5 @@ def between(before: GapHistogram | None, after: GapHistogram | None) -> EngineGa
         (low, high) for low, high in pairwise(edges) if counts[high] >= TAIL * count
     )
     mean = (after.seconds - before.seconds) / count
-    return EngineGaps(after.name, round(count), mean, above, within)
+    due = between(before.due, after.due)
+    return EngineGaps(after.name, round(count), mean, above, within, due)

@@ -7,6 +7,8 @@ WINDOW_SECONDS = 1.0
 """The spread is reported once in this many seconds."""
 LEAST_DELIVERIES = 100
 """A window with fewer deliveries than this reports nothing: its P99 would be its maximum."""
+MOST_KEPT = 4096
+"""Deliveries of a window above which only a part of them is sorted."""
 LATE_BUCKETS = (
     *(0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075),
     *(0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0),
@@ -23,6 +25,10 @@ class Lateness:
         self.total = 0.0
         """Sum over all deliveries in seconds."""
         self._window: list[float] = []
+        self._every = 1
+        """One delivery in this many of the window is kept."""
+        self._since = 0
+        """Number of deliveries of the window so far."""
         self._ends = 0.0
 
     def add(self, due: float, at: float) -> float | None:
@@ -35,12 +41,15 @@ class Lateness:
         Returns:
             Seconds (see `spread`); None while the window lasts, or if it had few deliveries.
         """
-        late = max(0.0, at - due)
+        late = at - due if at > due else 0.0
         self.counts[bisect_left(LATE_BUCKETS, late)] += 1
         self.total += late
         if at < self._ends:
-            self._window.append(late)
+            self._since += 1
+            if self._since % self._every == 0:
+                self._window.append(late)
             return None
+        self._every, self._since = 1 + self._since // MOST_KEPT, 0
         ended, self._window, self._ends = self._window, [late], at + WINDOW_SECONDS
         return spread(ended) if len(ended) >= LEAST_DELIVERIES else None
 

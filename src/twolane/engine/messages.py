@@ -162,7 +162,7 @@ class Times(msgspec.Struct, frozen=True):
     """First token to last."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class Output(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request; the last one of a request carries `finish`."""
 
     id: str

@@ -277,6 +277,7 @@ class EngineClient:
             if not ended:
                 log.error("the engine process %d was killed but still runs", self.process.pid)
                 self._watching.cancel()
+        self._delivery.close()
         self._pull.close()
         self._push.close()
         self._context.term()

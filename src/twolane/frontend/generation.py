@@ -48,9 +48,11 @@ class GenerationRefused(ValueError):
 class Observer(Protocol):
     """Observes every event of a generation; each answer has one ending."""
 
-    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
+    def tokens(
+        self, index: int, count: int, now: float, cached: int | None, due: float | None
+    ) -> None:
         """Handle new tokens of the answer; `cached` is the number of cached prompt tokens, with the
-        first ones."""
+        first ones, and `due` when pacing wanted them delivered, if it did."""
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
         """Handle the answer's last event; None: it was abandoned."""
@@ -206,7 +208,7 @@ class Generation:
     def _read(self, reader: OutputReader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)
         if delta.tokens and self._observer is not None:
-            self._observer.tokens(index, len(delta.tokens), now, output.cached)
+            self._observer.tokens(index, len(delta.tokens), now, output.cached, output.due)
         if reader.stopped and output.finish is None:
             self._engine.finish(self._open[index], reader.count)
         return delta

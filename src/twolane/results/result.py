@@ -179,6 +179,8 @@ class EngineGaps(msgspec.Struct, frozen=True):
     """Lower edge in seconds of the bucket that holds the P99."""
     within: float
     """Upper edge in seconds of that bucket; infinite in the last one."""
+    due: "EngineGaps | None" = None
+    """Gaps between the times at which the engine wanted tokens delivered, where it paces them."""
 
 
 class Energy(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from twolane import __version__
 from twolane.common.printable import printable
 from twolane.results.metrics import Distribution, Metrics, bound_words, bounded
 from twolane.results.provenance import json_bytes, provenance
-from twolane.results.result import BenchConfig, Energy, Result
+from twolane.results.result import BenchConfig, Energy, EngineGaps, Result
 from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
@@ -218,7 +218,11 @@ def _ours(result: Result) -> dict[str, object]:
         "interrupted": result.interrupted,
         **({} if result.simulated is None else {"simulated": result.simulated}),
         **({} if result.server is None else {"server": result.server}),
-        **({} if result.engine_gaps is None else {"engine_itl_ms": _engine_gaps(result)}),
+        **(
+            {}
+            if result.engine_gaps is None
+            else {"engine_itl_ms": _engine_gaps(result.engine_gaps)}
+        ),
         **({} if result.energy is None else {"energy": _energy(result.energy, metrics)}),
         "sent": metrics.sent,
         "total_cached_tokens": metrics.cached_tokens,
@@ -263,9 +267,7 @@ def _energy(energy: Energy, metrics: Metrics) -> dict[str, object]:
     }
 
 
-def _engine_gaps(result: Result) -> dict[str, object]:
-    gaps = result.engine_gaps
-    assert gaps is not None
+def _engine_gaps(gaps: EngineGaps) -> dict[str, object]:
     within = None if math.isinf(gaps.within) else gaps.within * 1e3
     return {
         "metric": gaps.metric,
@@ -273,6 +275,7 @@ def _engine_gaps(result: Result) -> dict[str, object]:
         "mean": gaps.mean * 1e3,
         "p99_above": gaps.above * 1e3,
         "p99_within": within,
+        **({} if gaps.due is None else {"due": _engine_gaps(gaps.due)}),
     }
 
 
@@ -345,11 +348,14 @@ def _latency_table(result: Result) -> Table:
         cells = (values.mean, values.median, values.std, *spread, values.max)
         table.add_row(name, *(_ms(cell) for cell in cells))
     if (gaps := result.engine_gaps) is not None:
-        table.caption = (
-            f"TBT in the server's engine: mean {_ms(gaps.mean)}, "
-            f"P99 above {_ms(gaps.above)} and within {_ms(gaps.within)}"
-        )
+        due = "" if gaps.due is None else f"as due {_bucket(gaps.due)}, "
+        client = _ms(metrics.tbt.percentiles.get(99.0))
+        table.caption = f"P99 of TBT: {due}as written {_bucket(gaps)}, at the client {client}"
     return table
+
+
+def _bucket(gaps: EngineGaps) -> str:
+    return f"{_ms(gaps.above)} to {_ms(gaps.within)}"
 
 
 def _slo_table(result: Result) -> Table:

@@ -98,6 +98,17 @@ class ByteVocabulary:
         self._added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_of = byte_alphabet()
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
+
+    def text_of(self, token: int) -> str | None:
+        """Return the text of `token`; None: its bytes alone are not valid text."""
+        try:
+            return self._texts[token]
+        except KeyError:
+            data = self.bytes_of(token)
+            text = data.decode(errors="ignore")
+            self._texts[token] = text if text.encode() == data else None
+            return self._texts[token]
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of `token`: none if it is hidden or beyond the vocabulary."""
@@ -132,11 +143,22 @@ class ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in prompt[-MAX_HELD_TOKENS:]:
             self._decoder.decode(vocabulary.bytes_of(token))
-        self._broken_off = bool(self._decoder.getstate()[0])
+        self._broken_off = self._holds = bool(self._decoder.getstate()[0])
+        """Whether the tokens so far, or those of the prompt, end within a character."""
         self.before = 0
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
+        if not self._holds:
+            text = self._vocabulary.text_of(token)
+            if text is not None:
+                self.before = 0
+                return text
+        text = self._step(token)
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
+
+    def _step(self, token: int) -> str:
         data, held = self._vocabulary.bytes_of(token), self._decoder.getstate()[0]
         breaks = held and data and not begins_character(held + data[:1])
         self.before = int(bool(breaks) and not self._broken_off)

@@ -136,10 +136,27 @@ class OutputReader:
         self._stops = StopStrings(options.stop, include=options.include_stop)
         gated = options.thinking if options.stop else None
         self._gate = None if gated is None else AnswerGate(gated)
+        self._searches = bool(options.stop)
         self._length = 0
 
     def read(self, output: Output) -> Delta:
         """Convert an output of the engine to a delta."""
+        if output.finish is None and not self._searches and len(output.tokens) == 1:
+            return self._read_one(output)
+        return self._read(output)
+
+    def _read_one(self, output: Output) -> Delta:
+        """Do what `_read` does with a token that ends nothing and completes no stop string."""
+        self.count += 1
+        text = self._detokenizer.step(output.tokens[0])
+        offset = self._length + self._detokenizer.before
+        self._length += len(text)
+        return Delta(
+            *(self._index, text, output.tokens, [offset], None, None, output.cached),
+            *(output.logprobs, output.prompt_logprobs, output.embedding),
+        )
+
+    def _read(self, output: Output) -> Delta:
         texts: list[str] = []
         offsets: list[int] = []
         stop: int | str | None = None

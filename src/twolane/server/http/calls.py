@@ -26,13 +26,14 @@ CLIENT_GONE = 499
 class CountedRequest(Protocol):
     """An admitted request in flight, until it ends. It ends once."""
 
-    def tokens(self, count: int, now: float, cached: int | None) -> None:
+    def tokens(self, count: int, now: float, cached: int | None, due: float | None = None) -> None:
         """Count tokens that arrived together.
 
         Args:
             count: number of new tokens.
             now: time of their arrival in seconds.
             cached: number of prompt tokens from the prefix cache, with the first tokens.
+            due: time at which pacing wanted them delivered, in seconds; None: at once.
         """
 
     def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:

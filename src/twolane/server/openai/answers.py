@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, repeat
 from typing import Literal
 
@@ -13,7 +14,7 @@ from twolane.engine.messages import FinishReason, TokenLogprobs
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.frontend.text.output_reader import CollectedAnswer, Delta
-from twolane.server.http.events import event
+from twolane.server.http.events import EventForm, event
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
 Kind = Literal["chat", "completion"]
@@ -97,6 +98,11 @@ class Answer:
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        varied = options.logprobs or options.return_token_ids or options.continuous_usage
+        self._plain = not (varied or self._echo_only)
+        """Whether the chunks within a stream differ in their text alone."""
+        self._forms: dict[tuple[int, str], EventForm] = {}
+        """Forms of such chunks by choice and field, once they are needed."""
 
     def whole(self) -> Json:
         """Return the complete answer."""
@@ -115,17 +121,49 @@ class Answer:
         self.choices[delta.index].add(delta)
         self._read(delta)
 
+    def events(self, delta: Delta) -> bytes:
+        """See `Answering.events`."""
+        first = self.choices[delta.index].add(delta)
+        within = self._plain and not first and delta.finish is None
+        if within and self._readers is None:
+            return self._form(delta.index, "content").event(delta.text)
+        pieces = self._read(delta)
+        if within:
+            match pieces:
+                case []:
+                    return b""
+                case [Content() as piece]:
+                    return self._form(delta.index, "content").event(piece.joined)
+                case [Reasoning(text)]:
+                    return self._form(delta.index, self._options.reasoning_field).event(text)
+        return b"".join(map(event, self._chunks(delta, pieces, first=first)))
+
+    def _form(self, index: int, field: str) -> EventForm:
+        """Return the form of chunks that only add text to a choice."""
+        form = self._forms.get((index, field))
+        if form is None:
+            make = partial(self._adding, index, field)
+            form = self._forms[index, field] = EventForm(make)
+        return form
+
+    def _adding(self, index: int, field: str, text: str) -> bytes:
+        choice = self._choice_head(index, None, None)
+        if self._kind == "chat":
+            choice |= {"delta": {field: text}, "logprobs": None}
+        else:
+            choice |= {"logprobs": None, "text": text}
+        return event(self._chunk(choice))
+
     def chunks(self, delta: Delta) -> list[Json]:
         """Add a delta; return the chunks that it adds to the stream."""
         first = self.choices[delta.index].add(delta)
+        return self._chunks(delta, self._read(delta), first=first)
+
+    def _chunks(self, delta: Delta, pieces: Sequence[Piece], *, first: bool) -> list[Json]:
         if self._kind == "completion":
             return [self._completion_chunk(delta, first)]
         opening = [self._chat_opening(delta.index)] if first else []
-        return [*opening, *self._chat_chunks(delta)]
-
-    def events(self, delta: Delta) -> bytes:
-        """See `Answering.events`."""
-        return b"".join([event(chunk) for chunk in self.chunks(delta)])
+        return [*opening, *self._chat_chunks(delta, pieces)]
 
     def closing(self) -> bytes:
         """See `Answering.closing`."""
@@ -137,7 +175,7 @@ class Answer:
         return event(error)
 
     def _read(self, delta: Delta) -> list[Piece]:
-        if self._readers is None:
+        if self._readers is None or self._kind == "completion":
             return [Content(delta.text)]
         reader, choice = self._readers[delta.index], self.choices[delta.index]
         pieces = reader.read(delta.text, ended=delta.finish is not None)
@@ -243,13 +281,13 @@ class Answer:
             body["prompt_token_ids"] = self.choices[index].prompt
         return body
 
-    def _chat_chunks(self, delta: Delta) -> list[Json]:
+    def _chat_chunks(self, delta: Delta, pieces: Sequence[Piece]) -> list[Json]:
         """Return the chunks of a delta; none while a parser holds its text back.
 
         Many clients read one thing from a chunk and drop the rest: each has thinking, text or one
         call, and that with the reason to finish has nothing else.
         """
-        deltas = self._deltas(delta.index, self._read(delta))
+        deltas = self._deltas(delta.index, pieces)
         if delta.finish is not None:
             deltas = [each for each in deltas if each != EMPTY]
         shown = delta.finish, delta.logprobs, self._options.return_token_ids or None

@@ -7,6 +7,7 @@ request.
 import functools
 import itertools
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from twolane.common.checked_json import read_tables
 from twolane.engine.lateness import LATE_BUCKETS, Lateness
@@ -46,8 +48,8 @@ START_BUCKETS = (
 )
 """Buckets of TTFT and its parts, in seconds."""
 GAP_BUCKETS = (
-    *(round(ms * MS, 3) for ms in range(2, 16)),
-    *(0.0175, 0.02, 0.0225, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3),
+    *(round(ms * MS, 3) for ms in range(2, 26)),
+    *(0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3),
     *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
 """Buckets of the time between tokens, in seconds."""
@@ -204,6 +206,71 @@ class LatenessCollector(Collector):
     describe = collect
 
 
+class PlainHistogram:
+    """A histogram of gaps between tokens that is plain arithmetic, without locks."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(GAP_BUCKETS) + 1)
+        self._seconds = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Count gaps of one length."""
+        self._counts[bisect_left(GAP_BUCKETS, seconds)] += count
+        self._seconds += seconds * count
+
+    def family(self, name: str, model_name: str) -> Metric:
+        """Return the histogram as the metric of a name."""
+        found = HistogramMetricFamily(PREFIX + name, ABOUT[name].help, labels=["model_name"])
+        bounds = *map(floatToGoString, GAP_BUCKETS), "+Inf"
+        counts = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
+        found.add_metric([model_name], counts, self._seconds)
+        return found
+
+
+class TokenCounts(Collector):
+    """Counts tokens and the gaps between them, which every token costs.
+
+    Args:
+        model_name: the label of all figures.
+        judged: true if gaps are judged by a server's bound, so that both outcomes are shown.
+    """
+
+    def __init__(self, model_name: str, *, judged: bool) -> None:
+        self.tokens = 0
+        """Number of output tokens."""
+        self.due = PlainHistogram()
+        """Gaps between the times at which tokens were due."""
+        self._gaps = PlainHistogram()
+        self._model_name = model_name
+        self._judged = dict.fromkeys(("met", "missed"), 0) if judged else {}
+
+    def gap(self, seconds: float, bound: float | None, count: int = 1) -> None:
+        """Count gaps of one length between two tokens, whose bound is the request's, if any."""
+        self._gaps.add(seconds, count)
+        if bound is not None:
+            outcome = "met" if seconds <= bound else "missed"
+            self._judged[outcome] = self._judged.get(outcome, 0) + count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield two counters and two histograms of gaps."""
+        tokens = self._counter("generation_tokens")
+        tokens.add_metric([self._model_name], self.tokens)
+        judged = self._counter("slo_gaps")
+        for outcome, count in self._judged.items():
+            judged.add_metric([self._model_name, outcome], count)
+        yield from (tokens, judged)
+        yield self._gaps.family("inter_token_latency_seconds", self._model_name)
+        yield self.due.family("due_gap_seconds", self._model_name)
+
+    # The registry finds them by their names.
+    describe = collect
+
+    @staticmethod
+    def _counter(name: str) -> CounterMetricFamily:
+        about = ABOUT[name]
+        return CounterMetricFamily(PREFIX + name, about.help, labels=["model_name", *about.labels])
+
+
 class ServerMetrics:
     """Metrics of one server, in a registry of their own.
 
@@ -261,12 +328,12 @@ class ServerMetrics:
         """Adapters with a label."""
         self.in_flight = self._made(Gauge, "requests_in_flight").labels(model_name)
         self.prompt = self._counter("prompt_tokens")()
-        self.output = self._counter("generation_tokens")()
         self.slo_requests = self._counter("slo_requests")
-        self.slo_gaps = self._counter("slo_gaps")
+        self.counts = TokenCounts(model_name, judged=slo.tbt is not None)
+        """Counts of tokens and gaps."""
+        self.registry.register(self.counts)
         self._begin_at_zero()
         self.ttft = self._histogram("time_to_first_token_seconds")
-        self.gap = self._histogram("inter_token_latency_seconds")
         self.tpot = self._histogram("request_time_per_output_token_seconds")
         self.e2e = self._histogram("e2e_request_latency_seconds")
         self.queue = self._histogram("request_queue_time_seconds")
@@ -289,8 +356,6 @@ class ServerMetrics:
         for outcome in ("met", "missed"):
             for name in self.slo.bounds:
                 self.slo_requests(name, outcome)
-            if self.slo.tbt is not None:
-                self.slo_gaps(outcome)
 
     def begin_call(self) -> "CallMetrics":
         """See `CallObserver.begin_call`."""
@@ -429,16 +494,15 @@ class RequestMetrics(InFlight):
         self._prompt_tokens = self._new_tokens = prompt_tokens
         self._output_tokens = 0
         self._first: float | None = None
-        self._last = arrival
+        self._last = self._due = arrival
         self._longest_gap = 0.0
 
-    def tokens(self, count: int, now: float, cached: int | None) -> None:
-        """Count tokens that arrived together, as one gap followed by gaps of 0.
-
-        `cached`: with the first, prompt tokens that were in the prefix cache.
-        """
+    def tokens(self, count: int, now: float, cached: int | None, due: float | None = None) -> None:
+        """Count tokens that arrived together, as one gap followed by gaps of 0; see
+        `CountedRequest.tokens`."""
+        due = now if due is None else due
         metrics = self._metrics
-        metrics.output.inc(count)
+        metrics.counts.tokens += count
         self._output_tokens += count
         if self._first is None:
             self._first = now
@@ -446,10 +510,14 @@ class RequestMetrics(InFlight):
             metrics.prompt.inc(self._prompt_tokens)
             metrics.ttft.observe(now - self._arrival)
         else:
-            self._gap(now - self._last)
-        for _ in range(count - 1):
-            self._gap(0.0)
-        self._last = now
+            gap = now - self._last
+            metrics.counts.gap(gap, self.slo.tbt)
+            metrics.counts.due.add(max(0.0, due - self._due))
+            if gap > self._longest_gap:
+                self._longest_gap = gap
+        if count > 1:
+            metrics.counts.gap(0.0, self.slo.tbt, count - 1)
+        self._last, self._due = now, due
 
     def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:
         """Count a completed answer."""
@@ -493,12 +561,6 @@ class RequestMetrics(InFlight):
         longest = max(self._longest_gap, now - self._last) if self._first is not None else 0.0
         if slo.tbt is not None and longest > slo.tbt:
             self._metrics.slo_requests("tbt", "missed").inc()
-
-    def _gap(self, seconds: float) -> None:
-        self._metrics.gap.observe(seconds)
-        self._longest_gap = max(self._longest_gap, seconds)
-        if self.slo.tbt is not None:
-            self._metrics.slo_gaps("met" if seconds <= self.slo.tbt else "missed").inc()
 
     def _judge(self, name: str, bound: float | None, seconds: float) -> None:
         if bound is not None:

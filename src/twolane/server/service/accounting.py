@@ -77,10 +77,13 @@ class RequestAccounting:
         self.on_first: Callable[[float | None], None] | None = None
         """Is told the time of each first token; None: it does not come."""
 
-    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
+    def tokens(
+        self, index: int, count: int, now: float, cached: int | None, due: float | None
+    ) -> None:
         """See `Observer.tokens`."""
-        self._leave(index, now, served=True)
-        self._metrics[index].tokens(count, now, cached)
+        if self._queued[index]:
+            self._leave(index, now, served=True)
+        self._metrics[index].tokens(count, now, cached, due)
         if self._traces:
             self._traces[index].tokens(count, now, cached)
 
