@@ -7,6 +7,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
@@ -370,3 +373,52 @@ def test_answers_without_an_end_are_bounded(monkeypatch):
 
     with pytest.raises(HTTPError, match="the answer has more than 1 MiB"):
         asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not tell")
+def test_what_came_while_the_client_was_busy_has_the_time_at_which_it_came():
+    """The loop is kept from reading until after the second piece has arrived. The kernel begins to
+    note arrivals a while after the first socket has asked for them."""
+    for _ in range(100):
+        kept = ask_while_busy()
+        assert [data for data, _ in kept.pieces] == [b"first", b"second"]
+        if kept.before <= kept.pieces[1][1] <= kept.after - 0.005:
+            return
+    pytest.fail("no arrival had its own time")
+
+
+def ask_while_busy():
+    """What is kept of an answer whose second piece arrives while the loop does something else."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    write, written = threading.Event(), threading.Event()
+
+    def serve():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(EVENTS + chunk(b"first"))
+            write.wait()
+            connection.sendall(chunk(b"second") + chunk(b""))
+            written.set()
+
+    class Busy(Kept):
+        def on_data(self, data, now):
+            super().on_data(data, now)
+            if data == b"first":
+                self.before = time.perf_counter()
+                write.set()
+                written.wait()
+                time.sleep(0.01)
+                self.after = time.perf_counter()
+
+    async def ask():
+        connections = Connections(f"http://127.0.0.1:{listener.getsockname()[1]}/", {})
+        await connections.request(b"{}", kept)
+        connections.close()
+
+    kept, server = Busy(), threading.Thread(target=serve)
+    server.start()
+    asyncio.run(ask())
+    server.join()
+    listener.close()
+    return kept

@@ -1,12 +1,17 @@
 """HTTP/1.1 for the load client, which timestamps data before processing it.
 
-It parses in C and wakes no task before an answer has ended, so that many streams that get a token
-at once delay each other's little. Redirects, proxies, cookies and compression are not for it.
+Where the kernel tells when it received data, that time counts. The client parses in C and wakes no
+task before an answer has ended, so that many streams that get a token at once delay each other's
+little. Redirects, proxies, cookies and compression are not for it.
 """
 
 import asyncio
 import base64
+import os
+import socket
 import ssl
+import struct
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, cast
@@ -22,6 +27,13 @@ from httptools import (
 Clock = Callable[[], float]
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
+
+
+TIMESTAMPS = 35 if sys.platform == "linux" else -1
+"""Linux' option SO_TIMESTAMPNS (socket(7)), which Python does not name."""
+STAMP = struct.Struct("@ll")
+"""Seconds and nanoseconds since the epoch (`struct timespec`)."""
+STAMP_SPACE = socket.CMSG_SPACE(STAMP.size)
 
 
 MAX_PAGE = 16 << 20
@@ -116,19 +128,66 @@ class Connections:
         return None
 
     async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
         try:
             # Seconds after which a name's next address is tried in parallel (RFC 8305).
-            _, connection = await asyncio.get_running_loop().create_connection(
+            transport, connection = await loop.create_connection(
                 lambda: _Connection(self._buffer, self._clock),
                 self._host,
                 self._port,
                 ssl=self._ssl,
                 happy_eyeballs_delay=0.25,
             )
+            if self._ssl is None and self._clock is time.perf_counter:
+                stamped = StampedSocket.of(transport)
+                if stamped is not None:
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(self._buffer, stamped.received), sock=stamped
+                    )
         except (OSError, UnicodeError) as error:  # the latter: no name of a host
             problem = f"Cannot connect to host {self._host}:{self._port} [{error}]"
             raise ConnectError(problem) from error
         return connection
+
+
+class StampedSocket(socket.socket):
+    """A socket that knows when the kernel received what was read from it last.
+
+    However late this process reads, because others have its core or because it parses what came for
+    other streams, the time is that of the arrival.
+    """
+
+    _arrived = 0.0
+    """Arrival of the latest data on the clock `time.perf_counter`."""
+
+    @classmethod
+    def of(cls, transport: asyncio.Transport) -> "StampedSocket | None":
+        """Return the socket of a connection that is only just made, whose transport is closed;
+        None, and the transport stays: the kernel gives no times."""
+        own = transport.get_extra_info("socket")
+        try:
+            own.setsockopt(socket.SOL_SOCKET, TIMESTAMPS, 1)
+        except OSError:
+            return None
+        stamped = cls(fileno=os.dup(own.fileno()))
+        transport.abort()
+        return stamped
+
+    def recv_into(  # type: ignore[override]
+        self, buffer: bytearray | memoryview, nbytes: int = 0, flags: int = 0
+    ) -> int:
+        """Read as `socket.recv_into` does, and keep the time of arrival."""
+        count, extra, _, _ = self.recvmsg_into([buffer], STAMP_SPACE, flags)
+        self._arrived, now = time.perf_counter(), time.time()
+        for level, kind, data in extra:
+            if (level, kind) == (socket.SOL_SOCKET, TIMESTAMPS):
+                seconds, nanoseconds = STAMP.unpack(data)
+                self._arrived -= max(0.0, now - seconds - 1e-9 * nanoseconds)
+        return count
+
+    def received(self) -> float:
+        """Return the arrival of the data that was read last."""
+        return self._arrived
 
 
 class _Connection(asyncio.BufferedProtocol):
