@@ -31,17 +31,16 @@ from twolane.server.run import serve
 
 MODEL = "qwen3-8b"
 """Shape whose name the stand-in serves, without a tokenizer, unless told."""
-TTFT = 0.15
-"""Seconds until a request's first token, with the next tokens of all."""
 ENGINE, SERVER = "--engine", "--server"
+ENGINES = ENGINE, "twolane.engine"
 READY = messages.Ready("stand-in", "nothing", 1, [], 20_000, 10_000_000, 16, 49_152, [])
 TOKENS = range(1_000, 5_000)
 """Tokens of which the stand-in makes its answers."""
 BODIES: dict[str, tuple[str, dict[str, object]]] = {
-    "completion": ("completions", {"prompt": [1000] * 64}),
+    "completion": ("completions", {"prompt": [7] * 64}),
     "chat": ("chat/completions", {"messages": [{"role": "user", "content": "Hello."}]}),
-    "logprobs": ("completions", {"prompt": [1000] * 64, "logprobs": 2}),
-    "stops": ("completions", {"prompt": [1000] * 64, "stop": ["\n\nUser:", "###"]}),
+    "logprobs": ("completions", {"prompt": [7] * 64, "logprobs": 2}),
+    "stops": ("completions", {"prompt": [7] * 64, "stop": ["\n\nUser:", "###"]}),
 }
 """Path and body of the requests of each kind of stream."""
 
@@ -50,6 +49,7 @@ def main() -> None:
     """Measure, print, write the file if asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=MODEL, help="whose tokenizer is used, if any")
+    parser.add_argument("--real", action="store_true", help="the model's engine, with new weights")
     parser.add_argument("--streams", type=int, default=256, help="at once")
     parser.add_argument("--kind", choices=BODIES, default="completion", help="of all")
     parser.add_argument("--seconds", type=float, default=8.0, help="for which streams are read")
@@ -73,8 +73,9 @@ def main() -> None:
 @contextlib.contextmanager
 def served(given: argparse.Namespace, playout_ms: float) -> Iterator[tuple[int, str]]:
     """Run the server, and busy processes beside it, within the block; yield its id and its URL."""
-    command = [sys.executable, __file__, SERVER, given.model, f"{given.step_ms:g}"]
-    with subprocess.Popen([*command, f"{playout_ms:g}"], stdout=subprocess.PIPE, text=True) as own:
+    words = f"{given.step_ms:g}", f"{playout_ms:g}", *(["real"] if given.real else [])
+    command = [sys.executable, __file__, SERVER, given.model, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as own:
         spin = [sys.executable, "-c", "while True: pass"]
         busy = [subprocess.Popen(spin) for _ in range(given.beside)]
         try:
@@ -121,8 +122,8 @@ def read(pid: int, sockets: dict[int, socket.socket], seconds: float) -> dict[st
             if not found and b"HTTP/1.1 200" not in data:
                 raise SystemExit(data.decode())
         if not until and len(last) == len(sockets):
-            until, cpu = time.perf_counter() + seconds, api_cpu_seconds(pid, ENGINE)
-    spent = zip(cpu, api_cpu_seconds(pid, ENGINE), strict=True)
+            until, cpu = time.perf_counter() + seconds, api_cpu_seconds(pid, *ENGINES)
+    spent = zip(cpu, api_cpu_seconds(pid, *ENGINES), strict=True)
     own, every = (1e6 * (after - before) / tokens for before, after in spent)
     percentiles = zip((50, 90, 99), np.percentile(1e3 * np.array(gaps), (50, 90, 99)), strict=True)
     return {
@@ -145,7 +146,6 @@ class Engine:
             self._poller.register(source, zmq.POLLIN)
         self._step, self._playout = step_ms / 1e3, playout_ms / 1e3
         self._random = random.Random(0)
-        self._waiting: dict[str, tuple[float, Submit]] = {}
         self._left: dict[str, int] = {}
         """Remaining tokens by request."""
         self._scored: dict[str, bool] = {}
@@ -168,16 +168,12 @@ class Engine:
     def _take(self) -> None:
         message = messages.decode_to_engine(self._inbox.recv())
         if isinstance(message, Submit):
-            self._waiting[message.id] = time.monotonic() + TTFT, message
+            self._left[message.id] = message.params.max_tokens or 1
+            self._scored[message.id] = message.params.logprobs is not None
         elif isinstance(message, messages.Abort):
             self._left.pop(message.id, None)
 
     def _tell(self, made: float) -> None:
-        for id, (begins, submit) in list(self._waiting.items()):
-            if begins <= made:
-                del self._waiting[id]
-                self._left[id] = submit.params.max_tokens or 1
-                self._scored[id] = submit.params.logprobs is not None
         outputs, each = [], self._step / max(1, len(self._left))
         for place, id in enumerate(list(self._left)):
             self._left[id] -= 1
@@ -205,10 +201,12 @@ if __name__ == "__main__":
         told = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
         Engine(told, *map(float, rest)).run()
     elif mode == SERVER:
-        EngineClient.arguments = (str(Path(__file__).resolve()), ENGINE, *rest[1:])
+        if not (real := rest[3:] == ["real"]):
+            EngineClient.arguments = (str(Path(__file__).resolve()), ENGINE, *rest[1:])
         lengths = dict.fromkeys(("max_model_len", "max_positions"), READY.max_model_len)
-        format = "dummy" if rest[0] == MODEL else "auto"
-        config = EngineConfig(model=rest[0], load_format=format, **lengths)
+        rows = {"max_running": 4096, "kv_tokens": 400_000} if real else {}
+        format = "dummy" if real or rest[0] == MODEL else "auto"
+        config = EngineConfig(model=rest[0], load_format=format, **lengths, **rows)
         options = ServerOptions(port=0, max_queue=10_000, drain_seconds=0.0, log_level="warning")
         sys.exit(serve(config, options))
     else:

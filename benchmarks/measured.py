@@ -57,11 +57,11 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)  # CPUCLOCK_SCHED of the process, as libc makes it
 
 
-def api_cpu_seconds(pid: int, engine: str) -> tuple[float, float]:
-    """Return the CPU seconds of a server's main process, and of it and all below it but the one
-    that has `engine` among its arguments."""
+def api_cpu_seconds(pid: int, *engine: str) -> tuple[float, float]:
+    """Return the CPU seconds of a server's main process, and of it and all below it but those that
+    have one of `engine` among their arguments."""
     own, among = cpu_seconds(pid), 0.0
     for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()):
-        if engine.encode() not in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
-            among += api_cpu_seconds(child, engine)[1]
+        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        among += 0.0 if {*engine} & {*words} else api_cpu_seconds(child, *engine)[1]
     return own, own + among

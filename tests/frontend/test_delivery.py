@@ -137,6 +137,13 @@ def test_what_takes_the_loop_a_while_waits_until_nothing_is_due() -> None:
         queue.add([output("always", now() + i * QUIET_SECONDS / 2) for i in range(10_000)])
         await queue.wait_for_gap()
         assert len(delivered) < 10_000
+        queue.flush()
+        delivered.clear()
+        first = now() + QUIET_SECONDS / 2
+        places = 0, 1, 2, 6, 7  # in units of half the quiet time: a gap is after the third
+        queue.add([output(f"{i}", first + i * QUIET_SECONDS / 2) for i in places])
+        await queue.wait_for_gap()
+        assert delivered[:3] == ["0", "1", "2"]
 
     play(use, lambda each: delivered.append(each.id))
 

@@ -8,6 +8,7 @@ import asyncio
 import heapq
 import math
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 from twolane.common.timer import PreciseTimer
 from twolane.engine.lateness import Lateness
@@ -20,7 +21,8 @@ at most as much, of which a bound of 9 ms leaves room for twice."""
 QUIET_SECONDS = 0.0015
 """Most seconds for which a new HTTP request occupies the event loop."""
 PATIENCE_SECONDS = 0.005
-"""Most seconds that a new HTTP request waits for a gap in deliveries."""
+"""Most seconds that a new HTTP request waits for a gap in deliveries. Where thousands of tokens a
+second leave none, it only lets those go first that are due next."""
 
 
 class DeliveryQueue:
@@ -42,6 +44,8 @@ class DeliveryQueue:
         """Waiting outputs by the end of their interval, counted in `GROUP_SECONDS`."""
         self._ends: list[int] = []
         """Heap of the keys of `_groups`."""
+        self._awaited: dict[float, list[asyncio.Future[None]]] = {}
+        """Futures that are done when the group of a key has been delivered."""
 
     def add(self, outputs: Iterable[Output]) -> None:
         """Add outputs, and deliver all that are due."""
@@ -58,13 +62,20 @@ class DeliveryQueue:
         self._go_on()
 
     async def wait_for_gap(self) -> None:
-        """Wait until nothing is due for `QUIET_SECONDS`, but no longer than `PATIENCE_SECONDS`."""
-        latest = self._loop.time() + PATIENCE_SECONDS
-        while self._ends:
-            due = self._ends[0] * GROUP_SECONDS
-            if not due - QUIET_SECONDS < self._loop.time() < latest:
+        """Wait until nothing is due for `QUIET_SECONDS`, if that begins within `PATIENCE_SECONDS`;
+        or else until what is due next has been delivered, if that is due as soon."""
+        now, ends = self._loop.time(), sorted(self._ends)
+        if not ends or ends[0] * GROUP_SECONDS - now >= QUIET_SECONDS:
+            return
+        for end, following in pairwise((*ends, math.inf)):
+            if end * GROUP_SECONDS > now + PATIENCE_SECONDS:
+                end = ends[0]
                 break
-            await asyncio.sleep(min(due, latest) - self._loop.time())
+            if (following - end) * GROUP_SECONDS >= QUIET_SECONDS:
+                break
+        delivered = self._loop.create_future()
+        self._awaited.setdefault(end, []).append(delivered)
+        await delivered
 
     def flush(self) -> None:
         """Deliver all outputs now."""
@@ -73,6 +84,8 @@ class DeliveryQueue:
     def close(self) -> None:
         """Deliver nothing more."""
         self._timer.close()
+        for end in list(self._awaited):
+            self._tell(end)
 
     def _go_on(self, until: float | None = None) -> None:
         until = self._loop.time() if until is None else until
@@ -94,7 +107,14 @@ class DeliveryQueue:
             if rest := list(outputs):  # one could not be delivered
                 self._groups[self._ends[0]] = rest
             else:
-                del self._groups[heapq.heappop(self._ends)]
+                end = heapq.heappop(self._ends)
+                del self._groups[end]
+                self._tell(end)
+
+    def _tell(self, end: float) -> None:
+        for waiting in self._awaited.pop(end, ()):
+            if not waiting.done():
+                waiting.set_result(None)
 
     def _note(self, due: float) -> None:
         spread = self.lateness.add(due, self._loop.time())
