@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from twolane.engine.config import EngineConfig
+from twolane.estimate.papers.operators import Shape
 from twolane.estimate.profile import SHIPPED, Neighbour, Profile, Sample
 from twolane.estimate.query import Kind
 from twolane.kernels.sizes import SIZES
@@ -24,7 +25,7 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import GateModule, ModelSpec
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
 from twolane.sim.device import HOST_PASS, HOST_RANK, DeviceModel
@@ -533,6 +534,18 @@ def test_windows_hide_keys_from_steps_and_prompts() -> None:
     steps = [seconds_of(each, decode(64, 8192)) for each in (spec, full)]
     gone = 64 * (8192 - 128) / 2 * spec.kv_bytes_per_token(2)
     assert steps[1] - steps[0] == pytest.approx(gone / 4.3e12, rel=0.2)
+
+
+def test_a_module_of_gates_is_multiplied_and_read() -> None:
+    """Its rows times the hidden size, in each layer (by hand)."""
+    spec = SHAPES["qwen3-8b"]
+    for gate, rows in ((GateModule(), 32 * 128), (GateModule(each_head=True), 32)):
+        gated = replace(spec, gate=gate)
+        for tp in (1, 2):
+            more = shapes_of(gated, tp).weights - shapes_of(spec, tp).weights
+            assert more == rows * spec.hidden_size / tp
+        ours, plain = Shape(gated, 2).layer(1, 1, 0, 0), Shape(spec, 2).layer(1, 1, 0, 0)
+        assert ours[0] - plain[0] == pytest.approx(2 * rows * (spec.hidden_size + 1), rel=0.01)
 
 
 def seconds_of(spec: ModelSpec, work: Work) -> float:

@@ -62,7 +62,7 @@ class Shape:
         inputs = d, seen * share, d, m * share
         # A KV head is on several ranks where there are more.
         kv = {i: at.head_dim * max(1.0, at.kv_heads * share) for i, at in layers}
-        rows = seen * share * spec.q_rows / spec.q_size
+        rows = seen * share * (spec.q_rows + spec.gate_rows) / spec.q_size
         qkv = rows + 2 * sum(kv[i] for i in spec.kv_layers) / spec.layers
         outputs = qkv, d, 2 * m * share, d
         products = [(i * o, i + o) for i, o in zip(inputs, outputs, strict=True)]
