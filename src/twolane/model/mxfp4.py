@@ -41,25 +41,26 @@ def for_gpu(packed: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor]:
 
     A block of 64 columns, two groups, is 32 bytes of a row, and in memory the rows of a block
     follow each other, so that a tile is one run. Column i of the first group shares a byte with
-    column i of the second. The last block may be half of zeros.
+    column i of the second. The last block may be half of zeros. Exponents of a row are whole words
+    of four.
 
     Returns:
-        uint8 [blocks, n * 32] and [2 * blocks, n].
+        uint8 [blocks, n * 32] and [n, 4 * ceil(blocks / 2)].
     """
     rows, groups = exponents.shape
     odd = groups % 2
     numbers = functional.pad(int4.unpack(packed), (0, odd * GROUP)).view(rows, -1, 2, GROUP)
     both = numbers[:, :, 0] | (numbers[:, :, 1] << 4)
-    scales = functional.pad(exponents, (0, odd)).t().contiguous()
+    scales = functional.pad(exponents, (0, -groups % 4)).contiguous()
     return both.transpose(0, 1).contiguous().view(-1, rows * GROUP), scales
 
 
 def from_gpu(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the inverse of `for_gpu`, with a last block of zeros if it has one."""
-    rows = scales.shape[1]
-    both = values.view(-1, rows, GROUP).transpose(0, 1)
+    blocks, rows = len(values), len(scales)
+    both = values.view(blocks, rows, GROUP).transpose(0, 1)
     numbers = torch.stack((both & 15, both >> 4), dim=2).flatten(1)
-    return int4.pack(numbers), scales.t().contiguous()
+    return int4.pack(numbers), scales[:, : 2 * blocks]
 
 
 def dequantise(packed: Tensor, exponents: Tensor) -> Tensor:
