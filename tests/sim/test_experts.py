@@ -160,3 +160,12 @@ def test_experts_in_four_bits_are_kept_and_read_as_such() -> None:
     assert spec.moe is not None
     experts = 3 * spec.hidden_size**2 * spec.moe.active(64)
     assert wide - narrow == pytest.approx((2 - 0.53125) * experts, rel=0.01)
+
+
+def test_a_scale_for_each_block_is_eight_bits_too() -> None:
+    """Qwen3-Next-80B-A3B in FP8 by blocks of 128 x 128 fits one H200."""
+    spec = SHAPES["qwen3-next-80b-a3b"]
+    config = EngineConfig(model="qwen3-next-80b-a3b", quantization="fp8_block128")
+    machine = SimulatedMachine(GPU, spec, config)
+    assert 1.0 < machine.weight_itemsize < 1.01
+    assert machine.kv_bytes(8192) > 20e9

@@ -27,9 +27,10 @@ SHARE_STEP = 2
 
 def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
     """Return the widths of weights and KV cache, scales included: a float32 for each row of a
-    matrix, 32 bits for each group of 128 4-bit numbers, or a byte for each 32 numbers of experts in
-    MXFP4."""
-    widths = {None: float(ITEM), "fp8": 1 + 4 / spec.hidden_size, "int4": 0.5 + 4 / 128}
+    matrix or each block of 128 x 128, 32 bits for each group of 128 4-bit numbers, or a byte for
+    each 32 numbers of experts in MXFP4."""
+    rows, blocks = 1 + 4 / spec.hidden_size, 1 + 4 / 128**2
+    widths = {None: float(ITEM), "fp8": rows, "fp8_block128": blocks, "int4": 0.5 + 4 / 128}
     weights, mxfp4 = widths.get(config.quantization, float(ITEM)), config.quantization == "mxfp4"
     kv = spec.kv_itemsize(config.kv_cache_dtype, ITEM)
     return Storage(weights, kv, 0.5 + 1 / 32 if mxfp4 else None)
