@@ -12,6 +12,7 @@ from twolane.engine.settings import EngineConfig
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load, decode_step, hybrid_pass
+from twolane.lanes.work import DecodeRow, DecodeWork
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import MAX_SHARE, MoeSpec, skewed
 from twolane.sim.device import DeviceModel
@@ -169,3 +170,29 @@ def test_a_scale_for_each_block_is_eight_bits_too() -> None:
     machine = SimulatedMachine(GPU, spec, config)
     assert 1.0 < machine.weight_itemsize < 1.01
     assert machine.kv_bytes(8192) > 20e9
+
+
+SLOWER = {("gpt-oss-20b-mxfp4", 128), ("qwen3-next-80b-a3b-fp8", 8)}
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b-fp8", "gpt-oss-20b-mxfp4", "glm-4.5-air-fp8", "qwen3-next-80b-a3b-fp8"]
+)
+def test_steps_on_a_card_come_out(name: str) -> None:
+    """On all SMs, and those of gpt-oss on few. Slower than simulated are tiles of 64 rows in MXFP4,
+    which 128 rows take, and the many small kernels of a hybrid model's 8 rows."""
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "steps-h200" / f"{name}.json"
+    about = msgspec.json.decode(file.read_bytes())
+    asked, rows = about["provenance"]["workload"], about["rows"]
+    config = EngineConfig(model=asked["model"], quantization=asked["quantization"])
+    gpu = msgspec.structs.replace(GPU, noise=0.0)
+    device = SimulatedMachine(gpu, SHAPES[asked["model"]], config).device
+    for row in rows:
+        if row.get("context") != 2048 or "step_ms" not in row:
+            continue
+        work = DecodeWork(tuple(DecodeRow(i, 2047, 1) for i in range(row["rows"])), 1)
+        for units, measured in row["step_ms"].items():
+            [seconds] = device.seconds([device.steps(work, int(units))[0]])
+            slow = (name, row["rows"]) in SLOWER
+            if not slow and (int(units) == gpu.units or "gpt-oss" in name):
+                assert seconds * 1e3 == pytest.approx(measured, rel=0.15)

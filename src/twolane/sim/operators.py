@@ -34,6 +34,9 @@ STATE_UNIT, STATE_REACH, STATE_CORNER = 0.37, 0.82, 3.0
 the exponent that says how round the corner between them is."""
 STATE_SECONDS, RULE_SECONDS = 8.0e-6, 2.0e-5
 """Seconds that the kernels of linear attention add to a layer of a decode step, and of a pass."""
+GROUPED_BYTES, GROUPED_MXFP4_BYTES = 4.6e10, 1.9e10
+"""Bytes/s of experts' matrices that an SM multiplies in a decode step by the kernels for experts
+with biases: from steps of gpt-oss-20b on 32 SMs of an H200."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
@@ -263,6 +266,10 @@ class OperatorCosts:
         stored = self._storage.experts * active * weights
         moved = stored + ITEM * (h * moe.experts + rows * (4 * h + 4 * inner))
         cost = self._bounded(flops, flops, moved, units, decode=decode)
+        if decode and moe.biases:
+            rate = GROUPED_BYTES if self._storage.own is None else GROUPED_MXFP4_BYTES
+            late = max(0.0, stored / (units * rate) - cost.alone)
+            cost = cost._replace(clocked=cost.clocked + late)
         return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
 
     def head(self, rows: int, units: int) -> Cost:

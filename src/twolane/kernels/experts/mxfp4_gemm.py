@@ -37,7 +37,7 @@ _TO_BFLOAT16 = tl.constexpr("""{
 @triton.jit
 def _meant(
     both: tl.tensor, low: tl.tensor, high: tl.tensor, dtype: tl.constexpr, PTX: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tl.tuple:
     """Return what the lower and the higher numbers of four bits in bytes [rows, columns] mean with
     the stored exponents [rows] of each.
 
