@@ -22,6 +22,7 @@ import re
 import statistics
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -75,10 +76,15 @@ class Load(msgspec.Struct, frozen=True):
     def tokens(self, rng: random.Random, n: int) -> list[int]:
         """Return a random prompt of n tokens."""
         low, high = TOKENS
-        size = resolve(self.model).spec().vocab_size
+        size = vocab_size(self.model)
         if size < high:
             low, high = 3, size
         return [rng.randrange(low, high) for _ in range(n)]
+
+
+@cache
+def vocab_size(model: str) -> int:
+    return resolve(model).spec().vocab_size
 
 
 class Stream:

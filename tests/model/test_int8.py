@@ -97,3 +97,23 @@ def test_another_cpu_keeps_what_is_stored(tmp_path, monkeypatch):
     assert not any(
         m.scheme == "int8_channel" for m in matrices(load_decoder(source, eight_bits=True))
     )
+
+
+@pytest.mark.parametrize("family", ["granite", "qwen2", "qwen3", "smollm3", "gemma3"])
+def test_a_layer_in_two_calls_is_the_same_layer(tmp_path, family):
+    """To the last bit, in prompts and in decode steps; a layer with more to compute stays whole."""
+    path, file = make_checkpoint(family, tmp_path / "c"), tmp_path / "m.gguf"
+    write_gguf(path, file, family, Type.Q8_0)
+    tokens, decoder = prompt(40), load_decoder(resolve(str(file)), eight_bits=True)
+    assert all((layer is None) is (family == "gemma3") for layer in decoder._int8)
+    ours = in_chunks(decoder, tokens, [33, 5, 1, 1])
+    decoder._int8 = [None] * decoder.spec.layers
+    assert torch.equal(ours, in_chunks(decoder, tokens, [33, 5, 1, 1]))
+
+
+def test_functions_run_without_torchscript(monkeypatch):
+    def refuse(function):
+        raise RuntimeError("no TorchScript")
+
+    monkeypatch.setattr(torch.jit, "script", refuse)
+    assert int8.scripted(drawn) is drawn

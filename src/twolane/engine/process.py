@@ -165,6 +165,7 @@ def main() -> int:
     times = StartTimes(begun, port.tell_progress)
     try:
         built = build(start.config, waker.wake, progress=times)
+        garbage.return_free_memory()  # what loading took
         garbage.freeze()
         log.info(times.end())
         port.end_with(parent)

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from twolane.model import int8
 from twolane.model.attention import Batch, KVCache
 from twolane.model.linear_attention import DeltaWeights, attend, convolve
 from twolane.model.matrix import Matrix
-from twolane.model.mlp import ACTIVATIONS, Experts, Mlp
+from twolane.model.mlp import ACTIVATIONS, DenseMlp, Experts, Mlp
 from twolane.model.products import Products
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard
@@ -140,6 +142,54 @@ class Weights:
         return sum(m.nbytes for m in matrices) / sum(math.prod(m.shape) for m in matrices)
 
 
+@dataclass(frozen=True, eq=False)
+class Int8Layer:
+    """A layer of attention and a dense MLP in eight bits as two scripted calls.
+
+    A decode step of few rows spends more time between operations than in them. The operations are
+    those of `Decoder.layer`, so the results are the same to the last bit.
+    """
+
+    index: int
+    shape: ModelSpec
+    """The shape of this layer."""
+    window: int | None
+    """Tokens that each token sees, or None for all."""
+    norms: tuple[Tensor, Tensor]
+    """The norms of what attention and the MLP read, [hidden]."""
+    qkv: tuple[Tensor, Tensor]
+    """Packed numbers and scales, like those that follow."""
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim] or None."""
+    sinks: Tensor | None
+    o: tuple[Tensor, Tensor]
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+
+    def run(self, hidden: Tensor, batch: Batch, kv: KVCache, turn: Tensor) -> Tensor:
+        """Return what `Decoder.layer` does of `hidden` [T, hidden].
+
+        Args:
+            hidden: The residual stream; left as it is.
+            batch: The T tokens.
+            kv: The pool of the batch's pages.
+            turn: The rotation of each token, as from `Batch.rotation`.
+        """
+        shape, eps = self.shape, self.shape.stream_eps
+        rotated, zero = shape.heads + shape.kv_heads, int8.ZERO_POINT
+        normed = self.qk_norm, shape.norm_eps
+        heads = int8.project_layer(
+            hidden, self.norms[0], eps, *self.qkv, self.qkv_bias, zero, *normed, turn, rotated
+        )
+        q, i, table = heads[:, : shape.heads], self.index, kv.layout.tables[self.index]
+        new = kv.write(i, batch.write_slots[table], heads[:, shape.heads :])
+        attended = batch.attend(q, new, kv.layers[i], self.window, self.sinks, table)
+        return int8.finish_layer(
+            hidden, attended, self.norms[1], eps, self.o, self.gate_up, self.down, zero
+        )
+
+
 class Decoder:
     """The transformer. It keeps no state between calls, so that several threads can share it.
 
@@ -166,6 +216,9 @@ class Decoder:
         self._rotations = rotations(spec, self.device)
         self._shapes = self.spec.each
         """The shapes of this rank's part of each layer."""
+        alone, layers = self.group.size == 1, enumerate(weights.layers)
+        self._int8 = [_int8_layer(self.spec, i, w) if alone else None for i, w in layers]
+        """The layers that can be run in fewer calls, None in the place of others."""
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, stream] of token ids, int64 [T]: the residual stream, and after it the
@@ -220,6 +273,8 @@ class Decoder:
             [T, stream]
         """
         w, products = self.weights.layers[i], products or self.products
+        if products is self.products and (fused := self._int8[i]) is not None:
+            return fused.run(hidden, batch, kv, self._turn(i, batch))
         inputs = hidden[:, self.spec.hidden_size :]
         hidden = hidden[:, : self.spec.hidden_size]
         attend = self._attended if w.delta is None else self._attended_linearly
@@ -351,8 +406,7 @@ class Decoder:
         elif weight is not None:
             normal = self._normalised_whole if spec.qk_norm == "whole" else self._normalised_heads
             x = normal(qk) * weight
-        rope = spec.rope_of(i)
-        turn = batch.rotation(self._rotations[rope, qk.shape[-1]], rope)
+        rope, turn = spec.rope_of(i), self._turn(i, batch)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
@@ -360,3 +414,36 @@ class Decoder:
             qk *= weight
         if rope.query_beta:
             qk[:, : self._shapes[i].heads] *= query_scales(rope, batch.positions).to(qk.dtype)
+
+    def _turn(self, i: int, batch: Batch) -> torch.Tensor:
+        """Return the rotation of each token in layer `i`, complex64 [T, 1, head_dim / 2]."""
+        rope = self.spec.rope_of(i)
+        return batch.rotation(self._rotations[rope, self._shapes[i].head_dim], rope)
+
+
+def _int8_layer(spec: ModelSpec, i: int, w: LayerWeights) -> Int8Layer | None:
+    """Return layer `i` in the form of fewer calls, or None if they do not compute all of it."""
+    shape, mlp = spec.each[i], w.mlp
+    unusual = (w.delta, w.taps, w.gate, w.side, w.inputs, w.scale, w.o_bias)
+    if not isinstance(mlp, DenseMlp) or any(part is not None for part in unusual):
+        return None
+    plain = not (spec.norms_outputs or spec.v_norm or shape.output_gate)
+    plain &= not (spec.kind(i).reads_earlier or spec.rope_of(i).query_beta)
+    plain &= w.qk_norm is None or (spec.qk_norm == "head" and not spec.norms_rotated)
+    plain &= mlp.activation == "silu" and mlp.gate_up_bias is None and mlp.down_bias is None
+    qkv, o, gate_up, down = map(_packed, (w.qkv, w.o, mlp.gate_up, mlp.down))
+    if not plain or w.input_norm is None or w.mlp_norm is None:
+        return None
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    norms, bias = (w.input_norm, w.mlp_norm), w.qkv_bias
+    return Int8Layer(
+        i, shape, spec.window(i), norms, qkv, bias, w.qk_norm, w.sinks, o, gate_up, down
+    )
+
+
+def _packed(matrix: Matrix) -> tuple[Tensor, Tensor] | None:
+    """Return the numbers and scales of a matrix of eight bits; None: it is another."""
+    if matrix.scheme != "int8_channel" or matrix.scales is None:
+        return None
+    return matrix.values, matrix.scales

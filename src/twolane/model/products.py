@@ -144,17 +144,12 @@ class _Int8:
     """Weights of eight bits and activations of 15, whose sums of products are exact."""
 
     def linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-        product, steps = self._product(x, matrix)
-        return product.mul_(steps) if bias is None else torch.addcmul(bias, product, steps)
+        assert matrix.scales is not None
+        return int8.linear(x, matrix.values, matrix.scales, bias, int8.ZERO_POINT)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, matrix: Matrix, bias: Tensor | None
     ) -> Tensor:
-        out = torch.addcmul(residual, *self._product(x, matrix))
-        return out if bias is None else out.add_(bias)
-
-    def _product(self, x: Tensor, matrix: Matrix) -> tuple[Tensor, Tensor]:
-        """float32 [T, rows] and the factors of its rows, [T, 1]."""
         assert matrix.scales is not None
-        halves, steps = int8.split(x)
-        return int8.joined(int8.multiply(halves, matrix.values, matrix.scales), steps), steps
+        out = int8.add_linear(residual, x, matrix.values, matrix.scales, int8.ZERO_POINT)
+        return out if bias is None else out.add_(bias)
