@@ -12,14 +12,18 @@ SLOTS = 16
 
 
 class Pool:
-    """A KV pool that hands out pages in random order, full of NaN until they are written."""
+    """A KV pool that hands out pages in random order, or in their own without a seed, full of NaN
+    until they are written."""
 
-    def __init__(self, decoder: Decoder, pages: int = 256, page_size: int = PAGE, seed: int = 0):
+    def __init__(
+        self, decoder: Decoder, pages: int = 256, page_size: int = PAGE, seed: int | None = 0
+    ):
         self.kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, requests=SLOTS)
         for layer in (*self.kv.layers, *self.kv.states.conv, *self.kv.states.rule):
             layer.fill_(torch.nan)
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
-        self._free = order.tolist()
+        generator = torch.Generator().manual_seed(seed or 0)
+        order = torch.randperm(pages, generator=generator).tolist()
+        self._free = [*reversed(range(pages))] if seed is None else order
         self._page_size = page_size
 
     def take(self, tokens: int) -> list[int]:
@@ -37,10 +41,12 @@ def forward(
     return list(decoder.head(hidden).split([s.n for s in segments]))
 
 
-def in_chunks(decoder: Decoder, tokens: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+def in_chunks(
+    decoder: Decoder, tokens: torch.Tensor, chunks: Sequence[int], seed: int | None = 0
+) -> torch.Tensor:
     """Logits [n, vocab] of one sequence that is computed in chunks of these sizes."""
     assert sum(chunks) == len(tokens)
-    pool = Pool(decoder)
+    pool = Pool(decoder, seed=seed)
     pages = pool.take(len(tokens))
     start, logits = 0, []
     for n in chunks:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from twolane.kernels.delta_rule.rule import StatePart
-from twolane.model import fp8
+from twolane.model import fp8, int8
 from twolane.model.linear_attention import SequenceStates, StatePool, StateRows
 from twolane.model.page_layout import PageLayout
 from twolane.model.rope import Rotation
@@ -142,12 +142,25 @@ class Segment:
     """Pages of further tables, which layers with a window have, as `pages`."""
 
 
+Slots = torch.Tensor | slice
+"""Slots to read, one after the other in memory where they are a slice."""
+
+
+def _read(pool: Pool, slots: Slots) -> torch.Tensor:
+    """Return keys and values of some slots; a slice shares the pool's memory."""
+    if isinstance(slots, torch.Tensor):
+        return pool.index_select(0, slots)
+    if isinstance(pool, torch.Tensor):
+        return pool[slots]
+    return pool.index_select(0, torch.arange(slots.start, slots.stop))
+
+
 @dataclass(frozen=True)
 class _PromptSegment:
     """Attention of one segment with several new tokens."""
 
     rows: slice
-    slots: torch.Tensor | None
+    slots: Slots | None
     """Slots read, [L]; None: only the segment's own new keys are seen."""
     mask: torch.Tensor | None
     """Added to the scores, [n, L]; None: causal."""
@@ -156,7 +169,7 @@ class _PromptSegment:
         self, q: torch.Tensor, new: torch.Tensor, pool: Pool, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """[n, heads, head_dim]; arguments as in `Batch.attend`."""
-        kv = new[self.rows] if self.slots is None else pool.index_select(0, self.slots)
+        kv = new[self.rows] if self.slots is None else _read(pool, self.slots)
         k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
         query = q[self.rows].transpose(0, 1).unsqueeze(0)
         own = None if sinks is None else sinks[:, None]
@@ -170,7 +183,7 @@ class _SingleTokenRows:
 
     rows: torch.Tensor
     """Rows of the batch, [R]."""
-    slots: torch.Tensor
+    slots: Slots
     """Slots read, [R * L]; padding repeats a row's last slot, so that it reads finite numbers."""
     mask: torch.Tensor | None
     """Added to the scores, [R, 1, 1, L]; None: no padding."""
@@ -181,15 +194,29 @@ class _SingleTokenRows:
         """[R, heads, head_dim]; arguments as in `Batch.attend`."""
         count, (_, heads, dim), kv_heads = len(self.rows), q.shape, new.shape[1] // 2
         query = q if count == len(q) else q.index_select(0, self.rows)
+        kv = _read(pool, self.slots)
+        if sinks is None:
+            return _rows_attended(query, kv, self.mask, kv_heads)
         # The query heads that share keys become the rows of one small product.
         query = query.view(count, kv_heads, heads // kv_heads, dim)
-        kv = pool.index_select(0, self.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
-        k, v = kv.chunk(2, dim=1)
-        own = None if sinks is None else sinks.view(kv_heads, -1)
-        return _attended(query, k, v, self.mask, own).flatten(1, 2)
+        k, v = kv.view(count, -1, 2 * kv_heads, dim).transpose(1, 2).chunk(2, dim=1)
+        return _attended(query, k, v, self.mask, sinks.view(kv_heads, -1)).flatten(1, 2)
 
 
 _Part = _PromptSegment | _SingleTokenRows
+
+
+@int8.scripted
+def _rows_attended(
+    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, kv_heads: int
+) -> torch.Tensor:
+    """Return the attention of rows with the queries `q` [R, heads, head_dim] over keys and values
+    [R * L, 2 * kv_heads, head_dim], [R, heads, head_dim]."""
+    rows, heads, dim = q.size(0), q.size(1), q.size(2)
+    query = q.view(rows, kv_heads, heads // kv_heads, dim)
+    k, v = kv.view(rows, -1, 2 * kv_heads, dim).transpose(1, 2).chunk(2, dim=1)
+    out = functional.scaled_dot_product_attention(query, k, v, mask, enable_gqa=True)
+    return out.flatten(1, 2)
 
 
 def _attended(
@@ -367,7 +394,7 @@ class Batch:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         slots = self._slots(np.array([index]), np.arange(first, end)[None, :], table)
-        return _PromptSegment(rows, self._put(slots), mask.to(self.device))
+        return _PromptSegment(rows, self._sequence(slots), mask.to(self.device))
 
     def _rows(
         self, indices: _Ints, lengths: _Ints, table: int, dtype: torch.dtype
@@ -381,13 +408,19 @@ class Batch:
             mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf)
             mask = mask[:, None, None, :].to(self.device)
         rows = np.array([self.offsets[i] for i in indices], dtype=np.int64)
-        slots = self._put(self._slots(indices, positions, table))
-        return _SingleTokenRows(self._put(rows), slots, mask)
+        slots = self._slots(indices, positions, table)
+        read = self._sequence(slots) if len(indices) == 1 else self._put(slots)
+        return _SingleTokenRows(self._put(rows), read, mask)
 
     def _slots(self, indices: _Ints, positions: _Ints, table: int) -> _Ints:
         """Slots of `positions` [R, L] of the segments `indices` [R] in a table, flattened."""
         pages = self._tables[table][indices[:, None], positions // self.page_size]
         return cast(_Ints, (pages * self.page_size + positions % self.page_size).reshape(-1))
+
+    def _sequence(self, slots: _Ints) -> Slots:
+        """Return the slots of one sequence, which are neighbours where its pages are."""
+        apart = bool((np.diff(slots) != 1).any())
+        return self._put(slots) if apart else slice(int(slots[0]), int(slots[-1]) + 1)
 
     def _put(self, values: _Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -119,7 +119,7 @@ class KVCacheManager:
         self._window_tables = window_tables
         self.page_size = page_size
         self.tree = PrefixTree(page_size)
-        self._free_pages = list(range(pages))
+        self._free_pages = list(reversed(range(pages)))  # a sequence's are neighbours at first
         self._free_slots = list(range(slots))
         self._allocations: set[Allocation] = set()
         self._copies: dict[Node, dict[Allocation, None]] = {}
@@ -482,7 +482,7 @@ class KVCacheManager:
             self._adopt(node, place)
             if not self._copies.get(node, True):
                 del self._copies[node]
-        self._free_pages.extend(allocation.private)
+        self._free_pages.extend(sorted(allocation.private, reverse=True))
         self._free_slots.append(allocation.slot)
         self._read(allocation)
         if self.snapshots is not None:
