@@ -50,6 +50,7 @@ TOKENS = 1000, 40_000
 """Token ids that prompts are drawn from, the second excluded, where the vocabulary has them."""
 
 Measured = dict[str, float]
+vocab_size = cache(lambda model: resolve(model).spec().vocab_size)
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -80,11 +81,6 @@ class Load(msgspec.Struct, frozen=True):
         if size < high:
             low, high = 3, size
         return [rng.randrange(low, high) for _ in range(n)]
-
-
-@cache
-def vocab_size(model: str) -> int:
-    return resolve(model).spec().vocab_size
 
 
 class Stream:

@@ -12,6 +12,7 @@ import torch
 from tests.lanes.scripted import PATIENCE, Bench, Gate, call, gated, nothing, sampled
 from twolane.devices import LANES
 from twolane.lanes.base import Step
+from twolane.lanes.cpu.lanes import TRIED_EVERY, TRIED_STEPS, ThreadCounts
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2] if hasattr(os, "sched_getaffinity") else (0, 1)
 UNITS = len(CORES)
@@ -275,3 +276,37 @@ def test_close_does_not_wait_for_ever() -> None:
     assert all(thread.daemon for thread in lane_threads())
     gate.open()
     bench.wait_done(stuck)
+
+
+# Threads of a decode step.
+
+
+def steps(counts: ThreadCounts, rows: int, seconds: dict[int, float], number: int) -> list[int]:
+    chosen = []
+    for _ in range(number):
+        chosen.append(counts.choose(rows))
+        counts.observe(rows, chosen[-1], seconds[chosen[-1]])
+    return chosen
+
+
+@pytest.mark.parametrize(("one", "both"), [(0.03, 0.04), (0.04, 0.03)])
+def test_a_step_runs_on_as_many_threads_as_are_fastest(one: float, both: float) -> None:
+    """For each class of rows by itself; the slower number is tried again now and then."""
+    counts, best = ThreadCounts(2), 1 if one < both else 2
+    chosen = steps(counts, 1, {1: one, 2: both}, TRIED_EVERY + 2)
+    assert {*chosen[: 2 * TRIED_STEPS]} == {1, 2}
+    assert {*chosen[2 * TRIED_STEPS : TRIED_EVERY]} == {best}
+    assert chosen[TRIED_EVERY:] == [3 - best, best]
+    assert {*steps(counts, 16, {1: both, 2: one}, 20)[2 * TRIED_STEPS :]} == {3 - best}
+
+
+def test_threads_that_took_twice_as_long_are_not_tried_again() -> None:
+    chosen = steps(ThreadCounts(16), 1, {1: 0.05, 16: 0.01}, 2 * TRIED_EVERY + 2)
+    assert {*chosen[2 * TRIED_STEPS :]} == {16}
+
+
+def test_a_number_that_became_faster_is_found_again() -> None:
+    counts = ThreadCounts(2)
+    steps(counts, 1, {1: 0.03, 2: 0.04}, TRIED_EVERY)
+    chosen = steps(counts, 1, {1: 0.03, 2: 0.02}, 20)
+    assert chosen[0] == 2 == chosen[-1]

@@ -19,7 +19,13 @@ from twolane.common.resources import pin_thread
 from twolane.devices import EXCLUSIVE, LaneName
 from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.work import PrefillWork, TokenMask, Work
+from twolane.lanes.work import DecodeWork, PrefillWork, TokenMask, Work
+
+TRIED_STEPS, TRIED_EVERY = 3, 256
+"""Steps of each number of threads that are tried at first, and after which the slower is tried
+again."""
+FORGOTTEN = 1.002
+"""The factor by which the shortest time of a step grows with each further step."""
 
 
 def partitions(cores: int) -> tuple[tuple[int, int], ...]:
@@ -158,6 +164,45 @@ class CpuLanes:
         self._notify()
 
 
+class ThreadCounts:
+    """How many of a lane's threads run a decode step: all, or one, whichever was faster.
+
+    Waking threads for each operation costs more than they save where a step reads little memory.
+    Times are kept for each power of two of rows, since more rows have more to share.
+
+    Args:
+        most: Threads of the lane.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._steps: dict[int, int] = {}
+        """Number of steps by class of rows."""
+        self._seconds: dict[tuple[int, int], float] = {}
+        """The shortest time of a step by class of rows and threads, which grows until it is seen
+        again."""
+
+    def choose(self, rows: int) -> int:
+        """Return the threads of the next step of this many rows.
+
+        Both numbers are tried first. The slower is tried again every `TRIED_EVERY` steps, unless it
+        took twice as long.
+        """
+        size = rows.bit_length()
+        step = self._steps[size] = self._steps.get(size, -1) + 1
+        if step < 2 * TRIED_STEPS:
+            return (1, self._most)[step % 2]
+        fewer, all_of_them = (self._seconds.get((size, n), 0.0) for n in (1, self._most))
+        again = step % TRIED_EVERY == 0 and 0.5 < fewer / max(all_of_them, 1e-9) < 2.0
+        return 1 if (fewer <= all_of_them) != again else self._most
+
+    def observe(self, rows: int, threads: int, seconds: float) -> None:
+        """Note the time of a step of this many rows that ran on so many threads."""
+        key = rows.bit_length(), threads
+        known = self._seconds.get(key, seconds) * FORGOTTEN
+        self._seconds[key] = min(known, seconds)
+
+
 class _Worker:
     """A thread on its cores, with as many intra-op threads."""
 
@@ -172,6 +217,7 @@ class _Worker:
         self._cores = cores
         self._execute = execute
         self._lane, self._bind = lane, bind
+        self._threads = ThreadCounts(len(cores)) if len(cores) > 1 else None
         name = f"lane-{lane}-{len(cores)}"
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
@@ -182,4 +228,18 @@ class _Worker:
         self._bind(self._lane)
         with torch.inference_mode():
             while (job := self.jobs.get()) is not None:
-                self._execute(job)
+                self._run(job)
+
+    def _run(self, job: _Job | _Drop) -> None:
+        """Execute a job, decode steps on as many threads as are fastest."""
+        counts = self._threads
+        if counts is None or isinstance(job, _Drop) or not isinstance(job.work, DecodeWork):
+            self._execute(job)
+            return
+        rows, ticket = len(job.work.rows), job.ticket
+        threads = counts.choose(rows)
+        torch.set_num_threads(threads)
+        self._execute(job)
+        torch.set_num_threads(len(self._cores))
+        if ticket.start is not None and ticket.end is not None:
+            counts.observe(rows, threads, (ticket.end - ticket.start) / job.work.k)
