@@ -50,7 +50,8 @@ def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) ->
         prefix_cache=cached,
     )
     compare(REQUESTS, served, judge, tally)
-    assert bool(served.preemptions) == (pages == SMALL)
+    if not machine.page_layout.window_tables:  # else pages that have left windows are enough
+        assert bool(served.preemptions) == (pages == SMALL)
     assert bool(served.prefix_hits) == cached
 
 
