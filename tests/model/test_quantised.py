@@ -487,7 +487,7 @@ def test_patterns_leave_modules_in_floats(tmp_path, form, change):
     [
         ("awq", "qwen2", {"modules_to_not_convert": ["model.layers.1."]}),
         ("awq", "phi3", {}),
-        ("fp8", "qwen2", {"modules_to_not_convert": ["model.language_model.layers.1"]}),
+        ("fp8", "qwen2", {"modules_to_not_convert": ["decoder.layers.1.mlp"]}),
         ("fp8", "qwen2", {"modules_to_not_convert": ["layers.1.", "layers.2"]}),
         ("pack-quantized", "qwen2", {"ignore": ["model.layers.1"]}),
         ("gptq", "qwen2", {"modules_in_block_to_quantize": [["self_attn.o_proj"]]}),
