@@ -83,6 +83,14 @@ def served(monkeypatch, **engine):
             super().schedule(request, at)
             paced.setdefault(request.id, []).append((request, request.last_token_at, request.due))
 
+        def schedule_rows(self, columns, slots, at):
+            times = super().schedule_rows(columns, slots, at)
+            requests = {request.allocation.slot: request for request in columns.requests}
+            for slot, (made, due, *_) in zip(slots.tolist(), times, strict=True):
+                request = requests[slot]
+                paced.setdefault(request.id, []).append((request, made, due))
+            return times
+
     monkeypatch.setattr(build, "Pacer", Recording)
     workload = WorkloadSpec(dataset="azure-conv", num_prompts=120, request_rate=30, seed=3)
     slo = Slo(ttft=0.3, ttft_per_token=0.2 / 1024, tbt=0.012)

@@ -60,7 +60,7 @@ class Observer:
     def __init__(self):
         self.told = []
 
-    def tokens(self, index, count, now, cached):
+    def tokens(self, index, count, now, cached, due):
         self.told.append(count)
 
     def ended(self, index, event, now):

@@ -209,6 +209,7 @@ def service_of(texts):
         page_size=16,
         kv_cache_dtype="auto",
         prefix_cache=True,
+        state_bytes=0,
     )
     engine = SimpleNamespace(
         ready=ready,

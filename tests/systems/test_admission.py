@@ -39,7 +39,10 @@ def test_behind_who_does_not_fit_only_started_prompts_go_on() -> None:
     started, small = waiting("s", 32, started=True), waiting("t", 16, page_cost=1)
     room = {"free_pages": 5, "reclaimable_pages": 0}
     assert admitted(A, B, small, **room) == [("a", 64)]
-    assert admitted(A, order=[A, B, small, started], **room) == [("a", 64), ("s", 32)]
+    assert admitted(started, A, B, small, order=[A, B, small, started], **room) == [
+        ("a", 64),
+        ("s", 32),
+    ]
     assert admitted(A, order=[started, A], free_slots=0) == [("s", 32)]
 
 
