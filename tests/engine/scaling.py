@@ -47,7 +47,10 @@ class Rig:
         self._draw, self._longest, self._sent = random.Random(0), longest, 0
         gpu, bounds = GPUS["h200"], Slo(ttft=1e4, ttft_per_token=1e-3, tbt=max(0.05, count / 4e3))
         pool = {"max_running": count, "kv_tokens": count * 2 * longest}
-        config = EngineConfig(model="qwen3-8b", system=system, slo=bounds, **pool)
+        # Every token of a budget that decoding requests fill is theirs: no prompt would begin.
+        budgeted = hasattr(SYSTEMS[system], "token_budget")
+        options = {"token_budget": str(count + 2048)} if budgeted else {}
+        config = EngineConfig(model="qwen3-8b", system=system, slo=bounds, options=options, **pool)
         spec = shapes_of(config)
         machine = SimulatedMachine(gpu, spec, config, tp=1, seed=0)
         profile = str(simulated_profile(gpu, spec, 1, config))

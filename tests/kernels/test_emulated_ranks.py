@@ -49,6 +49,19 @@ def test_prefill_and_decode_on_a_gpu_each_say_what_one_says(
     assert found["said"] == alone(path, adapter, found, rounded=bool(options))
 
 
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_graphs_that_are_captured_while_idle_change_no_token(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
+    adapter = make_adapter(path, tmp_path / "tuned", rank=5)
+    found = ran("tests.kernels.emulated_later", str(path))
+    (steps, passes), (all_steps, all_passes) = found["first"], found["rest"]
+    assert set(steps) < set(all_steps)
+    assert set(passes) <= set(all_passes) == set(found["kept"])
+    assert found["before"] == found["after"]
+    assert [*found["before"].values()] == alone(path, adapter, found)
+
+
 def ran(module: str, *arguments: str) -> Any:
     """What a module prints that serves on emulated GPUs."""
     command = [sys.executable, "-m", module, *arguments]
@@ -58,7 +71,7 @@ def ran(module: str, *arguments: str) -> Any:
     )
     assert ended.returncode == 0
     found = json.loads(ended.stdout.splitlines()[-1])
-    assert found["codes"] == [0]
+    assert not any(found.get("codes", ()))
     return found
 
 
