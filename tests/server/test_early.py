@@ -161,6 +161,7 @@ def test_each_answer_and_count_is_the_same(parts, statuses) -> None:
         head(LATE, "x: a\nb: c"),
         head(LATE).replace(b"Content-Length: 314", b"Content-Length: +314"),
         head(LATE).replace(b"Content-Length: 314", b"Content-Length: 314, 314"),
+        head(LATE).replace(b"Content-Length: 314", b"Content-Length: " + b"9" * 5000),
         head(LATE).replace(b"Host: localhost\r\n", b""),
         head(LATE)[:-2],
         head(LATE, "x: " + "y" * 70_000),

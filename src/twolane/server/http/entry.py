@@ -20,6 +20,8 @@ HEAD = re.compile(
     rb"(?P<fields>([\w!#$%&'*+.^`|~-]+:[\t -~]*\r\n)+)\r\n"
 )
 """A head about which no two readers disagree, as clients of the API send it."""
+LENGTH = re.compile(r"[0-9]{1,20}")
+"""A length that h11 reads; it refuses longer ones, and Python reads none of over 4,300 digits."""
 DEMANDING = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"origin"})
 """Headers that ask for more than an answer."""
 ALONE = b"host", b"content-length"
@@ -91,7 +93,7 @@ class EarlyGate:
             path in self._paths
             and DEMANDING.isdisjoint(names)
             and all(names.count(name) == 1 for name in ALONE)
-            and length.isdecimal()
+            and LENGTH.fullmatch(length)
         ):
             return None
         try:
