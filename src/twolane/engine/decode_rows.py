@@ -79,7 +79,7 @@ class DecodingRequests:
         bisect.insort(self.requests, request, key=lambda r: r.rank)
         if not request.plain:
             self.special[request] = None
-        slot, slo = _held(request).slot, request.slo
+        slot, slo = request.held.slot, request.slo
         self.note_coming(request)
         self.limit[slot], self.tokens[slot] = request.limit, len(request.tokens)
         self.tbt[slot] = np.nan if slo.tbt is None else slo.tbt
@@ -91,7 +91,7 @@ class DecodingRequests:
 
     def note_coming(self, request: Request) -> None:
         """Note the columns that a launch reads of a request that may not be in decode yet."""
-        held = _held(request)
+        held = request.held
         self.context[held.slot], self.left[held.slot] = request.context, request.to_generate
         self.note_pages(held)
 
@@ -99,7 +99,7 @@ class DecodingRequests:
         """Remove a request that still has its slot."""
         self.requests.remove(request)
         self.special.pop(request, None)
-        self.quick[_held(request).slot] = False
+        self.quick[request.held.slot] = False
         self._ready = None
 
     def note_pages(self, allocation: Allocation) -> None:
@@ -110,7 +110,7 @@ class DecodingRequests:
         """Note that a token of a request was scheduled and sent by itself."""
         if request.phase is not Phase.DECODE:
             return
-        slot = _held(request).slot
+        slot = request.held.slot
         sent = request.last_token_at is not None
         self.last_at[slot] = np.nan if request.last_token_at is None else request.last_token_at
         self.due[slot] = np.nan if request.due is None else request.due
@@ -145,8 +145,3 @@ class DecodingRequests:
             columns = (self.context, self.bound, self.tbt, self.slack, self.last_at)
             self._table = RowTable(ready.requests, ready.slots, *columns)
         return self._table
-
-
-def _held(request: Request) -> Allocation:
-    assert request.allocation is not None
-    return request.allocation

@@ -140,6 +140,12 @@ class Request:
         return self.allocation is not None
 
     @property
+    def held(self) -> Allocation:
+        """The slot and pages of a request that has started."""
+        assert self.allocation is not None
+        return self.allocation
+
+    @property
     def reused(self) -> int:
         """Number of prompt tokens in the prefix cache, or computed by earlier chunks."""
         return self.context if self.started else self.lookup(self).reused

@@ -376,14 +376,14 @@ def _apart(state: State, rows: ReadyRows) -> list[Request]:
 
 def _masks(rows: Sequence[Request]) -> tuple[TokenMask, ...]:
     """Return the known token masks of these decode rows."""
-    known = [(_held(request).slot, request.next_mask) for request in rows]
+    known = [(request.held.slot, request.next_mask) for request in rows]
     return tuple([TokenMask(slot, mask) for slot, mask in known if mask is not None])
 
 
 def _late(rows: Sequence[Request]) -> Sequence[LateRow]:
     """Return the decode rows whose masks depend on tokens in flight, or are being computed."""
     return [
-        LateRow(request, _held(request), request.context + 1)
+        LateRow(request, request.held, request.context + 1)
         for request in rows
         if request.mask_changes and request.next_mask is None
     ]
@@ -427,11 +427,6 @@ def _adapters(chunks: Sequence[BatchChunk], rows: ReadyRows | None = None) -> in
     if rows is not None:
         slots |= {held.adapter for held in rows.allocations}
     return len(slots - {-1})
-
-
-def _held(request: Request) -> Allocation:
-    assert request.allocation is not None
-    return request.allocation
 
 
 def _decode_rows(reserved: "_Reserved") -> tuple[DecodeRow, ...]:
@@ -536,4 +531,4 @@ def _available(state: State) -> int:
 
 def _missing(state: State, rows: Sequence[Request], k: int) -> int:
     """Return the number of pages that k steps of these rows need beyond those that they have."""
-    return sum(state.kv.missing(_held(r), r.context + min(k, r.to_generate)) for r in rows)
+    return sum(state.kv.missing(r.held, r.context + min(k, r.to_generate)) for r in rows)

@@ -190,9 +190,7 @@ def _share_full_pages(state: State, request: Request) -> None:
 
     The KV cache has all of its tokens but the last one, which is the next step's input.
     """
-    allocation = request.allocation
-    assert allocation is not None
-    written = len(request.tokens) - 1
+    allocation, written = request.held, len(request.tokens) - 1
     if written // state.kv.page_size > len(allocation.path):
         state.kv.share(allocation, request.tokens, written)
 
