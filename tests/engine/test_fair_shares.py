@@ -87,3 +87,14 @@ def test_a_prompt_between_two_chunks_still_has_its_key_s_turn() -> None:
     assert queue.visible == [other]
     queue.dequeue(other)
     assert queue.visible == flood[1:]
+
+
+def test_systems_know_that_several_keys_ask_also_while_one_waits() -> None:
+    queue = WaitingQueue()
+    queue.enqueue(waiting(0, 0))
+    queue.enqueue(waiting(0, 1))
+    assert not queue.table().shared
+    other = waiting(1, 2)
+    queue.enqueue(other)
+    queue.dequeue(other)
+    assert queue.table().shared

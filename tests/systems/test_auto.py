@@ -104,6 +104,10 @@ def test_batches_are_larger_while_no_prompt_has_a_bound_or_another_priority(more
     asked = [waiting("a", 6000), waiting("b", 6000, **more), waiting("c", 6000)]
     made, _ = plan(waiting=asked)
     assert sum(chunk.n for chunk in made.admit) == times * Auto().max_batch_tokens
+    table = WaitingTable.of(asked)
+    table.shared = True  # another API key's prompt, which may come now, waits for the whole batch
+    made, _ = plan(waiting=asked, waiting_table=table)
+    assert sum(chunk.n for chunk in made.admit) == Auto().max_batch_tokens
 
 
 CASES = {

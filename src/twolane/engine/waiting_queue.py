@@ -99,7 +99,9 @@ class WaitingQueue:
 
     def table(self) -> WaitingTable:
         """Return the columns of `visible`."""
-        return self.rows.table(None if self.in_turn is self.new else self.visible)
+        table = self.rows.table(None if self.in_turn is self.new else self.visible)
+        table.shared = len(self._served) > 1
+        return table
 
     def note_admission(self, request: Request) -> None:
         """Count a request that is admitted for the first time."""

@@ -117,6 +117,8 @@ class WaitingTable:
         self.wanted[columns[7] > 0] = -np.inf
         self.by_deadline = np.lexsort((self.place, self.wanted, self.priority))
         """Indices of the requests by priority and by the time at which they are wanted."""
+        self.shared = False
+        """Whether several API keys have sent requests, so that another one's may come any time."""
 
     def __len__(self) -> int:
         return len(self.requests)

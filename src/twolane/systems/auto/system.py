@@ -38,8 +38,9 @@ BATCH_SECONDS = 0.2
 """A prefill batch takes at most this many seconds on the whole device, or `MIN_BATCH_TOKENS`."""
 UNBOUND_BATCH_SECONDS = 1.0
 """A prefill batch takes at most this many seconds while no waiting request has a TTFT bound or
-another priority. It makes no request miss a bound then, and larger batches compute faster: they
-read weights less often, and their attention leaves fewer SMs without a tile in its last turn."""
+another priority, and one API key has sent all. It makes no request miss a bound then, and delays no
+other key's. Larger batches compute faster: they read weights less often, and their attention leaves
+fewer SMs without a tile in its last turn."""
 UNBOUND_BATCH_FACTOR = 4
 """Factor by which the largest number of new tokens is greater in such a batch."""
 MIN_BATCH_TOKENS = 256
@@ -85,7 +86,7 @@ class Auto(System, msgspec.Struct, frozen=True):
 
     max_batch_tokens: int = 2048
     """A prefill batch has at most this many new tokens, or four times as many while no waiting
-    request has a TTFT bound or another priority; longer prompts are cut."""
+    request has a TTFT bound, another priority or another API key; longer prompts are cut."""
     hysteresis: float = 0.05
     """The current way stays until another is better by more than this fraction."""
     lead_seconds: float = 0.010
@@ -127,7 +128,7 @@ class Auto(System, msgspec.Struct, frozen=True):
             ends = [c.start + c.n for c in chunks if c.n == c.request.new]
             return Prompts(batch_load(view.batch), view.batch.layers_launched, (), ends)
         most, seconds = self.max_batch_tokens, BATCH_SECONDS
-        if service.unbound:
+        if service.unbound and not view.prompts.shared:
             most, seconds = UNBOUND_BATCH_FACTOR * most, UNBOUND_BATCH_SECONDS
         order = service.order
         fitting = costs.tokens_in(seconds) or 0.0
