@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,7 +14,7 @@ from twolane.engine.messages import Stats
 from twolane.frontend.liveness import Liveness
 from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.http.calls import CallMiddleware
-from twolane.server.http.connection import ConnectionLimits, connection_class
+from twolane.server.http.connection import ConnectionLimits, connection_class, unread_body
 from twolane.server.http.entry import EarlyGate
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import Gate
@@ -42,8 +44,8 @@ def check_call(headers, call: object, key: int | None) -> None:
         raise ApiError(429, "late", code="overloaded", headers={"Retry-After": "7"})
 
 
-def check_head(headers, path: str, key: int | None) -> None:
-    assert path in PATHS
+def check_head(headers, path: str, key: int | None, unread: float) -> None:
+    assert path in PATHS and unread >= 0.0
     check_call(headers, None, key)
 
 
@@ -174,6 +176,39 @@ def test_a_head_that_readers_may_read_differently_goes_its_usual_way(data) -> No
     early = EarlyGate(
         gate, PATHS, lambda: True, check_head, lambda path, error: refused.append(path)
     )
-    assert early.refuse(head(LATE), []) is not None
-    assert early.refuse(data, []) is None
+    assert early.refuse(head(LATE), [], 0.0) is not None
+    assert early.refuse(data, [], 0.0) is None
     assert refused == [CALL]
+
+
+async def busy_loop_waits(seconds: float) -> list[float]:
+    """Return for how long the head and the body of a request waited for a loop that was busy."""
+    found, metrics = [], ServerMetrics(Stats, Liveness(), "tiny", Slo(), 16)
+    limits = ConnectionLimits(99, arrival_seconds=PATIENCE, stall_seconds=PATIENCE)
+    http = connection_class(limits, UnsentOutput(), lambda data, more, unread: found.append(unread))
+
+    async def app(scope, receive, send) -> None:
+        before = time.monotonic()
+        await receive()
+        found.append(before - scope["state"]["call"].arrival)
+
+    counted = CallMiddleware(app, metrics, PATHS, no_wait, unread_body)
+    config = uvicorn.Config(counted, port=0, http=http, lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    with socket.create_connection(server.servers[0].sockets[0].getsockname()) as client:
+        client.sendall(head() + BODY)
+        time.sleep(seconds)
+        while len(found) < 2:
+            await asyncio.sleep(0.01)
+    server.should_exit = True
+    await serving
+    return found
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="TCP stamps no data")
+def test_the_wait_for_a_busy_loop_is_part_of_the_request_s_time() -> None:
+    """Clients measure it, too."""
+    assert min(asyncio.run(busy_loop_waits(0.1))) >= 0.09

@@ -195,6 +195,14 @@ def test_a_bound_that_grows_with_the_prompt_is_kept_to_by_its_least_and_its_most
 
 
 @pytest.mark.usefixtures("still")
+def test_the_seconds_for_which_a_head_was_unread_count_to_its_bound() -> None:
+    made = guard({None: 400})
+    assert made.check_head({"content-length": "9"}, SLO, None, 0.08) == PromptWork()
+    with pytest.raises(ApiError):
+        made.check_head({"content-length": "9"}, SLO, None, 0.12)
+
+
+@pytest.mark.usefixtures("still")
 def test_late_first_tokens_shorten_the_queue() -> None:
     made = guard({None: 250})
     assert not refuses(made, 50, call())

@@ -81,7 +81,7 @@ class Ingress:
         """Whether a request may be refused because it would be late."""
         return any(member.open for member in self._pool.serving)
 
-    def check_arrival(self, headers: Headers, path: str, key: int | None) -> None:
+    def check_arrival(self, headers: Headers, path: str, key: int | None, unread: float) -> None:
         """Refuse a request by its headers, before its body is read.
 
         Raises:

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import CallMiddleware
+from twolane.server.http.connection import unread_body
 from twolane.server.http.entry import EarlyGate
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import Gate
@@ -75,6 +76,7 @@ def create_app(
         observer=metrics,
         paths=GENERATION_PATHS,
         quiet=service.engine.wait_for_gap,
+        unread=unread_body,
     )
     add_error_handlers(app, service.admission.retry_after)
     add_info_routes(app, service, metrics)
@@ -110,8 +112,8 @@ def add_gates(
     )
     app.add_middleware(gate)
 
-    def check_call(headers: Headers, path: str, key: int | None) -> None:
-        guard.check_head(headers, metrics.slo, key)
+    def check_call(headers: Headers, path: str, key: int | None, unread: float) -> None:
+        guard.check_head(headers, metrics.slo, key, unread)
 
     def note(path: str, error: ApiError) -> None:
         overload = error.status_code == HTTPStatus.TOO_MANY_REQUESTS

@@ -283,7 +283,7 @@ def uvicorn_config(
     output: UnsentOutput,
     *,
     files_each: int = 1,
-    refuse_early: EarlyCheck = lambda data, default_headers: None,
+    refuse_early: EarlyCheck = lambda data, default_headers, unread: None,
 ) -> uvicorn.Config:
     """Return uvicorn's settings; the limit on open files is raised first.
 

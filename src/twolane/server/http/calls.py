@@ -138,6 +138,7 @@ class CallMiddleware:
         observer: counts requests and calls.
         paths: those whose POSTs are calls.
         quiet: awaited before an arrived call is handled, so that due tokens leave first.
+        unread: Returns the seconds for which the latest bytes of a request waited to be read.
     """
 
     def __init__(
@@ -146,11 +147,13 @@ class CallMiddleware:
         observer: CallObserver,
         paths: Container[str],
         quiet: Callable[[], Awaitable[None]],
+        unread: Callable[[Scope], float] = lambda scope: 0.0,
     ) -> None:
         self._app = app
         self._observer = observer
         self._paths = paths
         self._quiet = quiet
+        self._unread = unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -161,7 +164,7 @@ class CallMiddleware:
         tracked = TrackedRequest(
             self._observer, self._observer.begin_call() if is_call else None, scope
         )
-        receive = tracked.receiving(receive, self._quiet)
+        receive = tracked.receiving(receive, self._quiet, self._unread)
         try:
             await self._app(scope, receive, tracked.sending(send))
         except asyncio.CancelledError:
@@ -184,7 +187,12 @@ class TrackedRequest:
         self._state["call"] = call
         self._settled = False
 
-    def receiving(self, receive: Receive, quiet: Callable[[], Awaitable[None]]) -> Receive:
+    def receiving(
+        self,
+        receive: Receive,
+        quiet: Callable[[], Awaitable[None]],
+        unread: Callable[[Scope], float],
+    ) -> Receive:
         """Wrap `receive`: record when the body is complete, then await `quiet`; record whether the
         client left."""
 
@@ -193,7 +201,7 @@ class TrackedRequest:
             if message["type"] == "http.disconnect":
                 self.gone = True
             elif self._call is not None and not message.get("more_body"):
-                self._call.arrival = time.monotonic()
+                self._call.arrival = time.monotonic() - unread(self._scope)
                 await quiet()
             return message
 

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import logging
 import re
+import socket
 import sys
 import termios
 import time
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import h11
 import msgspec
 from h11._receivebuffer import ReceiveBuffer, blank_line_regex
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
@@ -33,6 +35,9 @@ EXTRA_CONNECTIONS = 64
 MAX_HEAD = 1 << 16
 """Bytes that a request line and its headers may have together."""
 TOO_LONG = f"the request line and the headers have more than {MAX_HEAD} bytes"
+TCP_INFO_BYTES, LAST_DATA_RECEIVED = 56, slice(52, 56)
+"""Bytes of `struct tcp_info` that are read, and those of `tcpi_last_data_recv`, in milliseconds
+(linux/tcp.h)."""
 SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 """Chunks that any body may have, and bytes of a body for each further chunk. A chunk takes the loop
 10 µs, however small it is, and a thousand of them fit into one read."""
@@ -198,13 +203,14 @@ class EarlyCheck(Protocol):
     """Refuses requests by their heads, before anything else is done for them."""
 
     def __call__(
-        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]]
+        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]], unread: float
     ) -> EarlyRefusal | None:
         """Return the answer to the request that some bytes begin with; None: it goes its usual way.
 
         Args:
             data: The first bytes of the request.
             default_headers: Headers of every answer.
+            unread: Seconds for which the bytes waited to be read.
         """
 
 
@@ -342,7 +348,8 @@ class Connection(H11Protocol):
         if not self._unwanted:
             if not self._is_idle or self.flow.write_paused:
                 return data
-            refused = self.refuse_early(data, self.server_state.default_headers)
+            headers = self.server_state.default_headers
+            refused = self.refuse_early(data, headers, unread_seconds(self.transport))
             if refused is None or self.probes_only:
                 return data
             self._refused, self._unwanted = refused, refused.length
@@ -517,10 +524,30 @@ def unacknowledged(transport: asyncio.Transport) -> int:
     return int.from_bytes(answer, sys.byteorder)
 
 
+def unread_seconds(transport: asyncio.BaseTransport) -> float:
+    """Return the seconds since the latest bytes of a connection arrived; 0: unknown.
+
+    On a busy host they wait for the event loop. Linux' TCP stamps them, to a few milliseconds.
+    """
+    try:
+        info = transport.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES
+        )
+    except (AttributeError, OSError):
+        return 0.0
+    return 1e-3 * int.from_bytes(info[LAST_DATA_RECEIVED], sys.byteorder)
+
+
+def unread_body(scope: Scope) -> float:
+    """Return the seconds for which the latest bytes of a request waited to be read."""
+    connection: Connection | None = scope.get("state", {}).get(CONNECTION)
+    return 0.0 if connection is None else unread_seconds(connection.transport)
+
+
 def connection_class(
     limits: ConnectionLimits,
     output: UnsentOutput,
-    refuse_early: EarlyCheck = lambda data, default_headers: None,
+    refuse_early: EarlyCheck = lambda data, default_headers, unread: None,
 ) -> type[Connection]:
     """Return a protocol class for uvicorn with its own limits and state.
 

@@ -41,10 +41,10 @@ class Entry:
         await self.app(scope, receive, send)
 
     def refuse_early(
-        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]]
+        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]], unread: float
     ) -> EarlyRefusal | None:
         """See `EarlyGate.refuse`."""
-        return None if self.early is None else self.early.refuse(data, default_headers)
+        return None if self.early is None else self.early.refuse(data, default_headers, unread)
 
 
 class EarlyGate:
@@ -57,7 +57,8 @@ class EarlyGate:
         paths: The paths of calls.
         watches: Returns whether calls may be refused for overload now; the others go their usual
             way.
-        check_call: Refuses a call by its headers, its path and the index of its key.
+        check_call: Refuses a call by its headers, its path, the index of its key, and the seconds
+            for which it waited to be read.
         on_refusal: Counts a refused call by its path and the reason.
     """
 
@@ -66,20 +67,21 @@ class EarlyGate:
         gate: Gate,
         paths: Container[str],
         watches: Callable[[], bool],
-        check_call: Callable[[Headers, str, int | None], None],
+        check_call: Callable[[Headers, str, int | None, float], None],
         on_refusal: Callable[[str, ApiError], None],
     ) -> None:
         self._gate, self._paths, self._watches = gate, paths, watches
         self._check_call, self._on_refusal = check_call, on_refusal
 
     def refuse(
-        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]]
+        self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]], unread: float
     ) -> EarlyRefusal | None:
         """Return the answer to the call that some bytes begin with; None: it is not refused here.
 
         Args:
             data: The first bytes of a request.
             default_headers: Headers of every answer.
+            unread: Seconds for which they waited to be read.
         """
         if not self._watches() or (head := HEAD.match(data, 0, MAX_HEAD)) is None:
             return None
@@ -99,7 +101,7 @@ class EarlyGate:
         try:
             scope = {"path": path, "raw_path": head["path"], "query_string": b""}
             key = self._gate.check(scope, headers)
-            self._check_call(headers, path, key)
+            self._check_call(headers, path, key, unread)
         except ApiError as error:
             if "Connection" in (error.headers or {}):
                 return None

@@ -126,7 +126,7 @@ class LateGuard:
             self._arriving[call] = Arriving(key, work, now)
 
     def check_head(
-        self, headers: Mapping[str, str], slo: Slo, key: int | None
+        self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float = 0.0
     ) -> PromptWork | None:
         """Refuse a request by its headers, before its body is read, if it would be late whichever
         work its body is expected to be.
@@ -135,6 +135,7 @@ class LateGuard:
             headers: Its headers.
             slo: The server's latency bounds.
             key: The index of its API key.
+            unread: Seconds for which it waited to be read.
 
         Returns:
             The least work that its body is expected to be; None: it would be late, and is read to
@@ -148,6 +149,7 @@ class LateGuard:
             return PromptWork()
         self._learn_from_overdue()
         before, bodies, now = self._work_arriving(key), self._bodies[key], time.monotonic()
+        arrival = now - unread
         try:
             named = [headers.get(name) for name in TTFT_HEADERS]
             own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
@@ -156,7 +158,7 @@ class LateGuard:
             return PromptWork()
         least, most = (
             self._expected(
-                work.plus(before), int(work.tokens), int(work.tokens), key, own.over(slo), now
+                work.plus(before), int(work.tokens), int(work.tokens), key, own.over(slo), arrival
             )
             for work in works
         )
