@@ -317,7 +317,7 @@ def test_a_template_that_takes_too_much_is_refused(bomb):
                 TextCodec(None), sandbox, Loaded(b"", "", False, True, frozenset(), frozenset())
             )
             with pytest.raises(TextError):
-                await texts.chat(HELLO)
-            assert await texts.encode("Hello")
+                await texts.tokens(Chat(HELLO, {}))
+            assert await texts.tokens(Encode("Hello", True))
 
     run(work())

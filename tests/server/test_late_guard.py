@@ -66,9 +66,8 @@ def still(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def refuses(made: LateGuard, tokens: int, asked: Asked, reused: int = 0) -> bool:
-    prepared = SimpleNamespace(tokens=[[1] * tokens])
     try:
-        made.check(prepared, asked, lambda prompt: reused)
+        made.check([[1] * tokens], asked, lambda prompt: reused)
     except ApiError as error:
         assert (error.status_code, error.code) == (429, "overloaded")
         assert int(error.headers["Retry-After"]) >= 1

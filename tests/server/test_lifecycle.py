@@ -24,6 +24,7 @@ from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
 from twolane.frontend.sandbox import Limits, Sandbox
 from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.jobs import Encode
 from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
 from twolane.server.ops.monitoring import Monitoring
@@ -192,7 +193,7 @@ async def slow_service():
     await sandbox.start()
     service = service_of(Texts(TextCodec(None), sandbox))
     try:
-        await service.texts.encode("its worker is there")
+        await service.texts.tokens(Encode("its worker is there", True))
         yield service
     finally:
         await service.close()
@@ -268,7 +269,7 @@ def test_a_client_that_leaves_is_not_tokenised_for():
                     await asyncio.sleep(0.01)
                 leaves.set()
                 status, _ = await asking
-                return status, await service.texts.encode("another client's")
+                return status, await service.texts.tokens(Encode("another client's", True))
 
     assert asyncio.run(run()) == (499, [1])  # the first of a new worker
 

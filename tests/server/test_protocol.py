@@ -291,8 +291,8 @@ def test_arguments_of_calls(given):
 def test_sampling_defaults_are_openais():
     completion = CompletionRequest.model_validate({"prompt": "x"})
     chat = ChatRequest.model_validate({"messages": MESSAGES})
-    assert completion.sampling() == SamplingParams(max_tokens=16)
-    assert chat.sampling() == SamplingParams(max_tokens=None)
+    assert completion.request().sampling == SamplingParams(max_tokens=16)
+    assert chat.request().sampling == SamplingParams(max_tokens=None)
 
 
 def test_sampling_defaults_may_be_the_models():
@@ -300,9 +300,9 @@ def test_sampling_defaults_may_be_the_models():
     models = {"temperature": 0.6, "top_k": 20}
     body = CompletionRequest.model_validate({"prompt": "x", "top_k": 0})
     expected = SamplingParams(temperature=0.6, top_k=0, max_tokens=16)
-    assert body.sampling(models) == expected
+    assert body.request(models).sampling == expected
     body = CompletionRequest.model_validate({"prompt": "x", "temperature": 1, "top_p": 0.5})
-    assert body.sampling(models) == SamplingParams(top_k=20, top_p=0.5, max_tokens=16)
+    assert body.request(models).sampling == SamplingParams(top_k=20, top_p=0.5, max_tokens=16)
 
 
 def test_every_sampling_field_arrives():
@@ -317,14 +317,14 @@ def test_every_sampling_field_arrives():
         "stop_token_ids": [4],
         "ignore_eos": True,
     }
-    params = CompletionRequest.model_validate({"prompt": "x", **given}).sampling()
+    params = CompletionRequest.model_validate({"prompt": "x", **given}).request().sampling
     assert params == SamplingParams(**{**given, "stop_token_ids": (4,)})
 
 
 def test_the_limit_is_named_as_the_client_did():
     body = ChatRequest.model_validate({"messages": MESSAGES, "max_completion_tokens": 0})
     with pytest.raises(ValueError, match=r"^max_completion_tokens must be at least 1"):
-        body.sampling()
+        body.request()
     error = refusal(
         ChatRequest, {"messages": MESSAGES, "max_completion_tokens": 1, "max_tokens": 2}
     )
@@ -334,7 +334,7 @@ def test_the_limit_is_named_as_the_client_did():
 def test_stream_options_need_a_stream():
     body = {"prompt": "x", "stream_options": {"include_usage": True}}
     assert refusal(CompletionRequest, body).param == "stream_options"
-    assert CompletionRequest.model_validate({**body, "stream": True}).include_usage
+    assert CompletionRequest.model_validate({**body, "stream": True}).stream_options.include_usage
 
 
 def lists_in(schema):

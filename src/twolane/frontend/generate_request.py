@@ -81,6 +81,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the only prompt in errors; None: it is the only one of its call."""
 
     @property
+    def answers(self) -> int:
+        """Number of answers to all prompts."""
+        return max(1, len(self.prompts)) * self.n
+
+    @property
+    def counted_by(self) -> str:
+        """The client's field to blame where these are too many answers."""
+        return "n" if self.n > 1 else self.prompt_field
+
+    @property
     def prompt_name(self) -> str:
         """Name of a single prompt in errors."""
         return self.label or "the prompt"

@@ -1,9 +1,10 @@
 """Makes requests ready for the engine: all checks, and all that is derived from a request, once."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,7 +16,6 @@ from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormat
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.generate_request import (
     ContextExceeded,
-    Conversation,
     GenerateRequest,
     PromptError,
 )
@@ -31,6 +31,16 @@ MIN_TEXT, TEXT_FACTOR = 1 << 20, 64
 """Characters of a text that are always tokenised, or this many per token of the context."""
 SEEN_TOKENS = 32
 """Tokens at a prompt's end that are searched for marks of thinking."""
+
+
+class MostScores(NamedTuple):
+    """Most log-probabilities of an answer that is kept in memory; infinite: any number.
+
+    Each takes about 70 bytes, and 200 while it is encoded.
+    """
+
+    prompts: float = math.inf
+    answers: float = math.inf
 
 
 class Prompt(NamedTuple):
@@ -82,14 +92,22 @@ class Preparer:
         engine: a running engine, whose context and vocabulary bound a prompt.
         texts: the model's tokenizer and chat template.
         formats: the formats that the model can write.
+        most_scores: see `MostScores`.
     """
 
-    def __init__(self, engine: EngineClient, texts: Texts, formats: ModelFormats) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        texts: Texts,
+        formats: ModelFormats,
+        most_scores: MostScores = MostScores(),  # noqa: B008
+    ) -> None:
         self.codec = texts.codec
         self._engine = engine
         self._texts = texts
         self._formats = formats
         self._context = engine.ready.max_model_len
+        self._most_scores = most_scores
         self._maker: GrammarMaker | None = None
         """Compiles grammars; started by the first one."""
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
@@ -134,7 +152,7 @@ class Preparer:
             tokens = request.rendered
             if tokens is None:
                 self._check_text(request.conversation.length, request)
-                tokens = await self._rendered(request, client)
+                tokens = await self._texts.tokens(self._chat(request), client)
             return self._fitted([Prompt(tokens)], request)
         special, prompts = request.add_special_tokens is not False, []
         for prompt in request.prompts:
@@ -144,7 +162,7 @@ class Preparer:
                 prompts.append(Prompt(request.rendered, prompt))
             else:
                 self._check_text(len(prompt), request)
-                tokens = await self._texts.encode(prompt, add_special_tokens=special, client=client)
+                tokens = await self._texts.tokens(Encode(prompt, special), client)
                 prompts.append(Prompt(tokens, prompt))
         return self._fitted(prompts, request)
 
@@ -152,7 +170,7 @@ class Preparer:
         """Return how many tokens a conversation has, which may be longer than the context."""
         assert request.conversation is not None
         self._check_length(request.conversation.length, request.prompt_field)
-        return len(await self._rendered(request, client))
+        return len(await self._texts.tokens(self._chat(request), client))
 
     async def listed(self, request: GenerateRequest, listing: Listing, client: str = "") -> Listed:
         """Return the tokens of a text or a conversation, which may be longer than the context."""
@@ -163,8 +181,7 @@ class Preparer:
             job = Encode(text, request.add_special_tokens is not False, listing)
             length = len(text)
         else:
-            turns = [dict(turn) for turn in request.conversation.turns]
-            job = Chat(turns, self._rendering(request, request.conversation), listing)
+            job = self._chat(request, listing)
             length = request.conversation.length
         self._check_length(length, request.prompt_field)
         return await self._texts.listed(job, client)
@@ -185,19 +202,16 @@ class Preparer:
             await self._maker.close()
         await self._texts.close()
 
-    async def _rendered(self, request: GenerateRequest, client: str) -> list[int]:
-        assert request.conversation is not None
-        options = self._rendering(request, request.conversation)
-        return await self._texts.chat(request.conversation.turns, client=client, **options)
-
-    def _rendering(self, request: GenerateRequest, asked: Conversation) -> dict[str, Any]:
-        """Return the arguments of `TextCodec.chat` besides the messages."""
+    def _chat(self, request: GenerateRequest, listing: Listing | None = None) -> Chat:
+        """Return a conversation as its chat template renders it."""
+        asked = request.conversation
+        assert asked is not None
         tools = [tool.for_template() for tool in request.format.tools] or None
         variables = asked.variables
         if asked.effort is not None:
             known = partial(self._texts.has_variable, tools=bool(tools))
             variables = {**effort_variables(asked.effort, known), **(variables or {})}
-        return {
+        options = {
             "add_special_tokens": bool(request.add_special_tokens),
             "add_generation_prompt": asked.add_generation_prompt,
             "continue_final_message": asked.continue_final_message,
@@ -205,6 +219,7 @@ class Preparer:
             "tools": tools,
             "tools_as_text": self._formats.tools_as_text,
         }
+        return Chat([dict(turn) for turn in asked.turns], options, listing)
 
     def _check_length(self, length: int, field: str) -> None:
         """Refuse a text that would take too long to tokenise."""
@@ -259,6 +274,24 @@ class Preparer:
         for field, ids in params.token_ids.items():
             check_token_ids(field, ids, size)
         self.codec.check_stop(request.text.stop)
+        self._check_scores(request, [len(prompt.tokens) for prompt in prompts])
+
+    def _check_scores(self, request: GenerateRequest, lengths: Sequence[int]) -> None:
+        """Refuse an answer whose log-probabilities would take too much memory, by the field to
+        lower."""
+        params, amounts = request.sampling, []
+        if params.prompt_logprobs is not None:
+            count = sum(lengths) * (params.prompt_logprobs + 1)
+            amounts.append(("prompt_logprobs", count, self._most_scores.prompts))
+        if params.logprobs is not None and not request.stream:
+            room = self._context - min(lengths)
+            tokens = min(params.max_tokens or room, room) * len(lengths) * request.n
+            count = tokens * (params.logprobs + 1)
+            amounts.append((request.limit_field or "max_tokens", count, self._most_scores.answers))
+        for field, count, most in amounts:
+            if count > most:
+                numbers = f"{count} log-probabilities, more than {most}"
+                raise FieldError(field, f"is too large: the answer could have {numbers}")
 
     async def _rules(self, params: SamplingParams, client: str) -> TokenRules:
         """Return the rules on the answers' tokens that follow from the parameters."""

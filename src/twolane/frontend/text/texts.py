@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -28,7 +27,6 @@ from twolane.frontend.text.jobs import (
     read_result,
     unpacked,
 )
-from twolane.frontend.text.template_form import Message
 from twolane.frontend.text.tokenizer import read_file
 from twolane.model.load.hub import ModelSource
 
@@ -37,8 +35,6 @@ log = logging.getLogger("twolane.frontend")
 TokenSequences = tuple[tuple[int, ...], ...]
 LONG_TEXT = 1 << 16
 """Bytes from which a text goes to the queue of long texts, which shorter ones do not wait for."""
-TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
-"""Names of the programs for errors of conversations and texts."""
 UNENCODABLE = (ValueError, OverflowError, TypeError)
 """Errors of msgspec for what cannot be sent to a sandbox."""
 OPTION_FIELDS: Mapping[str, str] = {"tools": "tools", "variables": "chat_template_kwargs"}
@@ -117,34 +113,21 @@ class Texts:
             return False
         return name in (self._loaded.tool_variables if tools else self._loaded.variables)
 
-    async def encode(
-        self, text: str, *, add_special_tokens: bool = True, client: str = ""
-    ) -> list[int]:
-        """Return the tokens of a plain prompt.
+    async def tokens(self, job: Encode | Chat, client: str = "") -> list[int]:
+        """Return the tokens of a text or a conversation.
 
         Args:
-            text: the prompt.
-            add_special_tokens: true if the tokens that the model expects around it are added.
+            job: the text or the conversation.
             client: who asks; clients are served in rotation.
 
         Raises:
-            TextError: the model has no tokenizer, or the tokenizer failed or took too much.
+            TextError: the model has no tokenizer, or see `TextCodec.chat`; or the tokenizer or
+                template failed or took too much.
             QueueFull: too many texts wait.
         """
-        job = Encode(text, add_special_tokens)
-        return unpacked((await self._encoded(job, TOKENIZER, client)).tokens)
-
-    async def chat(
-        self, messages: Sequence[Message], *, client: str = "", **options: Any
-    ) -> list[int]:
-        """Return the tokens of a conversation; `options` are arguments of `TextCodec.chat`.
-
-        Raises:
-            TextError: see `TextCodec.chat`; or the template failed or took too much.
-            QueueFull: too many texts wait.
-        """
-        job = Chat([dict(message) for message in messages], options)
-        return unpacked((await self._encoded(job, TEMPLATE, client)).tokens)
+        encoded = await self._ask(job, client)
+        assert isinstance(encoded, Encoded)
+        return unpacked(encoded.tokens)
 
     async def sequences(self, words: tuple[str, ...], client: str = "") -> TokenSequences:
         """Return the token sequences of a request's `bad_words`; see `TextCodec.sequences`.
@@ -158,7 +141,7 @@ class Texts:
         known, sequences = self._sequences
         if words != known:
             try:
-                made = await self._ask(Words(words), TOKENIZER, client)
+                made = await self._ask(Words(words), client)
             except TextError as error:
                 raise TextError(f"bad_words: {error}", "bad_words") from error
             assert isinstance(made, Sequences)
@@ -171,9 +154,9 @@ class Texts:
         texts.
 
         Raises:
-            TextError, QueueFull: see `chat`.
+            TextError, QueueFull: see `tokens`.
         """
-        listed = await self._ask(job, TEMPLATE, client, long=True)
+        listed = await self._ask(job, client, long=True)
         assert isinstance(listed, Listed)
         return listed
 
@@ -184,7 +167,7 @@ class Texts:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
             QueueFull: too many texts wait.
         """
-        decoded = await self._ask(Decode(packed(tokens)), TOKENIZER, client, long=True)
+        decoded = await self._ask(Decode(packed(tokens)), client, long=True)
         assert isinstance(decoded, Decoded)
         return decoded.text
 
@@ -198,12 +181,7 @@ class Texts:
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _encoded(self, job: Encode | Chat, what: str, client: str) -> Encoded:
-        encoded = await self._ask(job, what, client)
-        assert isinstance(encoded, Encoded)
-        return encoded
-
-    async def _ask(self, job: Job, what: str, client: str, *, long: bool = False) -> Result:
+    async def _ask(self, job: Job, client: str, *, long: bool = False) -> Result:
         if self._queues is None:
             raise no_tokenizer()
         try:
@@ -213,6 +191,7 @@ class Texts:
         try:
             reply = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
         except SandboxError as error:
+            what = "chat template or tokenizer" if isinstance(job, Chat) else "tokenizer"
             raise TextError(f"the model's {what} failed: {error}") from error
         result: Result = read_result(reply)
         if isinstance(result, WrongText):

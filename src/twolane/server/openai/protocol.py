@@ -107,36 +107,6 @@ class GenerationBody(TextFields, LimitedFields, ConstraintFields):
     prompt_token_ids: TokenIds | None = None
     """Tokens of the prompt, from a router that had it rendered; it is not tokenised again."""
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the output; None: up to the context length."""
-        return "max_tokens", self.max_tokens
-
-    @property
-    def limited_by(self) -> str | None:
-        """Field whose tokens must fit into the context; None: the answer may end there instead."""
-        return self.limit[0]
-
-    @property
-    def logprob_count(self) -> int | None:
-        """Number of alternatives to show for each output token; None: no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def prompt_logprob_count(self) -> int | None:
-        """Number of alternatives to show for each prompt token; None: no log-probabilities."""
-        return self.prompt_logprobs
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with a chunk of usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether each chunk of the stream includes the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
     @model_validator(mode="after")
     def fields_agree(self) -> "GenerationBody":
         """Refuse fields that contradict each other."""
@@ -150,37 +120,34 @@ class GenerationBody(TextFields, LimitedFields, ConstraintFields):
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self
 
-    def sampling(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
-        """Return the sampling parameters; `defaults` replace fields that are not given.
-
-        Raises:
-            FieldError: a field is out of range.
-        """
-        name, limit = self.limit
-        shown = {"logprobs": self.logprob_count, "prompt_logprobs": self.prompt_logprob_count}
-        return sampling_params({**self.sampled, **shown, "max_tokens": limit}, defaults, name)
-
     def as_request(
-        self, defaults: Mapping[str, Any] = NO_DEFAULTS, **prompt: Any
+        self,
+        defaults: Mapping[str, Any],
+        limit: tuple[str, int | None],
+        scores: Mapping[str, int | None],
+        **different: Any,
     ) -> GenerateRequest:
         """Return the request of a completion or a conversation.
 
         Args:
             defaults: sampling parameters of requests that say nothing of them.
-            prompt: fields of `GenerateRequest` that the two have differently.
+            limit: name and value of the field that limits the output; None: it has no limit.
+            scores: numbers of log-probabilities, by the names of sampling parameters.
+            different: fields of `GenerateRequest` that the two have differently.
 
         Raises:
             FieldError: a field is out of range.
         """
+        field, tokens = limit
+        sampled = {**self.sampled, **scores, "max_tokens": tokens}
         return GenerateRequest(
-            sampling=self.sampling(defaults),
-            limit_field=self.limited_by,
+            sampling=sampling_params(sampled, defaults, field),
             rendered=self.prompt_token_ids,
             adapter=self.model,
             priority=self.priority or 0,
             stream=bool(self.stream),
             **self.answering,
-            **prompt,
+            **different,
         )
 
 
@@ -194,34 +161,9 @@ class CompletionRequest(GenerationBody):
     logprobs: LogprobCount | None = None
 
     @property
-    def limit(self) -> tuple[str, int | None]:
-        """See `GenerationBody.limit`."""
-        if self.only_echo:
-            return "max_tokens", 1  # what is made is not shown
-        return "max_tokens", DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def limited_by(self) -> str | None:
-        """See `GenerationBody.limited_by`; the default limit is no field of the request."""
-        given = self.max_tokens is not None or self.truncate_prompt_tokens is not None
-        return "max_tokens" if given else None
-
-    @property
     def only_echo(self) -> bool:
         """Whether only the prompt is shown."""
         return bool(self.echo) and self.max_tokens == 0
-
-    @property
-    def logprob_count(self) -> int | None:
-        """See `GenerationBody.logprob_count`."""
-        return self.logprobs
-
-    @property
-    def prompt_logprob_count(self) -> int | None:
-        """See `GenerationBody.prompt_logprob_count`; an echo shows those of `logprobs`."""
-        shown = self.logprobs if self.echo else None
-        counts = [count for count in (shown, self.prompt_logprobs) if count is not None]
-        return max(counts, default=None)
 
     @model_validator(mode="after")
     def tokens_are_those_of_a_text(self) -> "CompletionRequest":
@@ -234,9 +176,20 @@ class CompletionRequest(GenerationBody):
         return self
 
     def request(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> GenerateRequest:
-        """See `GenerationBody.as_request`."""
-        form = FormatOptions(constraint=self.constraint, reads=False)
-        return self.as_request(defaults, prompts=prompt_list(self.prompt), format=form)
+        """See `GenerationBody.as_request`; the default limit is no field of the request, and an
+        echo shows the log-probabilities of `logprobs` for the prompt, too."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        given = self.max_tokens is not None or self.truncate_prompt_tokens is not None
+        shown = (self.logprobs if self.echo else None, self.prompt_logprobs)
+        scored = max((count for count in shown if count is not None), default=None)
+        return self.as_request(
+            defaults,
+            ("max_tokens", 1 if self.only_echo else limit),  # what is made is not shown
+            {"logprobs": self.logprobs, "prompt_logprobs": scored},
+            limit_field="max_tokens" if given else None,
+            prompts=prompt_list(self.prompt),
+            format=FormatOptions(constraint=self.constraint, reads=False),
+        )
 
 
 class ChatRequest(GenerationBody, Rendering):
@@ -258,24 +211,16 @@ class ChatRequest(GenerationBody, Rendering):
         """See `GenerationBody.as_request`."""
         tools, mode, named = chosen_tools(self.tools, self.tool_choice)
         several = self.parallel_tool_calls is not False
+        field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return self.as_request(
             defaults,
+            (field, getattr(self, field)),
+            {"logprobs": (self.top_logprobs or 0) if self.logprobs else None},
+            limit_field=field,
             prompt_field="messages",
             conversation=self.conversation(turns_of(self.messages), self.reasoning_effort),
             format=FormatOptions.of(tools, mode, self.constraint, named=named, several=several),
         )
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """See `GenerationBody.limit`."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
-    @property
-    def logprob_count(self) -> int | None:
-        """See `GenerationBody.logprob_count`."""
-        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def chat_fields_agree(self) -> "ChatRequest":

@@ -16,7 +16,12 @@ from twolane.server.http.schemas import (
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo, Kind
 from twolane.server.openai.logprobs import LogprobWriter
-from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    StreamOptions,
+)
 from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
 
@@ -62,18 +67,20 @@ def answer_of(
     kind: Kind, body: GenerationBody, service: Service, prepared: Prepared, echo: Echo | None = None
 ) -> Answer:
     """Return the answer to a request in progress."""
+    request = prepared.request
+    shown = body.stream_options or StreamOptions()
     options = AnswerOptions(
-        n=prepared.request.n,
+        n=request.n,
         return_token_ids=bool(body.return_token_ids),
-        logprobs=body.logprob_count is not None,
+        logprobs=request.sampling.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         echo=echo,
-        continuous_usage=body.continuous_usage,
-        include_usage=body.include_usage,
+        continuous_usage=bool(shown.continuous_usage_stats),
+        include_usage=bool(shown.include_usage),
         parsed=prepared.format.reader,
         forced_call=prepared.format.forced_call,
         reasoning_field=service.reasoning_field,
     )
     as_ids = bool(body.return_tokens_as_token_ids)
-    writer = LogprobWriter(service.codec, body.logprob_count or 0, as_ids=as_ids)
-    return Answer(kind, service.name_of(prepared.request), prepared.tokens, writer, options)
+    writer = LogprobWriter(service.codec, request.sampling.logprobs or 0, as_ids=as_ids)
+    return Answer(kind, service.name_of(request), prepared.tokens, writer, options)

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from twolane.engine.prompt_work import PromptWork
 from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.prepare import Prepared
 from twolane.router.correction import TtftCorrection
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError
@@ -179,13 +178,13 @@ class LateGuard:
         return work
 
     def check(
-        self, prepared: Prepared, call: Call, reused: Callable[[list[int]], int]
+        self, prompts: Sequence[list[int]], call: Call, reused: Callable[[list[int]], int]
     ) -> Expected | None:
         """Return when a request's first token is expected; None: it has no bound, or the pace is
         not known.
 
         Args:
-            prepared: the request.
+            prompts: tokens of each prompt of the request.
             call: the HTTP call, with its latency bounds.
             reused: Returns how many tokens of a prompt the prefix cache has.
 
@@ -194,9 +193,9 @@ class LateGuard:
         """
         self._arriving.pop(call, None)
         self._learn_from_overdue()
-        expected = self._expected_of(prepared, call)
+        expected = self._expected_of(prompts, call)
         if expected is not None and self.watches and self._is_late(expected):
-            expected = self._expected_of(prepared, call, reused)
+            expected = self._expected_of(prompts, call, reused)
             assert expected is not None
             if self._is_late(expected):
                 raise self._late(expected)
@@ -240,17 +239,17 @@ class LateGuard:
 
     def _expected_of(
         self,
-        prepared: Prepared,
+        prompts: Sequence[list[int]],
         call: Call,
         reused: Callable[[list[int]], int] | None = None,
     ) -> Expected | None:
         """Return when a request is expected; what the cache has of it counts only with `reused`."""
         own, longest = PromptWork(), 1
-        for tokens in prepared.tokens:
+        for tokens in prompts:
             cached = reused(tokens) if reused is not None else 0
             own = own.plus(PromptWork.of(max(1, len(tokens) - cached), cached))
             longest = max(longest, len(tokens) - cached)
-        whole = sum(map(len, prepared.tokens))
+        whole = sum(map(len, prompts))
         if reused is not None and (length := int(call.headers.get("content-length", "0"))):
             self._bodies[call.key].note(length, own)
         return self._expected(own, whole, longest, call.key, call.slo, call.arrival)

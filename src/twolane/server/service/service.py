@@ -18,7 +18,7 @@ from twolane.frontend.engine_client import EngineClient, EngineError
 from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import NO_EMBEDDING, Embedding
-from twolane.frontend.prepare import Prepared, Preparer, Prompt
+from twolane.frontend.prepare import MostScores, Prepared, Preparer, Prompt
 from twolane.frontend.sandbox import QueueFull, WorkerLost
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.texts import Texts
@@ -39,9 +39,7 @@ from twolane.server.service.availability import Availability
 from twolane.server.service.late_guard import LateGuard
 
 T = TypeVar("T")
-MAX_PROMPT_LOGPROBS, MAX_ANSWER_LOGPROBS = 1 << 20, 1 << 22
-"""Most log-probabilities of prompt tokens and of output tokens in an answer that is kept in memory;
-each takes about 70 bytes, and 200 while it is encoded."""
+MOST_SCORES = MostScores(prompts=1 << 20, answers=1 << 22)
 
 
 class Service:
@@ -94,7 +92,7 @@ class Service:
         """Tracing of requests; None: not traced."""
         self.availability = Availability(engine, lambda: self.problem)
         formats = formats or ModelFormats(texts.template_source, shows_tools=texts.shows_tools)
-        self.preparer = Preparer(engine, texts, formats)
+        self.preparer = Preparer(engine, texts, formats, MOST_SCORES)
         self.body_checker = BodyChecker()
         """Checks large bodies in a sandbox."""
 
@@ -137,21 +135,20 @@ class Service:
             ApiError: 400, 404, 429 or 503.
             FieldError: a field is out of range.
         """
+        name = self.check_model(asked.adapter)
+        adapter = None if name == self.model_name else name
         salt = self.salted(asked.cache_salt, call.key)
-        adapter = self._adapter(asked)
         request = replace(asked, adapter=adapter, slo=call.slo, cache_salt=salt, key=call.key)
-        self.admission.check_count(max(1, len(request.prompts)) * request.n, counted_by(request))
+        self.admission.check_count(request.answers, request.counted_by)
         if request.priority and not self._allow_priority:  # whoever has the best one has the server
             message = "priority: this server serves in order of arrival (see --allow-priority)"
             raise ApiError(400, message, code="unsupported_parameter", param="priority")
         work = self.preparer.prepare(request, CLIENT.get())
-        prepared = await self.refusing(work, request.prompt_field)
-        self._check_logprobs(prepared)
-        return prepared
+        return await self.refusing(work, request.prompt_field)
 
     async def prompts(self, asked: GenerateRequest) -> list[Prompt]:
         """Return the prompts of a request that is not to be answered here; see `prepare`."""
-        self.admission.check_count(max(1, len(asked.prompts)) * asked.n, counted_by(asked))
+        self.admission.check_count(asked.answers, asked.counted_by)
         return await self.refusing(self.preparer.prompts(asked, CLIENT.get()), asked.prompt_field)
 
     async def count(self, asked: GenerateRequest) -> int:
@@ -211,7 +208,22 @@ class Service:
             ApiError: 429 or 503.
         """
         self.availability.check()
-        account = self._admit(prepared, call)
+        request = prepared.request
+        answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
+        tokens = sum(map(len, answers))
+
+        def reused(prompt: list[int]) -> int:
+            marks = self.landmarks(prompt, request.adapter, request.cache_salt)
+            return marks.reused(self.engine.prefixes.has)
+
+        expected = self.late_guard.check(prepared.tokens, call, reused)
+        self.admission.enter(len(answers), request.counted_by, key=call.key, tokens=tokens)
+        if request.adapter is not None:
+            self._observer.count_adapter(request.adapter, len(answers))
+        traces = self._traces(prepared, answers, call)
+        account = RequestAccounting(self.admission, self.availability, answers, call, traces)
+        if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
+            account.on_first = self.late_guard.await_first(expected)
         try:
             return Generation(self.engine, self.codec, prepared, account)
         except EngineError as error:
@@ -222,57 +234,6 @@ class Service:
         self.availability.draining = True
         await self.body_checker.close()
         await self.preparer.close()
-
-    def _adapter(self, asked: GenerateRequest) -> str | None:
-        name = self.check_model(asked.adapter)
-        return None if name == self.model_name else name
-
-    def _admit(self, prepared: Prepared, call: Call) -> RequestAccounting:
-        """Take places in the queue; return the accounting that gives them back.
-
-        Raises:
-            ApiError: 429, there is no room.
-        """
-        request = prepared.request
-        answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
-        tokens = sum(map(len, answers))
-
-        def reused(prompt: list[int]) -> int:
-            marks = self.landmarks(prompt, request.adapter, request.cache_salt)
-            return marks.reused(self.engine.prefixes.has)
-
-        expected = self.late_guard.check(prepared, call, reused)
-        self.admission.enter(len(answers), counted_by(request), key=call.key, tokens=tokens)
-        if request.adapter is not None:
-            self._observer.count_adapter(request.adapter, len(answers))
-        traces = self._traces(prepared, answers, call)
-        account = RequestAccounting(self.admission, self.availability, answers, call, traces)
-        if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
-            account.on_first = self.late_guard.await_first(expected)
-        return account
-
-    def _check_logprobs(self, prepared: Prepared) -> None:
-        """Refuse an answer whose log-probabilities would take too much memory.
-
-        Raises:
-            ApiError: 400; its message says which field to lower.
-        """
-        request, params, count = prepared.request, prepared.params, 0
-        lengths = list(map(len, prepared.tokens))
-        if params.prompt_logprobs is not None:
-            count = sum(lengths) * (params.prompt_logprobs + 1)
-        self._check_amount(count, MAX_PROMPT_LOGPROBS, "prompt_logprobs")
-        if params.logprobs is not None and not request.stream:
-            room = self.engine.ready.max_model_len - min(lengths)
-            tokens = min(params.max_tokens or room, room) * len(lengths) * request.n
-            count = tokens * (params.logprobs + 1)
-            self._check_amount(count, MAX_ANSWER_LOGPROBS, request.limit_field or "max_tokens")
-
-    def _check_amount(self, count: int, most: int, param: str) -> None:
-        if count > most:
-            numbers = f"{count} log-probabilities, more than {most}"
-            message = f"{param} is too large: the answer could have {numbers}"
-            raise ApiError(400, message, code="invalid_value", param=param)
 
     def _traces(
         self, prepared: Prepared, answers: Sequence[list[int]], call: Call
@@ -286,8 +247,3 @@ class Service:
             )
             for prompt in answers
         ]
-
-
-def counted_by(request: GenerateRequest) -> str:
-    """Return the field to blame when a call asks for too many answers."""
-    return "n" if request.n > 1 else request.prompt_field
