@@ -62,6 +62,8 @@ def test_the_formats_of_weights_and_kv_cache(tmp_path):
     assert ("weights", "not quantised", "quantization_config of config.json") in found
     assert ("KV cache", "1,024 bytes a token in 16 bits", "--kv-cache-dtype auto") in found
     assert ("", "520 bytes a token in FP8", "--kv-cache-dtype fp8") in found
+    each = "one for each 1 MiB of a GPU's KV pool, 256 to 1,024"
+    assert ("at once", each, "--max-running") in found
     quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
     assert any(row[:2] == ("weights", "fp8") for row in rows(folder))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.common.errors import FieldError
-from twolane.engine.build import make_kv_manager
+from twolane.engine.build import make_kv_manager, with_running
 from twolane.engine.config import EngineConfig
 from twolane.engine.kv import prefix_tree
 from twolane.engine.kv.manager import Allocation, KVCacheManager, Lookup
@@ -484,3 +484,26 @@ def test_a_model_without_keys_and_values_is_refused_by_name() -> None:
     config, machine = EngineConfig(model="linear"), SimpleNamespace(page_token_bytes=0)
     with pytest.raises(FieldError, match="linear has no layer with keys and values"):
         make_kv_manager(config, cast(Any, machine), 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "running"),
+    [
+        ({}, {}, 512),
+        ({}, {"kv_bytes": lambda tokens: 10 << 30}, 1024),
+        ({}, {"kv_bytes": lambda tokens: 1 << 20}, 256),
+        ({}, {"kind": "simulated"}, 512),
+        ({}, {"kind": "cpu"}, 256),
+        ({}, {"state_bytes": 1 << 10}, 256),
+        ({"kv_tokens": 400 << 10}, {}, 384),
+        ({"kv_tokens": 400 << 10, "max_running": 7}, {}, 7),
+    ],
+)
+def test_the_pool_says_how_many_requests_run(
+    settings: dict[str, int], machine: dict[str, Any], running: int
+) -> None:
+    """A request for each 1,024 tokens, in steps of 64, between the least and the most."""
+    gpu = {"kind": "cuda", "page_token_bytes": 1 << 10, "state_bytes": 0}
+    there = SimpleNamespace(**{**gpu, "kv_bytes": lambda tokens: (513 << 20) + tokens, **machine})
+    config = EngineConfig(model="any", **settings)
+    assert with_running(config, cast(Any, there), 50).max_running == running

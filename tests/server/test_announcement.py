@@ -15,7 +15,8 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def lines(slo: Slo | None = None, found: str | None = None, **settings: object) -> list[str]:
-    ready = Ready("auto", "cpu", 2, [(1, 1)], 512, 4096, 16, 128, [2], slo or Slo(), found)
+    given = {"slo": slo or Slo(), "profile": found, "max_running": 256}
+    ready = Ready("auto", "cpu", 2, [(1, 1)], 512, 4096, 16, 128, [2], **given)
     config = EngineConfig(model="./my model", **settings)
     return announcement(ready, config, "mine", ADDRESS).splitlines()
 
@@ -23,6 +24,7 @@ def lines(slo: Slo | None = None, found: str | None = None, **settings: object) 
 def test_there_are_three_lines_and_the_second_part_of_the_first_is_the_address() -> None:
     first, _, dashboard = lines()
     assert first.split(" | ")[1] == ADDRESS
+    assert first.split(" | ")[4] == "KV 4,096 tokens, context 512, 256 requests at once"
     assert dashboard == f"Dashboard: {ADDRESS}/dashboard"
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from twolane.common.printable import printable
+from twolane.engine.config import LEAST_RUNNING, MOST_RUNNING, RUNNING_TOKENS
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.crosscheck import PROBES, disagreement
 from twolane.frontend.text.template import ChatTemplate
@@ -118,6 +119,9 @@ def formats(source: ModelSource) -> Iterator[Sequence[str]]:
     if spec.state is not None:
         states = f"{spec.state_bytes(2):,} bytes a request in {spec.linear_layers} layers"
         yield "states", states, "--max-running"
+    else:
+        each = f"one for each {RUNNING_TOKENS * wide / 2**20:,.0f} MiB of a GPU's KV pool"
+        yield "at once", f"{each}, {LEAST_RUNNING} to {MOST_RUNNING:,}", "--max-running"
     if source.kind == "dir" and source.path is not None and source.facts.family.stores_mtp:
         yield from further_tokens(source)
 

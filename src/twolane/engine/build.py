@@ -11,7 +11,7 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.devices import DeviceSettings, OnProgress
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import LEAST_RUNNING, MOST_RUNNING, RUNNING_TOKENS, EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.intake import ServedModel
 from twolane.engine.kv.events import KVJournal
@@ -32,6 +32,10 @@ from twolane.systems.registry import default_system, make_system
 SNAPSHOT_SHARE = 1 / 3
 """Share of the memory for pages and snapshots that snapshots of states get, if that is more than
 one for each request (docs/notes/hybrid-models.md)."""
+ROWS_STEP = 64
+"""What the most requests that run together are a multiple of, as rows of large decode steps are."""
+LOGIT_BYTES = 4
+"""Bytes of a logit."""
 SNAPSHOT_TOKENS = 512
 """Tokens of the KV pool for each snapshot at least: small states do not take that share."""
 log = logging.getLogger("twolane.engine")
@@ -97,12 +101,12 @@ def assemble(
     system = make_system(name, config.options)
     spec = machine.spec
     max_model_len = context_length(config, spec)
-    config = with_states(config, machine, max_model_len)
+    config = with_states(with_running(config, machine, max_model_len), machine, max_model_len)
     progress("pool", 0.0)
     kv = make_kv_manager(config, machine, max_model_len)
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
-    pool = kv.total_pages, kv.page_size, config.max_running, max_model_len, snapshots
+    pool = kv.total_pages, kv.page_size, running(config), max_model_len, snapshots
     sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=config.capture_when_idle)
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
@@ -180,6 +184,7 @@ def _ready(
         adapters=engine.adapters.digests(),
         prefix_cache=kv.prefix_cache,
         state_bytes=machine.state_bytes,
+        max_running=running(config),
     )
 
 
@@ -223,9 +228,12 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
         if machine.kind == "cpu":  # GPUs check it themselves, and simulated ones have no memory
             check_room(config.kv_tokens, pages * page_bytes * config.ranks)
     else:
-        most = config.max_running * -(-max_model_len // page_size) * tables
-        states = config.max_running + (config.snapshots or 0)
+        most = running(config) * -(-max_model_len // page_size) * tables
+        states = running(config) + (config.snapshots or 0)
         room = machine.kv_bytes(max_model_len) - states * machine.state_bytes
+        if machine.kind == "cuda":  # both lanes' logits, beyond those that graphs are given
+            more = max(0, running(config) - LEAST_RUNNING)
+            room -= more * 2 * LOGIT_BYTES * machine.spec.vocab_size
         pages = min(room // page_bytes, most)
     if pages < tables:
         raise MemoryError("there is not enough memory for the model and a KV pool")
@@ -239,13 +247,32 @@ def make_kv_manager(config: EngineConfig, machine: Machine, max_model_len: int) 
     return KVCacheManager(
         pages,
         page_size,
-        config.max_running,
+        running(config),
         prefix_cache=config.prefix_cache,
         snapshots=config.snapshots if machine.state_bytes else None,
         borders=config.snapshot_borders,
         window=layout.window,
         window_tables=layout.window_tables,
     )
+
+
+def running(config: EngineConfig) -> int:
+    """Return the most requests that run together, in settings that say it or are completed."""
+    return config.max_running or LEAST_RUNNING
+
+
+def with_running(config: EngineConfig, machine: Machine, max_model_len: int) -> EngineConfig:
+    """Return the settings with the most requests that run together, where they do not say it: as
+    many as a GPU's KV pool has room for, in whole steps of rows. States of linear attention take
+    that memory instead, and a CPU's cores are busy with few."""
+    if config.max_running is not None:
+        return config
+    most = LEAST_RUNNING
+    if machine.kind != "cpu" and machine.page_token_bytes and not machine.state_bytes:
+        tokens = config.kv_tokens or machine.kv_bytes(max_model_len) // machine.page_token_bytes
+        fitting = tokens // RUNNING_TOKENS // ROWS_STEP * ROWS_STEP
+        most = max(LEAST_RUNNING, min(fitting, MOST_RUNNING))
+    return msgspec.structs.replace(config, max_running=most)
 
 
 def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> EngineConfig:
@@ -267,22 +294,23 @@ def with_states(config: EngineConfig, machine: Machine, max_model_len: int) -> E
         raise FieldError("snapshots", f"{asked} leave no room for states: it is that of {states}")
     if most < 1:
         raise MemoryError("there is not enough memory for the model and the states of a request")
-    if most < config.max_running:
+    wanted = running(config)
+    if most < wanted:
         log.warning(
             "max_running is %d, not %d: states of a request take %.1f MiB, and each snapshot does",
             most,
-            config.max_running,
+            wanted,
             each / 2**20,
         )
-    running = min(most, config.max_running)
+    together = min(most, wanted)
     if not asked and config.prefix_cache:
-        asked = running
+        asked = together
         if config.kv_tokens is None:
-            left = room - running * each
-            tokens = min(running * max_model_len, left // max(1, machine.page_token_bytes))
+            left = room - together * each
+            tokens = min(together * max_model_len, left // max(1, machine.page_token_bytes))
             most = tokens // SNAPSHOT_TOKENS
             asked = max(asked, min(most, int(SNAPSHOT_SHARE * left) // each))
-    return msgspec.structs.replace(config, max_running=running, snapshots=asked)
+    return msgspec.structs.replace(config, max_running=together, snapshots=asked)
 
 
 def check_room(tokens: int, needed: int) -> None:

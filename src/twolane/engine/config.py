@@ -32,6 +32,10 @@ UNPROFILED = (
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
+LEAST_RUNNING, MOST_RUNNING, RUNNING_TOKENS = 256, 1024, 1024
+"""Least and most requests that run together where the settings do not say, and tokens of a GPU's KV
+pool for each of them. Each has a row in all buffers of the decode lane; with more of them than the
+most, what the engine computes on its core delays steps."""
 TRANSPORT_SECONDS = 0.002
 """Seconds that a token may take from the device to an HTTP client on a busy host."""
 
@@ -84,8 +88,10 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     kv_tokens: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
     """Number of tokens in the KV pool; by default as many as fit into a share of the free
     memory."""
-    max_running: Annotated[int, Option(SCHEDULING, least=1, most=1 << 16)] = 256
-    """Largest number of requests in prefill and decode together."""
+    max_running: Annotated[int | None, Option(SCHEDULING, least=1, most=1 << 16)] = None
+    """Largest number of requests in prefill and decode together; by default 256, and on a GPU one
+    for each 1,024 tokens of the KV pool if that is more, up to 1,024, unless the model has linear
+    attention."""
     prefix_cache: Annotated[bool, Option(MEMORY)] = True
     """Whether prompts with the same prefix share its keys and values, which are computed once."""
     snapshots: Annotated[int | None, Option(MEMORY, least=1)] = None

@@ -147,6 +147,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Whether prompts reuse what earlier ones with the same beginning have computed."""
     state_bytes: int = 0
     """Bytes of the states of a request, and of a snapshot of them; 0: the model has none."""
+    max_running: int = 0
+    """The most requests in prefill and decode together."""
 
 
 class Times(msgspec.Struct, frozen=True):

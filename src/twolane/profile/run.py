@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twolane.devices import OnProgress
-from twolane.engine.build import make_kv_manager
+from twolane.engine.build import make_kv_manager, running
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
 from twolane.engine.settings import check_settings, context_length
@@ -174,7 +174,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: OnProgress) -> Iter
     """Start the lanes as they would serve; yield a rig on them."""
     most = context_length(config, machine.spec)
     kv = make_kv_manager(config, machine, most)
-    sizes = LaneSizes(kv.tokens // kv.page_size, kv.page_size, config.max_running, most)
+    sizes = LaneSizes(kv.tokens // kv.page_size, kv.page_size, running(config), most)
     with memory_errors(config):
         lanes = machine.start(sizes, lambda: None, progress)
     try:

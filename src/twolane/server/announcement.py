@@ -24,7 +24,8 @@ def announcement(
         (
             f"Twolane {twolane.__version__} | {address} | {model_name} | {ready.system} on "
             f"{ready.device}, {devices(config)}{units}, levels {levels} | "
-            f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,} | "
+            f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,}, "
+            f"{ready.max_running} requests at once | "
             f"{bounds(ready.slo, refuses=refuses)}",
             profile_line(ready, config),
             f"Dashboard: {address}/dashboard",

@@ -35,7 +35,7 @@ from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.products.dispatch import GpuProducts, choice_file
 from twolane.kernels.runtime.timing import graph_seconds
-from twolane.kernels.sizes import SIZES, WHOLE, padded, worth_padding_to
+from twolane.kernels.sizes import BUCKETS, SIZES, WHOLE, padded, worth_padding_to
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -329,7 +329,7 @@ class LayerGraphs:
         with torch.cuda.stream(stream):
             for count in counts:
                 self._decoder.multiply(1, residual[:count], self.workspace, products)
-        most = self._steps.buckets[-1]
+        most = min(BUCKETS[-1], self._steps.buckets[-1])
         # Prompts that end in a slice, as many as are classified once before any is served.
         self.load_heads(stream, units, most if units == self._whole else min(32, most))
 
