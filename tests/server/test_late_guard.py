@@ -143,7 +143,7 @@ def test_what_late_bodies_came_to_refuses_the_next_ones_unread(still) -> None:
     assert unread(made, 500) == 15  # the first one is read
     still(100.05)
     assert unread(made, 500) == 16
-    still(100.11)
+    still(100.26)
     assert unread(made, 500) == 15
     assert unread(made, 260) == 0  # 47 to 57 tokens, of which 50 are in time
     assert unread(made, 500, key=1) == 0  # of whose bodies nothing is known
@@ -179,6 +179,25 @@ def test_bodies_that_are_being_read_count_until_they_are_known(still) -> None:
         made.check_head(headers, SLO, None)
     still(101.1)
     assert made.check_head(headers, SLO, None).tokens == 100
+
+
+def test_what_a_head_let_pass_is_not_checked_again_and_counts_at_once(still) -> None:
+    made, headers = guard({None: 450}), {"content-length": "500", "x-slo-ttft-ms": "660"}
+    for _ in range(8):
+        assert refuses(made, 100, call(length=500))
+    for _ in range(3):  # in time by 110 and 10 ms; the last one is only read to learn from it
+        made.check_early(headers, SLO, None, 0.0)
+    with pytest.raises(ApiError):
+        made.check_early(headers, SLO, None, 0.0)
+    for _ in range(3):
+        made.check_arrival(headers, call(), None)
+    with pytest.raises(ApiError):
+        made.check_arrival(headers, call(), None)
+    still(100.2)
+    with pytest.raises(ApiError):
+        made.check_early(headers, SLO, None, 0.0)
+    still(101.1)
+    made.check_early(headers, SLO, None, 0.0)
 
 
 @pytest.mark.usefixtures("still")

@@ -113,7 +113,7 @@ def add_gates(
     app.add_middleware(gate)
 
     def check_call(headers: Headers, path: str, key: int | None, unread: float) -> None:
-        guard.check_head(headers, metrics.slo, key, unread)
+        guard.check_early(headers, metrics.slo, key, unread)
 
     def note(path: str, error: ApiError) -> None:
         overload = error.status_code == HTTPStatus.TOO_MANY_REQUESTS

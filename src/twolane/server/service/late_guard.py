@@ -29,7 +29,7 @@ from twolane.slo import Slo
 
 MIN_BODIES, MAX_BODIES = 8, 32
 """Bodies of a key from which the work of its next ones is predicted, and the most that count."""
-READ_SECONDS = 0.1
+READ_SECONDS = 0.25
 """Seconds after which a key's request that only the length of its body refuses is read all the
 same, so that the prediction follows what the bodies hold. To read one takes about 3 ms."""
 ARRIVING_SECONDS = 1.0
@@ -109,6 +109,20 @@ class LateGuard:
         self._numbers = itertools.count()
         self._arriving: dict[Call, Arriving] = {}
         """Calls whose bodies are being read, oldest first."""
+        self._early = defaultdict[int | None, deque[Arriving]](deque)
+        """By API key, requests that `check_early` let pass and whose calls are not made yet, oldest
+        first."""
+
+    def check_early(
+        self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float
+    ) -> None:
+        """Refuse a request as `check_head` does, before its call is made, or let it pass for
+        `check_arrival`, too.
+
+        Raises:
+            ApiError: 429.
+        """
+        self._early[key].append(self._passed(self.check_head(headers, slo, key, unread), key))
 
     def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
         """Refuse a request as `check_head` does, or count what its body is expected to be until
@@ -117,12 +131,20 @@ class LateGuard:
         Raises:
             ApiError: 429.
         """
-        work = self.check_head(headers, call.slo, key)
+        early = self._early[key]
+        if early:
+            arriving = early.popleft()
+        else:
+            arriving = self._passed(self.check_head(headers, call.slo, key), key)
+        if arriving.work.tokens:
+            self._arriving[call] = arriving
+
+    def _passed(self, work: PromptWork | None, key: int | None) -> Arriving:
+        """Return what counts of a request of a key that `check_head` has not refused."""
         now = time.monotonic()
         if work is None:
             self._bodies[key].read_at = now
-        elif work.tokens:
-            self._arriving[call] = Arriving(key, work, now)
+        return Arriving(key, work or PromptWork(), now)
 
     def check_head(
         self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float = 0.0
@@ -169,7 +191,11 @@ class LateGuard:
 
     def _work_arriving(self, key: int | None) -> PromptWork:
         """Return the least work of the bodies of a key that are being read."""
-        oldest, work = time.monotonic() - ARRIVING_SECONDS, PromptWork()
+        oldest, work, early = time.monotonic() - ARRIVING_SECONDS, PromptWork(), self._early[key]
+        while early and early[0].at < oldest:
+            early.popleft()
+        for each in early:
+            work = work.plus(each.work)
         for call, each in list(self._arriving.items()):
             if each.at < oldest:
                 del self._arriving[call]
