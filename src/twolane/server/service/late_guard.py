@@ -168,19 +168,19 @@ class LateGuard:
         length = headers.get("content-length")
         if length is None or not self.watches:
             return PromptWork()
-        self._learn_from_overdue()
-        before, bodies, now = self._work_arriving(key), self._bodies[key], time.monotonic()
-        arrival = now - unread
+        bodies, now = self._bodies[key], time.monotonic()
         try:
             named = [headers.get(name) for name in TTFT_HEADERS]
-            own = Slo(ttft=tighter(*(float(text) for text in named if text is not None)))
+            own = Slo(ttft=tighter(*(float(text) for text in named if text is not None))).over(slo)
             works = bodies.range(int(length))
         except ValueError:  # the endpoint says what is wrong
             return PromptWork()
+        if own.ttft is None:
+            return works[0]
+        self._learn_from_overdue()
+        before, arrival = self._work_arriving(key), now - unread
         least, most = (
-            self._expected(
-                work.plus(before), int(work.tokens), int(work.tokens), key, own.over(slo), arrival
-            )
+            self._expected(work.plus(before), int(work.tokens), int(work.tokens), key, own, arrival)
             for work in works
         )
         if least is None or most is None or not (self._is_late(least) and self._is_late(most)):
