@@ -29,6 +29,14 @@ def test_a_page_is_left_for_every_request_that_decodes() -> None:
         assert len(admitted(A, B, decoding=both, **pages)) == count
 
 
+def test_that_page_has_its_like_in_the_tables_of_windows() -> None:
+    """A step that begins a page of tokens takes one page in each table."""
+    both = [decoding("x", 16), decoding("y", 16)]
+    for free, count in ((9, 0), (10, 1), (13, 1), (14, 2)):
+        pages = {"free_pages": free, "reclaimable_pages": 0, "page_tables": 3}
+        assert len(admitted(A, B, decoding=both, **pages)) == count
+
+
 def test_nobody_is_admitted_without_a_slot() -> None:
     for slots in range(3):
         assert len(admitted(A, B, C, free_slots=slots)) == slots

@@ -232,6 +232,7 @@ class Engine:
             gaps=state.pacer.gaps,
             estimator=state.estimator,
             launch_costs=state.launch_costs,
+            page_tables=state.kv.page_cost,
         )
 
     def _end(self, request_id: str, reason: FinishReason, kept: int | None = None) -> None:

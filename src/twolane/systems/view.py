@@ -145,6 +145,8 @@ class View(msgspec.Struct, frozen=True):
     """The latest gaps between tokens."""
     estimator: Estimator
     launch_costs: LaunchCostsView
+    page_tables: int = 1
+    """Number of KV pages that hold the same tokens of a request: one in each of its tables."""
     waiting_table: WaitingTable | None = None
     """The columns of `waiting`, if the engine keeps them: the same object while nothing changes."""
     row_table: RowTable | None = None

@@ -26,10 +26,11 @@ def make_room_for_turn(state: State) -> None:
 
 def _missing(state: State, request: Request) -> tuple[int, int]:
     """Return how many slots and pages a request lacks, beyond those that will be free when launches
-    now in flight have ended; each decoding request has a page left for its next step."""
+    now in flight have ended; each decoding request has a page of tokens left for its next step."""
     kv = state.kv
     slots = 1 - kv.free_slots
-    pages = request.page_cost + len(state.decoding) - kv.free_pages - kv.reclaimable_pages
+    kept = len(state.decoding) * kv.page_cost
+    pages = request.page_cost + kept - kv.free_pages - kv.reclaimable_pages
     if slots > 0 or pages > 0:
         slots, pages = slots - kv.returning_slots, pages - kv.returning_pages
     return slots, pages

@@ -15,8 +15,8 @@ def next_chunks(
 
     Requests are taken in order and not overtaken, with one exception: started prompts hold their
     pages already, so they are taken after a request that lacks memory, which might otherwise wait
-    for them forever. One page for every decoding request is left free, so that an admission does
-    not cause a preemption at once.
+    for them forever. A page in each table of every decoding request is left free, so that an
+    admission does not cause a preemption at once.
 
     Args:
         view: The engine's view.
@@ -25,7 +25,8 @@ def next_chunks(
             and the first one even if it alone exceeds the budget.
         waiting: the waiting requests in another order than the view's.
     """
-    pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
+    pages = view.free_pages + view.reclaimable_pages
+    pages -= len(view.decoding) * view.page_tables
     slots = view.free_slots
     chunks: list[Chunk] = []
     started = sum(1 for _ in takewhile(attrgetter("started"), view.waiting))  # they come first
