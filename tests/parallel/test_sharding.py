@@ -33,7 +33,7 @@ from twolane.devices import DeviceSettings
 from twolane.lanes.load import load
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder, Weights
-from twolane.model.load.checkpoint import expected_shapes
+from twolane.model.load.checkpoint import expected_tensors
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import resolve
@@ -262,7 +262,9 @@ def test_ranks_round_keys_and_values_as_one_does(size: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_biases_are_added_once(size: int) -> None:
     def decoder(rank: int, ranks: int, group: CpuGroup | None = None) -> Decoder:
-        tensors = Dummy(dict(expected_shapes(EIGHT)), 0, torch.device("cpu"))
+        wanted = expected_tensors(ModelFacts("biases", EIGHT)).items()
+        shapes = {name: stored.shapes[0] for name, stored in wanted}
+        tensors = Dummy(shapes, 0, torch.device("cpu"))
         shard = Shard(EIGHT, rank, ranks)
         device, dtype = torch.device("cpu"), torch.float32
         facts = ModelFacts("biases", shard.spec)

@@ -169,17 +169,6 @@ def vectors_of(spec: ModelSpec, layer: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def is_router(module: str, facts: ModelFacts) -> bool:
-    """Return whether a module is a router; few checkpoints quantise it."""
-    return facts.spec.moe is not None and module.endswith(f".{facts.family.experts.router}")
-
-
-def expected_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of every tensor of a model that is not quantised."""
-    for name, stored in expected_tensors(ModelFacts(spec.family, spec)).items():
-        yield name, stored.shapes[0]
-
-
 def expected_tensors(facts: ModelFacts) -> dict[str, StoredTensor]:
     """Return every tensor of a model, as Hugging Face checkpoints store them.
 

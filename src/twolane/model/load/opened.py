@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from twolane.model.load.checkpoint import EMBEDDING, HEAD, expected_shapes, refuse_tensors
+from twolane.model.load.checkpoint import EMBEDDING, HEAD, expected_tensors, refuse_tensors
 from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.gguf import GGUFModel
@@ -124,7 +124,8 @@ def dummy_tensors(
     """
     spec = skewed(facts.spec, router_skew)
     facts = replace(facts, spec=spec, quantization=None)
-    shapes, moe = dict(expected_shapes(spec)), spec.moe
+    shapes = {name: stored.shapes[0] for name, stored in expected_tensors(facts).items()}
+    moe = spec.moe
     if moe is None:
         return facts, Dummy(shapes, seed, device)
     # With equal deviations, every token of a prompt soon has nearly the same hidden state, for

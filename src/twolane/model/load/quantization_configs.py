@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,9 +23,6 @@ CALIBRATED_INPUTS = (".input_scale", ".activation_scale", ".act_scale")
 """Ends of the names of scales that were calibrated for activations."""
 
 
-_SERVED = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt", "mxfp4")
-
-
 class _Method(msgspec.Struct):
     """The name of the method, which says what the rest means."""
 
@@ -42,7 +39,7 @@ class _Method(msgspec.Struct):
         """The method; old configs do not name it, or name the program that wrote them."""
         if self.quant_method not in (None, "sparseml"):
             name = self.quant_method.lower().replace("_", "-").removeprefix("intel/")
-            return name if name in _SERVED else self.quant_method
+            return name if name in _READERS else self.quant_method
         if self.load_in_4bit or self.load_in_8bit:
             return "bitsandbytes"
         if self.producer.get("name") == "modelopt" or self.quant_algo is not None:
@@ -179,22 +176,10 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
     method = converted(fields, _Method, _WHERE).name
     for name in _OTHER_SUMS:
         _only(f"{name} of {method}", fields.get(name) or None, None)
-    match method:
-        case "fp8":
-            return _fp8(converted(fields, _Fp8, _WHERE, lax=True))
-        case "awq":
-            return _awq(converted(fields, _Awq, _WHERE, lax=True))
-        case "gptq":
-            return _gptq(converted(fields, _Gptq, _WHERE, lax=True))
-        case "auto-round":
-            return _auto_round(converted(fields, _AutoRound, _WHERE, lax=True))
-        case "modelopt":
-            return _modelopt(converted(fields, _ModelOpt, _WHERE, lax=True))
-        case "mxfp4":
-            return _mxfp4(converted(fields, _Mxfp4, _WHERE, lax=True))
-        case "compressed-tensors":
-            return _compressed(converted(fields, _CompressedTensors, _WHERE, lax=True))
-    raise UnsupportedModel.because("quantisation", method, (*_SERVED, "GGUF files"))
+    if method not in _READERS:
+        raise UnsupportedModel.because("quantisation", method, (*_READERS, "GGUF files"))
+    form, reader = _READERS[method]
+    return reader(converted(fields, form, _WHERE, lax=True))
 
 
 _WHERE = "config.json: quantization_config"
@@ -465,3 +450,15 @@ def _rounded(inputs: _Numbers | None, strategies: Sequence[str]) -> None:
     _only(f"strategy of {what}", inputs.strategy, *strategies)
     if "group" in strategies:
         _only(f"group_size of {what}", inputs.group_size, BLOCK)
+
+
+_READERS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], Quantization]]] = {
+    "fp8": (_Fp8, _fp8),
+    "compressed-tensors": (_CompressedTensors, _compressed),
+    "awq": (_Awq, _awq),
+    "gptq": (_Gptq, _gptq),
+    "auto-round": (_AutoRound, _auto_round),
+    "modelopt": (_ModelOpt, _modelopt),
+    "mxfp4": (_Mxfp4, _mxfp4),
+}
+"""The fields of the config of each method that is served, and what reads them."""

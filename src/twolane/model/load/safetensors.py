@@ -56,10 +56,10 @@ class Safetensors:
         self._norms_less_1 = norms_less_1
         self._files: dict[str, tuple[Any, str]] = {}
         """The file of each tensor, and its name there."""
-        places = _indexed(directory)
+        paths, places = _model_files(directory)
         self.indexed = {*map(text_name, places)}
         """The tensors that an index names; files may have others, which are out of date."""
-        for path in _model_files(directory):
+        for path in paths:
             if not path.is_file():
                 raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
             try:
@@ -128,26 +128,31 @@ def _broken(path: Path) -> str:
     return "waits for git lfs pull" if pointer else "is not a whole safetensors file"
 
 
-def _model_files(directory: Path) -> list[Path]:
-    """Return the files of a model's folder; an index may name some that are not there.
+def _model_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files of a model's folder, and the file of each tensor that its index names; the
+    index may name some that are not there.
 
     Without one they are a complete row of numbered files, or the only file.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or the index is broken or leads elsewhere.
     """
     # In this order, as in `transformers`: an index may be left from a save in shards.
-    single = directory / "model.safetensors"
+    single, index = directory / "model.safetensors", directory / INDEX
     if single.is_file():
-        return [single]
-    index = directory / INDEX
+        return [single], {}
     if index.is_file():
-        return [directory / name for name in _shards(index)]
+        files = converted(read_json(index), _Index, str(index)).weight_map
+        for name in {*files.values()}:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"{index} names {name}, which is outside its folder")
+        places = {tensor: directory / file for tensor, file in files.items()}
+        return sorted({*places.values()}), places
     others = sorted(
         path for path in directory.glob("*.safetensors") if not path.name.startswith(_OF_OTHERS)
     )
     if len(others) == 1 or _is_row([path.name for path in others]):
-        return others
+        return others, {}
     raise ValueError(
         f"{directory} has neither model.safetensors nor {INDEX}; "
         "other weight formats than safetensors and GGUF are not read"
@@ -162,35 +167,8 @@ def _is_row(names: list[str]) -> bool:
     return None not in shards and len(rows) == 1 and numbers == [*range(1, rows.pop()[1] + 1)]
 
 
-def _indexed(directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor that a model's index names; none where a model has but one
-    file.
-
-    Raises:
-        ValueError: the index is broken.
-    """
-    index = directory / INDEX
-    if (directory / "model.safetensors").is_file() or not index.is_file():
-        return {}
-    files = converted(read_json(index), _Index, str(index)).weight_map
-    return {tensor: directory / file for tensor, file in files.items()}
-
-
 class _Index(msgspec.Struct):
     """The field that is read of a `model.safetensors.index.json`."""
 
     weight_map: dict[str, str]
     """File by tensor."""
-
-
-def _shards(index: Path) -> list[str]:
-    """Return the files that an index names, all of them in its folder or below.
-
-    Raises:
-        ValueError: it is broken, or leads elsewhere.
-    """
-    files = sorted(set(converted(read_json(index), _Index, str(index)).weight_map.values()))
-    for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{index} names {name}, which is outside its folder")
-    return files

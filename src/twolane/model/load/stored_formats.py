@@ -14,7 +14,6 @@ from twolane.model.load.checkpoint import (
     HEAD,
     LinearModule,
     WeightsError,
-    is_router,
     linears_of,
     module_tensors,
     place_of,
@@ -56,7 +55,8 @@ def with_stored_formats(facts: ModelFacts, tensors: TensorSource) -> ModelFacts:
         return facts
     stored = {m: form for m, form in formats.items() if form != quantization.format(m)}
     # Of several formats that are named, any will do; and no list need name a router in floats.
-    routers = {m for m, form in formats.items() if form is None and is_router(m, facts)}
+    router = f".{facts.family.experts.router}"
+    routers = {m for m, form in formats.items() if form is None and m.endswith(router)}
     others = [m for m in stored if formats[m] not in (quantization.named(m) or (None,))]
     if differing := [module for module in others if module not in routers]:
         text = "%s: %d modules have another format than quantization_config says, such as %s"

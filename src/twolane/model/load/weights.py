@@ -99,7 +99,7 @@ def load_weights(
         progress: Called with ("weights", fraction) as layers are loaded.
         rank: The rank whose part is read.
         ranks: The number of ranks that share the model.
-        eight_bits: Whether `_serves_eight_bits` may put matrices of few bits in eight.
+        eight_bits: Whether matrices of few bits, but experts', get eight on a CPU fast at that.
 
     Returns:
         The shape of the whole model, and the rank's part of its weights.
@@ -113,7 +113,7 @@ def load_weights(
     floats, dummy, facts = _floats(dtype, device), load_format == "dummy", source.facts
     scheme = asked_scheme(quantization, facts.quantization, dummy)
     _check_options(facts.spec, scheme, ranks, dummy, router_skew)
-    eight = eight_bits and _serves_eight_bits(device, ranks, scheme)
+    eight = eight_bits and device.type == "cpu" and ranks == 1 and scheme is None and int8.is_fast()
     if max_positions is not None:
         facts = replace(facts, spec=replace(facts.spec, max_positions=max_positions))
     tensors: TensorSource
@@ -185,12 +185,6 @@ def _check_options(
         raise FieldError("quantization", "mxfp4 is for models with experts")
     if router_skew and not dummy:
         raise FieldError("router_skew", "is for dummy weights")
-
-
-def _serves_eight_bits(device: torch.device, ranks: int, scheme: Scheme | None) -> bool:
-    """Return whether matrices outside of experts that are stored in few bits get `int8_channel`: a
-    CPU that is fast at it has the whole model, and nothing else is asked for."""
-    return device.type == "cpu" and ranks == 1 and scheme is None and int8.is_fast()
 
 
 def _by_tap(taps: Tensor) -> Tensor:
@@ -421,18 +415,15 @@ class _Loader:
 
     def _for_cpu(self, matrix: Matrix, *modules: str) -> Matrix:
         """Return the matrix of modules in eight bits, if any of them is stored in few."""
-        rounded = any(self._is_rounded(module) for module in modules)
+        places = [(place_of(module, self.facts), module) for module in modules]
+        stored = {f"{module if place is None else place.module}.weight" for place, module in places}
+        rounded = not stored.isdisjoint(self.facts.rounded)
         if not self.eight_bits or not (rounded or matrix.scales is not None):
             return matrix
         served = in_eight_bits(matrix)
-        stored = "GGUF's types of few bits" if rounded else matrix.scheme
-        self.converted[stored, served.scheme] += 1
+        before = "GGUF's types of few bits" if rounded else matrix.scheme
+        self.converted[before, served.scheme] += 1
         return served
-
-    def _is_rounded(self, module: str) -> bool:
-        """Return whether a GGUF file stores a module in few bits."""
-        place = place_of(module, self.facts)
-        return f"{module if place is None else place.module}.weight" in self.facts.rounded
 
     def _joined(
         self,
