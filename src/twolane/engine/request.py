@@ -156,13 +156,6 @@ class Request:
         return len(self.tokens) - self.reused
 
     @property
-    def known_new(self) -> int:
-        """Number of tokens to compute by the latest look-up, which is made only once."""
-        if self.started:
-            return len(self.tokens) - self.context
-        return len(self.tokens) - (self.looked_up or self.lookup(self)).reused
-
-    @property
     def yields(self) -> bool:
         """Whether a system may give the request up, because nothing was computed or delivered
         yet."""

@@ -16,12 +16,7 @@ from twolane.server.http.schemas import (
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo, Kind
 from twolane.server.openai.logprobs import LogprobWriter
-from twolane.server.openai.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationBody,
-    StreamOptions,
-)
+from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
 from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
 
@@ -68,15 +63,15 @@ def answer_of(
 ) -> Answer:
     """Return the answer to a request in progress."""
     request = prepared.request
-    shown = body.stream_options or StreamOptions()
+    shown = body.stream_options
     options = AnswerOptions(
         n=request.n,
         return_token_ids=bool(body.return_token_ids),
         logprobs=request.sampling.logprobs is not None,
         prompt_logprobs=body.prompt_logprobs is not None,
         echo=echo,
-        continuous_usage=bool(shown.continuous_usage_stats),
-        include_usage=bool(shown.include_usage),
+        continuous_usage=bool(shown and shown.continuous_usage_stats),
+        include_usage=bool(shown and shown.include_usage),
         parsed=prepared.format.reader,
         forced_call=prepared.format.forced_call,
         reasoning_field=service.reasoning_field,
