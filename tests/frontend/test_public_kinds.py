@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tokenizers import processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from twolane.frontend.text.codec import TextError
@@ -365,7 +365,7 @@ class TestGGUF:
             (byte_level_keys(ggml__pre="nope"), "pre 'nope' is not built; these work: "),
             *(
                 (byte_level_keys(ggml__model=name), f"model '{name}' is not built")
-                for name in ("nope", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna")
+                for name in ("nope", "bert", "t5", "rwkv", "plamo2", "hybriddna")
             ),
             ({**byte_level_keys(), "ggml__merges": None}, "no tokenizer.ggml.merges"),
             ({**sentencepiece_keys(), "ggml__scores": None}, "no tokenizer.ggml.scores"),
@@ -383,6 +383,43 @@ class TestGGUF:
     def test_a_file_without_a_tokenizer_is_served_by_ids(self, tmp_path, keys):
         file = write_gguf(tmp_path / "m.gguf", general=1, **keys)
         assert load_both(resolve(str(file)))[1] is None
+
+    @pytest.mark.parametrize(
+        "text",
+        ["one two", " one\n\n  one", "<|turn>one\n<turn|>", "日 x\n", "<bos>one</s>", "\n\n\n"],
+    )
+    def test_gemma_4_is_that_of_its_tokenizer_json(self, tmp_path, text):
+        """BPE of characters with bytes for others, as its published file has it; one text has two
+        ids, of which the last counts."""
+        merges = [("o", "n"), ("on", "e"), ("\u2581", "one"), ("\n", "\n"), ("\n\n", "\n")]
+        merges += [("t", "w"), ("tw", "o"), ("\u2581", "\u2581")]
+        special = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|tool_response>"]
+        pieces = [*special, *(f"<0x{i:02X}>" for i in range(256)), *"onetwx\n\u2581", "</s>"]
+        pieces += ["".join(merge) for merge in merges]
+        model = models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True,
+        )  # fmt: skip
+        published = Tokenizer(model)
+        published.normalizer = normalizers.Replace(" ", "\u2581")
+        published.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        published.add_special_tokens(special)
+        keys = {
+            "ggml__model": "gemma4",
+            "ggml__tokens": [*pieces, "one"],
+            "ggml__token_type": [3] * 3 + [2] + [3] * 3 + [6] * 256 + [1] * (len(pieces) - 262),
+            "ggml__merges": [" ".join(merge) for merge in merges],
+            "ggml__bos_token_id": 2,
+            "ggml__add_bos_token": True,
+        }
+        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
+        tokens = made.encode(text, add_special_tokens=False)
+        assert made.token_names(tokens) == published.encode(text, add_special_tokens=False).tokens
+        assert made.encode(text) == [2, *tokens]
+        plain = text.replace("<|turn>", "").replace("<turn|>", "").replace("<bos>", "")
+        assert made.decode(tokens, skip_special_tokens=True) == plain
+        assert {pieces.index("<turn|>"), pieces.index("<|tool_response>")} <= {*made.ends}
+        assert pieces.index("</s>") not in made.ends
 
     def test_the_template_of_the_file(self, tmp_path):
         keys = byte_level_keys(chat_template=CHATML)

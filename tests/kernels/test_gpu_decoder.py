@@ -163,7 +163,12 @@ def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme"), [pytest.param("olmo2", None, marks=pytest.mark.full), ("qwen3", "fp8")]
+    ("family", "scheme"),
+    [
+        pytest.param("olmo2", None, marks=pytest.mark.full),
+        pytest.param("gemma4-moe", None, marks=pytest.mark.full),
+        ("qwen3", "fp8"),
+    ],
 )
 def test_adapters_add_what_they_add_on_a_cpu(
     family: str, scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,7 +176,8 @@ def test_adapters_add_what_they_add_on_a_cpu(
     """To products that a norm follows, and to those of rows in e4m3, which they are computed of."""
     if scheme is not None and DEVICE == "cuda":
         pytest.skip("its products of e4m3 are not float32: tests/gpu/test_lora.py")
-    path = make_checkpoint(family, tmp_path / family, seed=1, layers=2)
+    layers = 4 if family.startswith("gemma4") else 2  # its fixtures list each layer
+    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)), quantization=scheme)
     _, there = load_weights(resolve(str(path)), quantization=scheme, device=DEVICE)
     right, gpu = Decoder(spec, weights), OnGpu(GpuDecoder(spec, there))

@@ -19,18 +19,22 @@ JOINED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.dow
 """The linear modules of a layer of Phi-3."""
 
 
-def shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+def shapes(spec: ModelSpec, layer: int) -> dict[str, tuple[int, int]]:
     """Rows and columns of each linear module of a layer, by its name in checkpoints."""
+    kind, dense, spec = spec.kind(layer), spec.has_dense(layer), spec.at(layer)
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     ends = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
     sizes = {"q": q, "k": kv, "v": kv}
-    attention = {f"self_attn.{n}_proj": (rows, hidden) for n, rows in sizes.items()}
+    lacking = "kv" if kind.reads_earlier else "v" if kind.keys_are_values else ""
+    own = {n: rows for n, rows in sizes.items() if n not in lacking}
+    attention = {f"self_attn.{n}_proj": (rows, hidden) for n, rows in own.items()}
     mlp = {f"mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")}
     if spec.family == "phi3":
         attention = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
     if spec.family in ("phi3", "glm", "glm4"):
         mlp = {"mlp.gate_up_proj": (2 * inner, hidden)}
-    return attention | mlp | ends
+    sizes = attention | mlp | ends
+    return {name: sizes[name] for name in sizes if "self_attn" in name or dense}
 
 
 def make_adapter(
@@ -59,13 +63,13 @@ def make_adapter(
         config: fields of `adapter_config.json` that are not the usual ones.
     """
     spec, random = resolve(str(base)).spec(), torch.Generator().manual_seed(seed)
-    sizes, given = shapes(spec), dict(config or {})
+    each = [shapes(spec, i) for i in range(spec.layers)]
+    given = dict(config or {})
     alpha = 2 * rank
     tensors: dict[str, torch.Tensor] = {}
     for i in layers if layers is not None else range(spec.layers):
-        dense = [name for name in sizes if "self_attn" in name or not spec.has_experts(i)]
-        for module in modules or dense:
-            rows, columns = sizes[module]
+        for module in modules or each[i]:
+            rows, columns = each[i][module]
             r = (given.get("rank_pattern") or {}).get(module.split(".")[-1], rank)
             a = torch.randn(r, columns, generator=random) * columns**-0.5
             b = torch.randn(rows, r, generator=random) * strength * r**-0.5
@@ -74,7 +78,8 @@ def make_adapter(
             tensors[f"{name}.lora_B.weight"] = b.to(dtype)
     path.mkdir(parents=True)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted(module.split(".")[-1] for module in modules or sizes)
+    all_modules: set[str] = set().union(*each)
+    targets = sorted(module.split(".")[-1] for module in modules or all_modules)
     usual = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets}
     (path / "adapter_config.json").write_text(json.dumps(usual | given))
     return path

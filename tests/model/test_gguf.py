@@ -202,7 +202,8 @@ AS_IN_FILES = {
     [
         (next(iter(each.fixtures)), name)
         for (name, _), each in GGUF_ARCHITECTURES.items()
-        if name not in FILES.values() or name in ("olmo2", "phi3", "glm4moe")
+        if name not in (*FILES.values(), "gemma4", "gpt-oss")
+        or name in ("olmo2", "phi3", "glm4moe")
     ]
     + [*FILES.items()],
 )

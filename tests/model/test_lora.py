@@ -34,11 +34,29 @@ FAMILIES = (
         "exaone4-hybrid",
     ),
     *("qwen2-moe", "qwen3-moe", "mixtral", "glm4-moe", "ernie4.5-moe", "minimax-m2", "mellum"),
+    *("gemma4", "gemma4-moe", "gemma4-inputs", "laguna", "gpt-oss"),
 )
-LISTED = {"gemma3": 4, "mellum": 4}
+LISTED = dict.fromkeys(
+    (
+        "gemma3",
+        "mellum",
+        "gemma4",
+        "gemma4-moe",
+        "gemma4-inputs",
+        "gemma4-unified",
+        "laguna",
+        "gpt-oss",
+    ),
+    4,
+)
 """Layers of fixtures that list something for each of them."""
-TARGETS = {"mellum": r".*self_attn\..*_proj"}
-"""What PEFT finds no layer for by itself: experts are parameters to it."""
+DENSE = r".*\.(self_attn|mlp)\.[a-z]+_proj"
+TARGETS = {
+    **{"mellum": r".*self_attn\..*_proj"},
+    **dict.fromkeys(("gemma4-moe", "gemma4-inputs", "gemma4-unified"), DENSE),
+}
+"""What PEFT finds no layer for by itself: experts are parameters to it; and inputs of layers have
+no adapters."""
 
 
 def load(path, decoder, **more):
@@ -383,7 +401,11 @@ def test_a_file_that_is_larger_than_any_adapter_is_not_read(decoder, base, tmp_p
 
 @pytest.mark.parametrize(
     ("family", "start"),
-    [("qwen3", "gaussian"), ("phi3", "mica"), ("glm4", "eva"), ("mellum", True), ("gemma3", True)],
+    [
+        *(("qwen3", "gaussian"), ("phi3", "mica"), ("glm4", "eva"), ("mellum", True)),
+        *(("gemma3", True), ("gemma4-moe", True), ("gemma4-inputs", True)),
+        ("gemma4-unified", True),
+    ],
 )
 def test_logits_are_those_of_peft(family, start, tmp_path):
     """An adapter that PEFT has made and saved, with all that it writes into the config."""

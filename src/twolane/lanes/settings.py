@@ -68,8 +68,6 @@ def without_adapters(spec: ModelSpec) -> str | None:
     """Return why LoRA adapters of a model are not served; None: they are."""
     if spec.state is not None:
         return "adapters of models with linear attention are not served yet"
-    if not spec.alike:
-        return "adapters need layers that are alike in shape, and these are not"
     return None
 
 

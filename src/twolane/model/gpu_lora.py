@@ -24,6 +24,7 @@ from twolane.model.decoder import Weights
 from twolane.model.lora import Adapter, LoraProduct, Section, places
 from twolane.model.matrix import Matrix
 from twolane.model.sharding import Shard
+from twolane.model.spec import ModelSpec
 
 SECTIONS = 3
 """The most sections of a product: q, k and v."""
@@ -189,14 +190,19 @@ class GpuAdaptedProducts(GpuProducts):
 
 def _products(shard: Shard) -> Sequence[Sequence[_Product]]:
     """Return the products of each of a rank's layers that adapters add to: not those of experts."""
-    spec = shard.local
-    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    return [_of_layer(shard.local, i) for i in range(shard.local.layers)]
+
+
+def _of_layer(spec: ModelSpec, layer: int) -> Sequence[_Product]:
+    at, hidden = spec.at(layer), spec.hidden_size
+    inner, q, kv = at.intermediate_size, at.q_size, at.kv_size
+    rows = (q,) if spec.kind(layer).reads_earlier else (q, kv, kv)
     attention = (
-        _Product("qkv", hidden, tuple(accumulate((q, kv, kv)))),
+        _Product("qkv", hidden, tuple(accumulate(rows))),
         _Product("o", q, (hidden,)),
     )
     mlp = (
         _Product("gate_up", hidden, (inner, 2 * inner)),
         _Product("down", inner, (hidden,)),
     )
-    return [attention if spec.has_experts(i) else attention + mlp for i in range(spec.layers)]
+    return attention + mlp if spec.has_dense(layer) else attention

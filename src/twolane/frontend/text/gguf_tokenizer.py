@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.frontend.text.parts import Parts, Template
-from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, Spaces, add_pieces, build
+from twolane.frontend.text.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    Spaces,
+    add_pieces,
+    build,
+    finished,
+)
 from twolane.frontend.text.tokenizer import Declared
 from twolane.model.load.gguf_file import GGUFFile
 
@@ -149,9 +157,12 @@ def from_gguf(path: Path) -> Parts | None:
     kind = key("model")
     if kind in (None, "no_vocab", "none"):
         return None
-    if kind not in ("llama", "gpt2"):
-        raise ValueError(f"{KEY}model {kind!r} is not built; these work: llama, gpt2, none")
+    if kind not in ("llama", "gpt2", "gemma4"):
+        raise ValueError(f"{KEY}model {kind!r} is not built; these work: llama, gpt2, gemma4, none")
     tokens = [t or f"[EMPTY_{place}]" for place, t in enumerate(needed(key, "tokens"))]
+    if kind == "gemma4":  # a text means the last of its ids, as in llama.cpp
+        last = {token: place for place, token in enumerate(tokens)}
+        tokens = [t if last[t] == i else f"[UNUSED_{i}]" for i, t in enumerate(tokens)]
     if len(set(tokens)) != len(tokens):
         twice = next(token for token, count in Counter(tokens).items() if count > 1)
         raise ValueError(f"{KEY}tokens has {twice!r} more than once")
@@ -159,13 +170,16 @@ def from_gguf(path: Path) -> Parts | None:
     if len(kinds) != len(tokens):
         raise ValueError(f"{KEY}token_type has {len(kinds)} entries for {len(tokens)} tokens")
     add_bos = True
-    kinds = [CONTROL if t in END_TOKENS else k for t, k in zip(tokens, kinds, strict=True)]
+    ends = end_names(tokens)
+    kinds = [CONTROL if t in ends else k for t, k in zip(tokens, kinds, strict=True)]
     if kind == "llama":
         scores = list(needed(key, "scores"))
         if len(scores) != len(tokens):
             raise ValueError(f"{KEY}scores has {len(scores)} entries for {len(tokens)} tokens")
         prefix = key("add_space_prefix") is not False
         backend = build(tokens, scores, kinds, Spaces("each" if prefix else "none"))
+    elif kind == "gemma4":
+        backend = by_characters(tokens, kinds, needed(key, "merges"))
     else:
         name = key("pre") or "default"
         if name not in SPLITTINGS:
@@ -201,10 +215,7 @@ def byte_level(
 ) -> Tokenizer:
     """Return byte-level BPE with the pre-tokenizer of a value of `tokenizer.ggml.pre`."""
     vocabulary = {token: place for place, token in enumerate(tokens)}
-    pairs = []
-    for merge in merges:
-        cut = merge.find(" ", 1)  # a token may be a space
-        pairs.append((merge[:cut], merge[cut + 1 :]))
+    pairs = merged_pairs(merges)
     backend = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in splitting.expressions]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -214,6 +225,32 @@ def byte_level(
     return backend
 
 
+def merged_pairs(merges: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the two tokens of each merge."""
+    cuts = ((merge, merge.find(" ", 1)) for merge in merges)  # a token may be a space
+    return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+
+
+def by_characters(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str]) -> Tokenizer:
+    """Return Gemma 4's BPE: of characters, with bytes for those that are no token, and merges that
+    do not cross the ends of lines."""
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    unknown = next((t for t, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
+    model = models.BPE(
+        vocabulary, merged_pairs(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    backend = finished(Tokenizer(model), tokens, kinds, Spaces("none"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    return backend
+
+
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "gpt2": {"bos": 11, "eos": 11},
+    "gemma4": {},
+}
+
+
 def special_names(
     key: Any, tokens: Sequence[str], kinds: Sequence[int], kind: str
 ) -> dict[str, str]:
@@ -221,7 +258,7 @@ def special_names(
 
     The defaults of byte-level BPE are Falcon's (11); elsewhere that is an ordinary word.
     """
-    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {"bos": 11, "eos": 11}
+    defaults = _DEFAULTS[kind]
     named = {"unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token"}
     names = {}
     for name in ("bos", "eos", "unknown", "seperator", "padding"):
@@ -246,16 +283,19 @@ def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:
         place = key(f"{name}_token_id")
         if place is not None and place < len(tokens):
             ends.append(Declared(place, tokens[place], f"{KEY}{name}_token_id"))
-    names, there = END_TOKENS, END_TOKENS.intersection(tokens)
-    calls = bool(there & {"<|call|>", "<|calls|>"})
-    if calls and there & {"<|return|>", "<|flush|>"}:  # gpt-oss goes on after a message's end
-        names = names - {"<|end|>"}
-    if "<|tool_response>" in there:  # Gemma 4 uses it as text
-        names = names - {"</s>"}
+    names = end_names(tokens)
+    if {"<|call|>", "<|calls|>"} & names and {"<|return|>", "<|flush|>"} & names:
+        names = names - {"<|end|>"}  # gpt-oss goes on after a message's end
     ends += [
         Declared(place, token, "its name") for place, token in enumerate(tokens) if token in names
     ]
     return ends
+
+
+def end_names(tokens: Sequence[str]) -> frozenset[str]:
+    """Return the names of `END_TOKENS` that a vocabulary has; Gemma 4 uses one as text."""
+    there = END_TOKENS.intersection(tokens)
+    return there - {"</s>"} if "<|tool_response>" in there else there
 
 
 def templates_of(file: GGUFFile) -> dict[str, Template]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
 import msgspec
 
@@ -258,6 +258,27 @@ Key = Callable[[str, float], float]
 """Returns the number that a GGUF file has for a key of its architecture, or the default."""
 
 
+class GGUFKeys(Protocol):
+    """What a family reads of a GGUF file."""
+
+    def key(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key of the architecture, a list if it differs from layer to layer.
+
+        Raises:
+            ValueError: it is not there and has no default.
+        """
+
+    def numbers(self, tensor: str) -> Sequence[float]:
+        """Return the numbers of a tensor of floats.
+
+        Raises:
+            ValueError: it is not there.
+        """
+
+    def has(self, tensor: str) -> bool:
+        """Return whether the file has a tensor."""
+
+
 def _no_factors(key: Key) -> Mapping[str, Any]:
     return {}
 
@@ -282,8 +303,14 @@ class GGUFFacts:
     sliding_base: Callable[[RopeSpec], float] | None = None
     """Returns the base of the rotation of layers with a window, which is not stretched, given the
     model's; None: they have the model's rotation."""
+    truncates: bool = True
+    """Whether YaRN's ramp is rounded to whole dimensions; no file says it."""
     factors: Callable[[Key], Mapping[str, Any]] = _no_factors
-    """Returns fields of `ModelSpec` that scale activations."""
+    """Returns fields of `ModelSpec` that scale activations, or that all models of the family have
+    alike."""
+    config: "Callable[[GGUFKeys], Mapping[str, Any]] | None" = None
+    """Returns the fields of `config.json` that a file says; None: the usual keys say all. Files of
+    such a family may have experts or none."""
 
 
 @dataclass(frozen=True)

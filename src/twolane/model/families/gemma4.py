@@ -5,7 +5,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from twolane.model.families.family import ROPE_TYPES, ExpertNames, Family, HFConfig
+from twolane.model.families.family import (
+    ROPE_TYPES,
+    ExpertNames,
+    Family,
+    GGUFFacts,
+    GGUFKeys,
+    HFConfig,
+)
 from twolane.model.spec import Heads, LayerKind, MoeSpec, RopeType, UnsupportedModel
 
 _ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -130,6 +137,68 @@ class Gemma4Config(HFConfig, kw_only=True):
         return MoeSpec(experts, each, width, beside_dense=True)
 
 
+def _config_of(file: GGUFKeys) -> dict[str, Any]:
+    """Return the fields of `config.json` that a GGUF file says."""
+    layers = int(file.key("block_count"))
+
+    def each(name: str) -> list[Any]:
+        value = file.key(name)
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) < layers:
+            raise ValueError(f"gemma4.{name} has {len(found)} values for {layers} layers")
+        return found[:layers]
+
+    slides, heads, widths = map(
+        each,
+        ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length"),
+    )
+    full = [i for i, slide in enumerate(slides) if not slide]
+    usual = next((n for n, slide in zip(heads, slides, strict=True) if slide), heads[0])
+    wide, shared = int(file.key("attention.key_length")), file.key("attention.shared_kv_layers", 0)
+    own_values = [i for i in full if i < layers - shared and file.has(f"blk.{i}.attn_v.weight")]
+    turned = [divisor < _UNTURNED for divisor in file.numbers("rope_freqs.weight")]
+    experts, inputs = file.key("expert_count", 0), file.key("embedding_length_per_layer_input", 0)
+    theta, slow = (file.key(f"rope.freq_base{end}", 0.0) for end in ("_swa", ""))
+    return {
+        "hidden_size": file.key("embedding_length"),
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "num_hidden_layers": layers,
+        "num_attention_heads": file.key("attention.head_count"),
+        "num_key_value_heads": usual,
+        "head_dim": file.key("attention.key_length_swa", wide),
+        "per_layer_config": {
+            str(i): {"num_key_value_heads": heads[i], "head_dim": wide} for i in full
+        },
+        "layer_types": ["sliding_attention" if s else "full_attention" for s in slides],
+        "max_position_embeddings": file.key("context_length"),
+        "rms_norm_eps": file.key("attention.layer_norm_rms_epsilon"),
+        "sliding_window": file.key("attention.sliding_window"),
+        "final_logit_softcapping": file.key("final_logit_softcapping", 0.0) or None,
+        "hidden_size_per_layer_input": inputs,
+        "attention_k_eq_v": bool(full) and not own_values,
+        "num_kv_shared_layers": shared,
+        "enable_moe_block": experts > 0,
+        "num_experts": experts,
+        "top_k_experts": file.key("expert_used_count", 0),
+        "moe_intermediate_size": file.key("expert_feed_forward_length", 0),
+        "rope_parameters": {
+            "full_attention": {
+                **_ROPES["full_attention"],
+                **({"rope_theta": slow} if slow else {}),
+                "partial_rotary_factor": sum(turned) / len(turned),
+            },
+            "sliding_attention": {
+                **_ROPES["sliding_attention"],
+                **({"rope_theta": theta} if theta else {}),
+            },
+        },
+    }
+
+
+_UNTURNED = 1e29
+"""Divisors of frequencies from here on stand for pairs that do not turn, in GGUF files."""
+
 _UNIFIED = {
     **{"max_position_embeddings": 262_144, "sliding_window": 1024},
     "hidden_size_per_layer_input": 0,
@@ -168,6 +237,7 @@ FAMILY = Family(
             "mlp_out_norm": "post_feedforward_layernorm_1.weight",
         },
     ),
+    gguf=GGUFFacts(("gemma4",), config=_config_of),
     fixtures={
         "gemma4": {**_TINY, **_ONE_HEAD},
         "gemma4-moe": {

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from twolane.kernels.experts.rule import SWIGLU_ALPHA, SWIGLU_LIMIT
-from twolane.model.families.family import ExpertNames, Family, HFConfig
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
 from twolane.model.spec import MoeSpec, UnsupportedModel
 
 _YARN = {
@@ -62,7 +62,11 @@ class GptOssConfig(HFConfig, kw_only=True):
         """See `HFConfig.own_fields`."""
         experts, each = self.num_local_experts, self.num_experts_per_tok
         moe = MoeSpec(experts, each, self.intermediate_size, biases=True)
-        return {"moe": moe, "sinks": True, "mlp_bias": False, "activation": "clamped_swiglu"}
+        return {"moe": moe, "mlp_bias": False, **_ALIKE}
+
+
+_ALIKE = {"sinks": True, "activation": "clamped_swiglu"}
+"""Fields of `ModelSpec` that all models have alike."""
 
 
 _TINY = {
@@ -75,6 +79,9 @@ FAMILY = Family(
     architectures=("GptOssForCausalLM",),
     config=GptOssConfig,
     experts=ExpertNames(router="mlp.router", in_turn=True),
+    gguf=GGUFFacts(
+        ("gpt-oss",), experts={}, full_each=2, truncates=False, factors=lambda _: _ALIKE
+    ),
     fixtures={
         "gpt-oss": {
             **_TINY,

@@ -55,10 +55,11 @@ ARCHITECTURES = {name: each for each in FAMILIES.values() for name in each.archi
 VISION = {name: each for each in FAMILIES.values() for name in each.vision}
 """Families of the text parts of checkpoints for text and images, by their architectures."""
 GGUF_ARCHITECTURES = {
-    (name, each.gguf.experts is not None): each
+    (name, experts): each
     for each in FAMILIES.values()
     if each.gguf
     for name in each.gguf.architectures
+    for experts in ((False, True) if each.gguf.config else (each.gguf.experts is not None,))
 }
 """Families by the architectures that GGUF files may name, and whether they have experts."""
 

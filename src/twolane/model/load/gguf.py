@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,20 @@ import numpy.typing as npt
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from gguf.quants import dequantize
 
-from twolane.model.families.family import JOINED_QKV, PARTS, Family
+from twolane.model.families.family import JOINED_QKV, PARTS, Family, GGUFKeys
 from twolane.model.families.registry import GGUF_ARCHITECTURES, unsupported
+from twolane.model.load.checkpoint import (
+    EMBEDDING,
+    INPUT_GATE,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUTS_EMBEDDING,
+    INPUTS_NORM,
+    INPUTS_PROJECTION,
+    LAYER_SCALE,
+)
 from twolane.model.load.gguf_file import GGUFFile
+from twolane.model.load.quantization import MX_GROUP, Format, ModuleGroup, Quantization
 from twolane.model.sharding import Cut
 from twolane.model.spec import (
     FULL,
@@ -31,11 +42,16 @@ from twolane.model.spec import (
     merge_eos,
 )
 
-_STEMS = ("model.embed_tokens", "model.norm", "lm_head")
+_SINKS = "self_attn.sinks"
+_STEMS = (
+    *("model.norm", "lm_head", INPUTS_PROJECTION),
+    *(name.removesuffix(".weight") for name in (EMBEDDING, INPUTS_EMBEDDING, INPUTS_NORM)),
+)
 """The modules outside of layers."""
 _LAYER_STEMS = (
     *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj"),
     *(f"short_conv.{name}" for name in ("in_proj", "conv", "out_proj")),
+    *(INPUT_GATE, INPUT_PROJECTION, INPUT_NORM.removesuffix(".weight"), LAYER_SCALE, _SINKS),
 )
 """The modules of layers that have the same names in all families."""
 _ROPE_FREQS = "rope_freqs.weight"
@@ -48,6 +64,8 @@ _PART = re.compile(
 )
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys of options that are not built unless they are 0."""
+_EXPERT_STACKS = ("gate", "up", "down", "gate_up")
+"""What the tensors of all experts of a layer are called, between `ffn_` and `_exps`."""
 _SIGMOID = {0: None, 1: False, 2: True}
 """Whether scores of experts are sigmoids, by `expert_gating_func`; None: the file does not say."""
 _FLOATS = (
@@ -79,11 +97,15 @@ class GGUFModel:
         self._facts = self._family.gguf
         self.spec = self._read_spec()
         stems = hugging_face_stems(self._family, self.spec.layers)
+        self._packed = {*self._packed_experts()}
         self._names = {
-            _hugging_face_name(name, stems): name
+            _hugging_face_name(name, stems, self._family): name
             for name in self._tensors
-            if name not in _OF_ROPE and not self._predicts_more(name)
+            if name not in _OF_ROPE and not self._predicts_more(name) and name not in self._packed
         }
+        for name in self._packed:
+            stem = name.removesuffix(".weight")
+            self._names |= {f"{stem}.blocks": name, f"{stem}.scales": name}
 
     def _find_family(self) -> Family:
         """Return the family of the file.
@@ -100,6 +122,27 @@ class GGUFModel:
             works = "0 (dense models)" if experts else "1 or more"
             raise UnsupportedModel.because("number of experts", experts, (works,))
         return family
+
+    def _packed_experts(self) -> Iterator[str]:
+        """Yield the experts' tensors that stay in MXFP4: those of layers all of whose experts are
+        stored so."""
+        moe = self.spec.moe
+        for i in filter(self.spec.has_experts, range(self.spec.layers)):
+            names = [f"blk.{i}.ffn_{stack}_exps.weight" for stack in _EXPERT_STACKS]
+            there = [name for name in names if name in self._tensors]
+            alike = {self._tensors[n].tensor_type for n in there} == {GGMLQuantizationType.MXFP4}
+            if alike and moe is not None and not moe.shared and not moe.beside_dense:
+                yield from there
+
+    def quantization(self) -> Quantization | None:
+        """Return the modules that stay in MXFP4, if there are any."""
+        if not self._packed:
+            return None
+        layers = "|".join(sorted({name.split(".")[1] for name in self._packed}))
+        prefix = re.escape(self._family.experts.expert.split("{")[0])
+        form = Format("mxfp4", "mxfp4", scales="scales")
+        group = ModuleGroup(form, (rf"re:model\.layers\.({layers})\.{prefix}",))
+        return Quantization((group,), (), head=False, by_pattern=True)
 
     def _predicts_more(self, name: str) -> bool:
         """Return whether a tensor belongs to layers that predict further tokens."""
@@ -139,13 +182,17 @@ class GGUFModel:
 
     def rounded(self) -> frozenset[str]:
         """Return the names of the tensors that are stored in few bits."""
-        stored = ((name, self._tensors[own].tensor_type) for name, own in self._names.items())
+        own_names = ((n, own) for n, own in self._names.items() if own not in self._packed)
+        stored = ((name, self._tensors[own].tensor_type) for name, own in own_names)
         return frozenset(name for name, kind in stored if kind not in _FLOATS)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, [out, in]."""
         shape = tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
-        return self._whole(name, shape)
+        if self._names[name] not in self._packed:
+            return self._whole(name, shape)
+        groups = *shape[:-1], shape[-1] // MX_GROUP
+        return groups if name.endswith(".scales") else (*groups, MX_GROUP // 2)
 
     def _whole(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that checkpoints have of a tensor from which files leave out a dimension
@@ -158,16 +205,19 @@ class GGUFModel:
 
     def type(self, name: str) -> str:
         """Return the type of `get`'s result, as safetensors names it."""
-        return "F32"
+        return "U8" if self._names[name] in self._packed else "F32"
 
-    def get(self, name: str, cut: Cut | None = None) -> npt.NDArray[np.float32]:
+    def get(self, name: str, cut: Cut | None = None) -> npt.NDArray[Any]:
         """Return a tensor or a part of it, dequantised to float32, in the Hugging Face order of
-        rows.
+        rows; of experts in MXFP4, what checkpoints store of them, uint8.
 
         Raises:
             UnsupportedModel: the `gguf` package cannot dequantise the tensor's type.
         """
         tensor = self._tensors[self._names[name]]
+        if self._names[name] in self._packed:
+            experts = slice(None) if cut is None else slice(cut.start, cut.stop)
+            return _mxfp4(np.asarray(tensor.data)[experts], scales=name.endswith(".scales"))
         # The package takes rows apart, and a part of a memory map takes longer to make.
         data, permuted = np.asarray(tensor.data), self._facts.permuted
         rows = (
@@ -194,6 +244,8 @@ class GGUFModel:
         return values if values.flags.writeable else values.copy()
 
     def _read_spec(self) -> ModelSpec:
+        if self._facts.config is not None:
+            return self._configured(self._facts.config)
         for name in _CAPS:
             if value := self._key(name, 0.0):
                 raise UnsupportedModel.because(name, value, ("0",))
@@ -220,21 +272,50 @@ class GGUFModel:
             max_positions=positions,
             norm_eps=float(self._key("attention.layer_norm_rms_epsilon")),
             rope=rope,
-            tie_embeddings="output.weight" not in self._tensors,
+            tie_embeddings=self._tied,
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             o_bias="blk.0.attn_output.bias" in self._tensors,
             mlp_bias="blk.0.ffn_gate.bias" in self._tensors,
             kinds=self._kinds(layers, rope),
             convolution=self._convolution(hidden),
             moe=self._moe(layers),
-            eos_token_ids=merge_eos(
-                vocab_size,
-                self._field("tokenizer.ggml.eos_token_id"),
-                self._field("tokenizer.ggml.eot_token_id"),
-            ),
+            eos_token_ids=self._eos(vocab_size),
             **self._constants(),
             **self._facts.factors(lambda name, default: float(self._key(name, default))),
         )
+
+    def _configured(self, fields: Callable[[GGUFKeys], Mapping[str, Any]]) -> ModelSpec:
+        """Return the spec of a family whose files are read as its configs are."""
+        for name, most in (("block_count", MAX_LAYERS), ("attention.head_count", MAX_HEADS)):
+            self._count(name, most)  # before a list has a value for each
+        if cap := self._key(_CAPS[0], 0.0):
+            raise UnsupportedModel.because(_CAPS[0], cap, ("0",))
+        vocab = int(self._tensor("token_embd.weight").shape[1])
+        sizes = {"vocab_size": vocab, "vocab_size_per_layer_input": vocab}
+        config = self._family.read({**fields(self), **sizes, "tie_word_embeddings": self._tied})
+        return replace(self._family.spec(config), eos_token_ids=self._eos(vocab))
+
+    @property
+    def _tied(self) -> bool:
+        return "output.weight" not in self._tensors
+
+    def _eos(self, vocab_size: int) -> tuple[int, ...]:
+        ends = (self._field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        return merge_eos(vocab_size, *ends)
+
+    def has(self, tensor: str) -> bool:
+        """See `GGUFKeys.has`."""
+        return tensor in self._tensors
+
+    def numbers(self, tensor: str) -> Sequence[float]:
+        """See `GGUFKeys.numbers`."""
+        values: Sequence[float] = self._tensor(tensor).data.astype(np.float32).reshape(-1).tolist()
+        return values
+
+    def key(self, name: str, default: Any = None) -> Any:
+        """See `GGUFKeys.key`."""
+        value = self._field(f"{self._architecture}.{name}")
+        return value if isinstance(value, list) else self._key(name, default)
 
     def _constants(self) -> dict[str, Any]:
         """Return `Family.constants`, with norms of heads where the tensors have some."""
@@ -313,6 +394,7 @@ class GGUFModel:
             scale=float(self._key("expert_weights_scale", 0.0)) or 1.0,
             shared=0 if shared is None else int(shared.shape[0]) // width,
             gated=f"{first}.ffn_gate_inp_shexp.weight" in self._tensors,
+            biases=f"{first}.ffn_gate_inp.bias" in self._tensors,
         )
 
     def _count(self, name: str, most: int) -> int:
@@ -339,8 +421,7 @@ class GGUFModel:
         if _ROPE_LONG in self._tensors:
             return self._longrope(theta, positions)
         if _ROPE_FREQS in self._tensors:
-            divisors = self._tensors[_ROPE_FREQS].data.astype(np.float32).reshape(-1).tolist()
-            return RopeSpec(theta, "factors", divisors=tuple(divisors))
+            return RopeSpec(theta, "factors", divisors=tuple(self.numbers(_ROPE_FREQS)))
         # As in llama.cpp: a factor alone is linear, and one of 0 is none.
         kind = self._key("rope.scaling.type", "linear")
         factor = float(self._key("rope.scaling.factor", self._key("rope.scale_linear", 1.0))) or 1.0
@@ -354,10 +435,7 @@ class GGUFModel:
 
     def _longrope(self, theta: float, positions: int) -> RopeSpec:
         """LongRoPE: two lists of divisors, and how much attention grows."""
-        long, short = (
-            tuple(self._tensor(name).data.astype(np.float32).reshape(-1).tolist())
-            for name in (_ROPE_LONG, _ROPE_SHORT)
-        )
+        long, short = (tuple(self.numbers(name)) for name in (_ROPE_LONG, _ROPE_SHORT))
         original = self._original_positions(positions)
         return RopeSpec(
             theta,
@@ -395,6 +473,7 @@ class GGUFModel:
             original_positions=self._original_positions(positions),
             beta_fast=float(self._key("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(self._key("rope.scaling.yarn_beta_slow", 1.0)),
+            truncate=self._facts.truncates,
             attention_factor=grown * float(self._key("rope.scaling.attn_factor", 1.0)),
         )
 
@@ -457,17 +536,43 @@ def _of_experts(family: Family) -> tuple[str, ...]:
     names = family.experts
     shared = (f"{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
     biases = names.bias, names.bias.removesuffix("_bias")
-    return names.router, names.shared_gate, *shared, *biases
+    side = (name.removesuffix(".weight") for name in names.side.values())
+    return names.router, names.shared_gate, *shared, *biases, *side
 
 
-def _hugging_face_name(name: str, stems: Mapping[str, str]) -> str:
+def _hugging_face_name(name: str, stems: Mapping[str, str], family: Family) -> str:
     """Return the name of a tensor in a checkpoint; its own, if a checkpoint has none such."""
     stem, _, end = name.rpartition(".")
+    if end == "scale" and (side := family.experts.side):
+        block, _, module = stem.rpartition(".")
+        own = {"ffn_gate_inp": side["router_norm"], "ffn_down_exps": family.experts.scales}
+        return f"{block.replace('blk', 'model.layers')}.{own.get(module, f'{module}.scale')}"
     if stem not in stems:
         return name
+    if stems[stem].endswith((LAYER_SCALE, _SINKS)):  # they are no modules there
+        return stems[stem]
     if stem.endswith("exp_probs_b"):  # it is no module there
         return f"{stems[stem].removesuffix('_bias')}_bias"
     return f"{stems[stem]}.{end}"
+
+
+def _mxfp4(data: npt.NDArray[np.uint8], *, scales: bool) -> npt.NDArray[np.uint8]:
+    """Return the scales or the numbers of blocks in MXFP4 as checkpoints store them.
+
+    A block is its exponent and 16 bytes, which have the numbers of its first half in their lower
+    four bits and those of its second half in the others; checkpoints have neighbours in one byte.
+
+    Args:
+        data: Rows of whole blocks, [..., 17 * groups].
+        scales: Whether the exponents are returned, [..., groups]; otherwise the numbers
+            [..., groups, 16].
+    """
+    blocks = data.reshape(*data.shape[:-1], -1, 1 + MX_GROUP // 2)
+    if scales:
+        return np.ascontiguousarray(blocks[..., 0])
+    numbers = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+    pairs: npt.NDArray[np.uint8] = numbers[..., ::2] | (numbers[..., 1::2] << 4)
+    return pairs
 
 
 def _separate_halves(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:

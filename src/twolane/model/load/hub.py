@@ -127,7 +127,8 @@ class ModelSource:
             return facts_from_directory(self.path, self.name)
         from twolane.model.load.gguf import GGUFModel
 
-        return ModelFacts(self.name, GGUFModel(self.path).spec)
+        file = GGUFModel(self.path)
+        return ModelFacts(self.name, file.spec, file.quantization())
 
     def spec(self) -> ModelSpec:
         """Return the model's shape; see `facts`."""

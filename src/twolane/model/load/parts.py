@@ -23,6 +23,8 @@ from twolane.model.sharding import Cut
 from twolane.model.spec import MoeSpec
 
 _STACKS = ("gate_up_proj", "down_proj")
+_GGUF_ENDS = ("weight", "bias", "blocks", "scales")
+"""Ends of the names of tensors of experts, of which the last two are those of MXFP4."""
 _IN_TURN = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "scales"}
 """What follows the name of a stack whose rows take turns, and the tensor of a module that it is."""
 
@@ -155,17 +157,18 @@ def of_gguf_experts(source: TensorSource, facts: ModelFacts) -> TensorSource:
         return source
     width, parts = moe.intermediate_size, dict[str, StoredPart]()
     for layer in filter(facts.spec.has_experts, range(facts.spec.layers)):
-        both = f"blk.{layer}.ffn_gate_up_exps.weight"
+        both = any(f"blk.{layer}.ffn_gate_up_exps.{end}" in there for end in _GGUF_ENDS)
         places = [(names.down, "down", 0, facts.spec.hidden_size)]
-        if both in there:
+        if both:
             places += [(names.gate, "gate_up", 0, width), (names.up, "gate_up", width, width)]
         else:
             places += [(names.gate, "gate", 0, width), (names.up, "up", 0, width)]
         for module, stack, first, rows in places:
-            stored = f"blk.{layer}.ffn_{stack}_exps.weight"
-            for number in range(moe.experts if stored in there else 0):
-                weight = f"model.layers.{layer}.{names.expert.format(number)}.{module}.weight"
-                parts[weight] = StoredPart(stored, first, rows, number)
+            for end in _GGUF_ENDS:
+                stored = f"blk.{layer}.ffn_{stack}_exps.{end}"
+                for number in range(moe.experts if stored in there else 0):
+                    part = f"model.layers.{layer}.{names.expert.format(number)}.{module}.{end}"
+                    parts[part] = StoredPart(stored, first, rows, number)
     return InParts(source, parts)
 
 

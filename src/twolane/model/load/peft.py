@@ -7,8 +7,8 @@ unless it is empty.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twolane.common.checked_json import converted, json_object
 from twolane.common.files import is_folder
-from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV
+from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, text_name
 from twolane.model.families.registry import FAMILIES
 from twolane.model.load.adapter_files import CONFIG, TENSORS, digest_of_contents
 from twolane.model.load.checkpoint import part_rows
@@ -138,27 +138,33 @@ def read_adapter(
 def _read(
     path: Path, shard: Shard, dtype: torch.dtype, max_rank: int, digest: bytes | None
 ) -> Adapter:
-    if not shard.spec.alike:
-        raise AdapterError("adapters are served with models whose layers are alike in shape")
     if not is_folder(path):
         raise AdapterError(f"{path} is no directory")
-    modules = _modules(shard.spec)
+    modules = dict(_modules(shard.spec))
     for name, why in ((CONFIG, ""), (TENSORS, "; other formats are not read")):
         if not (path / name).is_file():
             raise AdapterError(f"{path} has no {name}{why}")
     written = _content(path / CONFIG, _HEADER_BYTES)
-    most = shard.spec.layers * sum(each.rows + each.columns for each in modules.values())
+    most = sum(each.rows + each.columns for each in modules.values())
     stored = _content(path / TENSORS, MAX_RANK * most * 4 + _HEADER_BYTES)
     if digest is not None and digest_of_contents(written, stored) != digest:
         raise AdapterError(f"the files in {path} have changed")
-    config, tensors = _config(path, written), loaded_tensors(path / TENSORS, stored)
+    config, loaded = _config(path, written), loaded_tensors(path / TENSORS, stored)
+    tensors = {_usual_name(name): tensor for name, tensor in loaded.items()}
     found = _found(tensors, shard.spec, modules)
-    _check_targets(config, found, [*_ENDS, *_names(shard.spec, modules)])
+    _check_targets(config, found, [*_ENDS, *modules])
     _check_ranks(config, found, max_rank)
-    layers = [
-        _layer(i, found, tensors, config, shard, modules, dtype) for i in range(shard.spec.layers)
-    ]
+    read = _Reader(found, tensors, config, shard, modules, dtype)
+    layers = [_layer(i, read) for i in range(shard.spec.layers)]
     return Adapter(layers, max(found.values()))
+
+
+def _usual_name(tensor: str) -> str:
+    """Return the name of a tensor in an adapter of a model of text; those of models that read
+    images, too, have the names of their text part."""
+    if not tensor.startswith(_PREFIX):
+        return tensor
+    return _PREFIX + text_name(tensor.removeprefix(_PREFIX))
 
 
 def _content(file: Path, most: int) -> bytes:
@@ -219,33 +225,47 @@ def _of(pattern: Mapping[str, T], module: str) -> T | None:
     return next(matches, None)
 
 
-def _modules(spec: ModelSpec) -> dict[str, _LinearModule]:
-    """Return the linear modules of a layer, by the names that checkpoints of the family have."""
-    hidden = spec.hidden_size
-    down = _LinearModule("down", hidden, spec.intermediate_size, ("mlp.down_proj",))
+def _modules(spec: ModelSpec) -> Iterator[tuple[str, _LinearModule]]:
+    """Yield the linear modules that adapters add to, with the names that checkpoints of the family
+    have. A layer without a dense MLP has those of its attention alone."""
+    for i in range(spec.layers):
+        for name, module in _of_layer(spec, i).items():
+            if "self_attn" in name or spec.has_dense(i):
+                yield f"model.layers.{i}.{name}", module
+
+
+def _of_layer(spec: ModelSpec, layer: int) -> dict[str, _LinearModule]:
+    """Return the linear modules of a layer with a dense MLP."""
+    at, kind, hidden = spec.at(layer), spec.kind(layer), spec.hidden_size
+    down = _LinearModule("down", hidden, at.intermediate_size, ("mlp.down_proj",))
     modules = {
-        "self_attn.o_proj": _LinearModule("o", hidden, spec.q_size, ("self_attn.o_proj",)),
+        "self_attn.o_proj": _LinearModule("o", hidden, at.q_size, ("self_attn.o_proj",)),
         "mlp.down_proj": down,
     }
     for joined, product in _PRODUCTS.items():
-        rows = part_rows(joined, spec)
+        rows = part_rows(joined, at)
         if joined in FAMILIES[spec.family].joined:
             modules[joined] = _LinearModule(product, sum(rows.values()), hidden, tuple(rows))
         else:
             modules |= {n: _LinearModule(product, rows[n], hidden, (n,)) for n in rows}
+    if kind.reads_earlier:
+        del modules[_KEYS], modules[_VALUES]
+    elif kind.keys_are_values:
+        del modules[_VALUES]
     return modules
 
 
 _PRODUCTS: Mapping[str, LoraProduct] = {JOINED_QKV: "qkv", JOINED_GATE_UP: "gate_up"}
+_KEYS, _VALUES = "self_attn.k_proj", "self_attn.v_proj"
 
 
-def _parts(shard: Shard) -> dict[str, _Part]:
-    """Return the rows of each module in the rank's products."""
-    spec, own = shard.spec, shard.local
+def _parts(shard: Shard, layer: int) -> dict[str, _Part]:
+    """Return the rows of each module in the rank's products of a layer."""
+    spec, own = shard.spec.at(layer), shard.local.at(layer)
     return {
         "self_attn.q_proj": _Part(spec.q_size, 0, paired=True),
-        "self_attn.k_proj": _Part(spec.kv_size, own.q_size, paired=True),
-        "self_attn.v_proj": _Part(spec.kv_size, own.q_size + own.kv_size),
+        _KEYS: _Part(spec.kv_size, own.q_size, paired=True),
+        _VALUES: _Part(spec.kv_size, own.q_size + own.kv_size),
         "self_attn.o_proj": _Part(spec.hidden_size, 0),
         "mlp.gate_proj": _Part(spec.intermediate_size, 0),
         "mlp.up_proj": _Part(spec.intermediate_size, own.intermediate_size),
@@ -262,8 +282,7 @@ def _found(
         module, _, end = name.removeprefix(_PREFIX).rpartition(".lora_")
         if not name.startswith(_PREFIX) or end not in ("A.weight", "B.weight"):
             raise AdapterError(f"{TENSORS}: {name} is no part of a LoRA adapter that is served")
-        kind = _kind(module, spec, modules)
-        if kind is None:
+        if module not in modules:
             why = f"the base model has no module {module} for adapters"
             if spec.moe is not None and ".self_attn." not in module:
                 why += ", which experts, routers and what tokens share beside them do not take"
@@ -273,7 +292,7 @@ def _found(
             raise AdapterError(f"{TENSORS}: {module} lacks lora_{other}.weight")
         if (type_ := tensors[name].dtype) not in _TYPES:
             raise AdapterError(f"{TENSORS}: {name} is {type_}, not one of {_TYPES}")
-        found[module] = _rank(tensors, module, modules[kind])
+        found[module] = _rank(tensors, module, modules[module])
     if not found:
         raise AdapterError(f"{TENSORS} has no tensors")
     return found
@@ -289,26 +308,6 @@ def _rank(tensors: Mapping[str, Tensor], module: str, kind: _LinearModule) -> in
             f"[rank, {kind.columns}] and [{kind.rows}, rank]"
         )
     return rank
-
-
-def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> str | None:
-    """Return the name of a module within its layer; None: no layer of the model has it."""
-    for i in range(spec.layers):
-        prefix = f"model.layers.{i}."
-        if module.startswith(prefix) and module.removeprefix(prefix) in _of_layer(i, spec, modules):
-            return module.removeprefix(prefix)
-    return None
-
-
-def _of_layer(i: int, spec: ModelSpec, modules: Iterable[str]) -> list[str]:
-    """Return the modules that layer i has: one with experts has no other MLP."""
-    return [name for name in modules if "self_attn" in name or not spec.has_experts(i)]
-
-
-def _names(spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> Iterator[str]:
-    """Yield the names of all linear modules of the layers."""
-    for i in range(spec.layers):
-        yield from (f"model.layers.{i}.{module}" for module in _of_layer(i, spec, modules))
 
 
 def _check_targets(config: _AdapterConfig, found: Mapping[str, int], there: Sequence[str]) -> None:
@@ -345,24 +344,33 @@ def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) ->
             )
 
 
-def _layer(
-    i: int,
-    found: Mapping[str, int],
-    tensors: Mapping[str, Tensor],
-    config: _AdapterConfig,
-    shard: Shard,
-    modules: Mapping[str, _LinearModule],
-    dtype: torch.dtype,
-) -> dict[LoraProduct, list[Section]]:
+@dataclass(frozen=True)
+class _Reader:
+    """What an adapter's layers are read from."""
+
+    found: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+    config: _AdapterConfig
+    shard: Shard
+    modules: Mapping[str, _LinearModule]
+    dtype: torch.dtype
+
+
+def _layer(i: int, read: _Reader) -> dict[LoraProduct, list[Section]]:
     """Return the rank's part of an adapter in one layer."""
     layer: dict[LoraProduct, list[Section]] = {}
-    for kind, module in modules.items():
-        name = f"model.layers.{i}.{kind}"
-        if name in found:
-            a, b = (tensors[f"{_PREFIX}{name}.lora_{end}.weight"].float() for end in "AB")
-            b = b * config.scale(name)
-            sections = layer.setdefault(module.product, [])
-            sections += _sections(i, module, a, b, shard, dtype)
+    values_too = read.shard.spec.kind(i).keys_are_values
+    for name in (name for name in read.modules if name.startswith(f"model.layers.{i}.")):
+        if name not in read.found:
+            continue
+        module = read.modules[name]
+        a, b = (read.tensors[f"{_PREFIX}{name}.lora_{end}.weight"].float() for end in "AB")
+        b = b * read.config.scale(name)
+        sections = layer.setdefault(module.product, [])
+        sections += _sections(i, module, a, b, read.shard, read.dtype)
+        if values_too and name.endswith(_KEYS):
+            same = replace(module, parts=(_VALUES,))
+            sections += _sections(i, same, a, b, read.shard, read.dtype)
     return layer
 
 
@@ -374,7 +382,7 @@ def _sections(
     Raises:
         AdapterError: a number is not finite in this type.
     """
-    parts, first, spec = _parts(shard), 0, shard.spec
+    parts, first, spec = _parts(shard, i), 0, shard.spec
     for name in module.parts:
         part = parts[name]
         own, ours = b[first : first + part.rows], a
@@ -382,7 +390,7 @@ def _sections(
         if shard.size > 1 and cut is not None:
             pieces = slice(cut.start, cut.stop)
             own, ours = (own[pieces], a) if cut.dim == 0 else (own, a[:, pieces])
-        own = pair_rows(own, spec.head_dim, spec.rope_of(i)) if part.paired else own
+        own = pair_rows(own, spec.at(i).head_dim, spec.rope_of(i)) if part.paired else own
         # Copies: a view would keep the whole file's memory.
         kept = [each.to(dtype, copy=True).contiguous() for each in (ours, own)]
         if not all(bool(each.isfinite().all()) for each in kept):
