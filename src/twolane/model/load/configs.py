@@ -105,7 +105,8 @@ def sampling_from_directory(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is broken.
     """
-    raw = _raw_generation(path)
+    file = path / GENERATION_FILE
+    raw = read_json(file) if file.is_file() else {}
     chosen: dict[str, Any] = {}
     for name in (field.name for field in msgspec.structs.fields(_Sampling)):
         if raw.get(name) is None:
@@ -116,19 +117,16 @@ def sampling_from_directory(path: Path) -> dict[str, Any]:
             SamplingParams(**{name: value})
         except ValueError as error:
             problem = str(error).removeprefix(f"{GENERATION_FILE}: ")
-            log.warning("%s: %s is not used: %s", path / GENERATION_FILE, name, problem)
+            log.warning("%s: %s is not used: %s", file, name, problem)
         else:
             chosen[name] = value
     return chosen
 
 
 def _generation_eos(path: Path) -> int | list[int] | None:
-    return converted(_raw_generation(path), _Generation, GENERATION_FILE, lax=True).eos_token_id
-
-
-def _raw_generation(path: Path) -> dict[str, Any]:
     file = path / GENERATION_FILE
-    return read_json(file) if file.is_file() else {}
+    raw = read_json(file) if file.is_file() else {}
+    return converted(raw, _Generation, GENERATION_FILE, lax=True).eos_token_id
 
 
 def check_architecture(raw: Mapping[str, Any]) -> Family:

@@ -54,7 +54,8 @@ def open_tensors(
             tensors = of_stacked(tensors, facts)
         if facts.quantization is not None:
             facts = with_stored_formats(facts, tensors)
-        check_predictor(facts, tensors)
+        if facts.family.stores_mtp:
+            check_predictor(facts, tensors)
     return facts, of_joined(tensors, facts) if facts.family.joined else tensors
 
 

@@ -266,7 +266,7 @@ class _Loader:
         norm, scales = self._get("model.norm.weight") * self.spec.logit_scale, None
         if self.eight_bits and EMBEDDING in self.facts.rounded:
             embedding, scales = int8.quantise_rows(embedding)
-        inputs = self._token_inputs()
+        inputs = self._token_inputs() if self.spec.layer_inputs else None
         weights = Weights(embedding, tuple(layers), norm, head, inputs, scales)
         progress("weights", 1.0)
         for (before, after), count in self.converted.items():
@@ -294,9 +294,9 @@ class _Loader:
         left_out = not alone and self.shard.left_out(name)
         return torch.zeros_like(tensor) if left_out else tensor
 
-    def _bias(self, present: bool, *modules: str) -> Tensor | None:
+    def _bias(self, *modules: str) -> Tensor:
         """Load the biases of modules that are one matrix."""
-        return torch.cat([self._get(f"{name}.bias") for name in modules]) if present else None
+        return torch.cat([self._get(f"{name}.bias") for name in modules])
 
     def _module(self, name: str, scheme: Scheme | None) -> Matrix:
         """Load a linear module, rounded to a scheme if it is stored in floats and there is one.
@@ -467,7 +467,7 @@ class _Loader:
             qk_norm=self._qk_norm(attention, i) if spec.qk_norm and not linear else None,
             sinks=self._get(f"{attention}.sinks").float() if spec.sinks and not linear else None,
             o=self._fused(prefix, back if linear else "self_attn.o_proj"),
-            o_bias=self._bias(spec.o_bias and not linear, f"{attention}.o_proj"),
+            o_bias=self._bias(f"{attention}.o_proj") if spec.o_bias and not linear else None,
             attention_out_norm=norms.get("attention_out_norm"),
             mlp_norm=norms.get("mlp_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
@@ -550,10 +550,8 @@ class _Loader:
         )
         return LayerInputs(gate, projection, self._get(f"{prefix}.{INPUT_NORM}"))
 
-    def _token_inputs(self) -> TokenInputs | None:
-        """Load what makes the layers' own inputs, if they have any."""
-        if not self.spec.layer_inputs:
-            return None
+    def _token_inputs(self) -> TokenInputs:
+        """Load what makes the layers' own inputs."""
         embedding = self._get(INPUTS_EMBEDDING) * self.spec.layer_inputs**0.5
         projection = self._alone(INPUTS_PROJECTION, plain=True)
         return TokenInputs(embedding, projection, self._get(INPUTS_NORM))
@@ -562,9 +560,9 @@ class _Loader:
         biased, mlp = self.spec.mlp_bias, f"{prefix}.mlp"
         return DenseMlp(
             gate_up=self._fused(prefix, *PARTS[JOINED_GATE_UP]),
-            gate_up_bias=self._bias(biased, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            gate_up_bias=self._bias(f"{mlp}.gate_proj", f"{mlp}.up_proj") if biased else None,
             down=self._fused(prefix, "mlp.down_proj"),
-            down_bias=self._bias(biased, f"{mlp}.down_proj"),
+            down_bias=self._bias(f"{mlp}.down_proj") if biased else None,
             activation=self.spec.activation,
         )
 
@@ -604,9 +602,7 @@ class _Loader:
     def _expert_biases(self, prefix: str, stacks: Sequence[Sequence[str]]) -> ExpertBiases:
         """Load the biases of a layer's router and of the modules of its experts, in their order."""
         names = [self.facts.family.experts.router], *stacks
-        return ExpertBiases(
-            *(torch.cat([self._get(f"{prefix}.{n}.bias") for n in each]) for each in names)
-        )
+        return ExpertBiases(*(self._bias(*(f"{prefix}.{n}" for n in each)) for each in names))
 
     def _expert_scales(self, prefix: str) -> dict[str, float]:
         """Return the factors of experts' outputs, by the names of the modules that make these."""

@@ -52,7 +52,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         def made(prepared: Prepared) -> MessageAnswer:
             [tokens], reader = prepared.tokens, prepared.format.reader
             return MessageAnswer(
-                service.name_of(prepared.request),
+                prepared.request.adapter or service.model_name,
                 len(tokens),
                 reader and reader(),
                 shows_thinking=body.shows_thinking,

@@ -65,7 +65,7 @@ def add_embedding_routes(app: FastAPI, service: Service) -> None:
         check_served(service, body)
         call.on_parsed()
         prepared = await unless_gone(request, service.prepare(body.request(), call))
-        model, tokens = service.name_of(prepared.request), prepared.tokens
+        model, tokens = prepared.request.adapter or service.model_name, prepared.tokens
         generation = service.generate(prepared, call)
         with generation:
             states = await unless_gone(request, hidden_states(generation, len(tokens)))

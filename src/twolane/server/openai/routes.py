@@ -78,4 +78,4 @@ def answer_of(
     )
     as_ids = bool(body.return_tokens_as_token_ids)
     writer = LogprobWriter(service.codec, request.sampling.logprobs or 0, as_ids=as_ids)
-    return Answer(kind, service.name_of(request), prepared.tokens, writer, options)
+    return Answer(kind, request.adapter or service.model_name, prepared.tokens, writer, options)

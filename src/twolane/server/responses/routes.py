@@ -96,7 +96,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         def made(prepared: Prepared) -> ResponseAnswer:
             [tokens], reader = prepared.tokens, prepared.format.reader
             return ResponseAnswer(
-                service.name_of(prepared.request),
+                prepared.request.adapter or service.model_name,
                 len(tokens),
                 body.repeated(asked.sampling),
                 reader and reader(),

@@ -120,6 +120,23 @@ class RequestAccounting:
             self._admission.leave(served=served, key=self._key, tokens=self._lengths[index])
 
 
+def begin_traces(
+    tracer: Tracer, prepared: Prepared, model_name: str, prompts: Sequence[list[int]], call: Call
+) -> Sequence[TracedRequest]:
+    """Begin the trace of each answer.
+
+    Args:
+        tracer: traces them.
+        prepared: the request.
+        model_name: the name of the model or adapter that answers.
+        prompts: tokens of each prompt, once for each answer to it.
+        call: the HTTP call.
+    """
+    same = span_attributes(prepared, model_name)
+    lengths = [{"gen_ai.usage.input_tokens": len(prompt)} for prompt in prompts]
+    return [tracer.begin(call.headers, call.arrival, {**same, **each}) for each in lengths]
+
+
 def span_attributes(
     prepared: Prepared, model_name: str
 ) -> dict[str, str | int | float | bool | list[str]]:

@@ -32,7 +32,7 @@ from twolane.server.service.accounting import (
     RequestAccounting,
     TracedRequest,
     Tracer,
-    span_attributes,
+    begin_traces,
 )
 from twolane.server.service.admission import Admission
 from twolane.server.service.availability import Availability
@@ -119,10 +119,6 @@ class Service:
                 param=param,
             )
         return name
-
-    def name_of(self, request: GenerateRequest) -> str:
-        """Return the name of the model or adapter that answers a request."""
-        return request.adapter or self.model_name
 
     async def prepare(self, asked: GenerateRequest, call: Call) -> Prepared:
         """Return a request after all checks, with all that is derived from it.
@@ -220,7 +216,10 @@ class Service:
         self.admission.enter(len(answers), request.counted_by, key=call.key, tokens=tokens)
         if request.adapter is not None:
             self._observer.count_adapter(request.adapter, len(answers))
-        traces = self._traces(prepared, answers, call)
+        traces: Sequence[TracedRequest] = ()
+        if self.tracing is not None:
+            name = request.adapter or self.model_name
+            traces = begin_traces(self.tracing, prepared, name, answers, call)
         account = RequestAccounting(self.admission, self.availability, answers, call, traces)
         if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
             account.on_first = self.late_guard.await_first(expected)
@@ -234,16 +233,3 @@ class Service:
         self.availability.draining = True
         await self.body_checker.close()
         await self.preparer.close()
-
-    def _traces(
-        self, prepared: Prepared, answers: Sequence[list[int]], call: Call
-    ) -> list[TracedRequest]:
-        if self.tracing is None:
-            return []
-        attributes = span_attributes(prepared, self.name_of(prepared.request))
-        return [
-            self.tracing.begin(
-                call.headers, call.arrival, {**attributes, "gen_ai.usage.input_tokens": len(prompt)}
-            )
-            for prompt in answers
-        ]
