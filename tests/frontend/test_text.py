@@ -224,7 +224,7 @@ def test_special_tokens_are_part_of_stop_strings_and_not_of_the_text(
     for include in (False, True):
         how = ThinkingMarks() if "<th" in said else None
         options = TextOptions(stop=(stop,), include_stop=include, thinking=how)
-        read = OutputReader(0, codec, [], ANY, options, (), codec.hidden_in([stop]))
+        read = OutputReader(0, codec, [], ANY, options, ())
         deltas = []
         for token in tokenizer.backend.encode(said).ids:
             deltas.append(read.read(Output("id", [token])))
@@ -236,7 +236,7 @@ def test_special_tokens_are_part_of_stop_strings_and_not_of_the_text(
         assert "".join(delta.text for delta in deltas) == shown
         assert deltas[-1].stop_reason == (stop if stops else None)
     early = SamplingParams(min_tokens=9)
-    read = OutputReader(0, codec, [], early, options, (), codec.hidden_in([stop]))
+    read = OutputReader(0, codec, [], early, options, ())
     assert read.read(Output("id", tokenizer.backend.encode(said).ids[:8])).finish is None
 
 

@@ -93,8 +93,6 @@ class Generation:
         self._awaited = False
         """Whether an iterator waits and the backlog is empty."""
         self._readers: list[OutputReader] = []
-        skips = prepared.text.skip_special_tokens
-        self._hidden = codec.hidden_in(prepared.text.stop) if skips else {}
         base, answers = uuid.uuid4().hex, len(prepared.prompts) * prepared.request.n
         self._open = {index: f"{base}-{index}" for index in range(answers)}
         try:
@@ -148,7 +146,7 @@ class Generation:
         prompt, place = divmod(index, request.n)  # the second among the answers to the prompt
         tokens, params = prepared.prompts[prompt].tokens, of_answer(prepared.params, place)
         ends = [*self._engine.ready.eos_token_ids, *prepared.rules.ends]
-        reader = OutputReader(index, codec, tokens, params, prepared.text, ends, self._hidden)
+        reader = OutputReader(index, codec, tokens, params, prepared.text, ends)
         self._readers.append(reader)
         submit = Submit(
             self._open[index],

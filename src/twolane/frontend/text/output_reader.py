@@ -1,8 +1,7 @@
 """Converts the tokens of one answer to text, and finds its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import msgspec
 
@@ -11,8 +10,6 @@ from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.stops import StopStrings
 from twolane.sampling import SamplingParams
-
-NONE_HIDDEN: Mapping[int, str] = MappingProxyType({})
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +103,6 @@ class OutputReader:
         params: the sampling parameters of the answer.
         options: the options of the answer's text.
         eos_token_ids: tokens that end an answer without being its reason to stop.
-        hidden: the texts of tokens that show nothing and yet are part of stop strings.
     """
 
     def __init__(
@@ -117,7 +113,6 @@ class OutputReader:
         params: SamplingParams,
         options: TextOptions,
         eos_token_ids: Sequence[int],
-        hidden: Mapping[int, str] = NONE_HIDDEN,
     ) -> None:
         self.count = 0
         """Number of tokens so far."""
@@ -126,7 +121,8 @@ class OutputReader:
         self._index = index
         self._params = params
         self._include_stop = options.include_stop
-        self._hidden = hidden
+        self._hidden = codec.hidden_in(options.stop) if options.skip_special_tokens else {}
+        """Texts of tokens that show nothing and yet are part of stop strings."""
         self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
         self._detokenizer = codec.detokenizer(
             prompt,
