@@ -190,6 +190,38 @@ WRITTEN = {
         "",
         [("weather", {"city": "<b>\n", "days": [1, 2]})],
     ),
+    "gemma 4": (
+        (
+            "gemma4",
+            'I look.<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
+            "<|tool_call>call:f{}<tool_call|>",
+        ),
+        "I look.",
+        ROME,
+    ),
+    "gemma 4, all kinds of values": (
+        (
+            "gemma4",
+            '<|tool_call>call:weather{city:<|"|>a "{<|\n\\<<|"|>,days:[1,{a:<|"|>x<|"|>,b:[]},],'
+            '<|"|>key<|"|>:"J\\"" , sure:true,f:-1.5e3,n:null,e:{},w:free text,z:}'
+            "<tool_call|>Then.",
+        ),
+        "Then.",
+        [
+            (
+                "weather",
+                {
+                    **{"city": 'a "{<|\n\\<', "days": [1, {"a": "x", "b": []}], "key": 'J"'},
+                    **{"sure": True, "f": -1500.0, "n": None, "e": {}, "w": "free text", "z": None},
+                },
+            )
+        ],
+    ),
+    "gemma 4, no call": (
+        ("gemma4", "The mark <|tool_call> cal{l}."),
+        "The mark <|tool_call> cal{l}.",
+        [],
+    ),
     "hunyuan": (
         ("hunyuan_a13b", MISTRAL.replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>"),
         "",
@@ -963,6 +995,7 @@ def test_the_format_is_chosen_from_the_template():
         "<tool_call>{{ name }}<arg_key>": "glm45",
         "<minimax:tool_call>": "minimax_m2",
         "<tool_calls>": "hunyuan_a13b",
+        "<|tool_call>call:{{ name }}": "gemma4",
         "<|tool_list_start|>": "lfm2",
         "<function_calls>": "olmo3",
     }

@@ -593,6 +593,8 @@ CALLS = {
     "glm45": GLM45,
     "minimax_m2": MINIMAX,
     "hunyuan_a13b": MISTRAL.replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>",
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
+    "<|tool_call>call:f{}<tool_call|>",
     "lfm2": f"<|tool_call_start|>{PYTHONIC}<|tool_call_end|>",
     "olmo3": '<function_calls>\nweather(city="Rome")\nf()\n</function_calls>',
 }
@@ -737,6 +739,48 @@ def test_values_in_xml_are_enforced_as_the_parser_reads_them(takes, schema, writ
     assert takes(grammar, call.format(written))
     parser = ToolCallParser(FORMATS["qwen3_coder"], parameter_types([tool]))
     assert read(parser, [call.format(written)])[2] == [("f", json.dumps({"p": value}))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ('s:<|"|>a "b", {c}\n<|"|>', {"s": 'a "b", {c}\n'}),
+        ('n:1,s:<|"|><|"|>,u:<|"|>km<|"|>', {"n": 1, "s": "", "u": "km"}),
+        ('s:<|"|>x<|"|>,u:null,l:["km"],o:{"a": {"b": "c"}}', {
+            "s": "x", "u": None, "l": ["km"], "o": {"a": {"b": "c"}}}),
+        ("n:1", None),
+        ('s:<|"|>x<|"|>,n:1', None),
+        ('s:"x"', None),
+        ('s:<|"|>x<|"|>,u:<|"|>ft<|"|>', None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("added", [False, True])
+def test_values_of_gemma_4_are_enforced_as_the_parser_reads_them(
+    tokenizer, takes, arguments, value, added
+):
+    properties = {
+        "n": INTEGER,
+        "s": {"type": "string"},
+        "u": {"enum": ["km", None]},
+        "l": {"type": "array", "items": {"$ref": "#/$defs/unit"}},
+        "o": {"type": "object"},
+    }
+    defined = {"unit": {"type": "string", "enum": ["km", "mi"]}}
+    tool = Tool("f", {"properties": properties, "required": ["s"], "$defs": defined})
+    call = f"<|tool_call>call:f{{{arguments}}}<tool_call|>"
+    special = {'<|"|>': "<|im_start|>"} if added else {}
+
+    def token_of(mark):
+        return tokenizer.backend.token_to_id(special[mark]) if mark in special else None
+
+    grammar = calls_grammar("gemma4", [tool], token_of, several=True)
+    written = call.replace('<|"|>', "<|im_start|>") if added else call
+    assert takes(grammar, written) == (value is not None)
+    if value is not None:
+        assert takes(grammar, written * 2)
+        parser = ToolCallParser(FORMATS["gemma4"], parameter_types([tool]))
+        [(name, found)] = read(parser, [call])[2]
+        assert (name, json.loads(found)) == ("f", value)
 
 
 def test_types_of_schemas_that_refer_to_each_other_are_found_in_bounded_time():

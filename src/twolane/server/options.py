@@ -33,6 +33,7 @@ ToolForm = Literal[
     "glm45",
     "minimax_m2",
     "hunyuan_a13b",
+    "gemma4",
     "lfm2",
     "olmo3",
     "pythonic",

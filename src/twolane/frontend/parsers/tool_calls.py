@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from string import ascii_letters
 from types import MappingProxyType
 
+from twolane.frontend.parsers.gemma_call import GemmaCall
 from twolane.frontend.parsers.json_call import WHITE
 from twolane.frontend.parsers.marked_call import glm45_call, minimax_call
 from twolane.frontend.parsers.pieces import (
@@ -97,6 +98,7 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             minimax_call, ("<minimax:tool_call>",), ("</minimax:tool_call>",), again="<"
         ),
         "hunyuan_a13b": in_list(("<tool_calls>",), ("</tool_calls>",)),
+        "gemma4": CallFormat(GemmaCall, ("<|tool_call>",), ("<tool_call|>",)),
         "lfm2": CallFormat(
             PythonicCall,
             ("<|tool_call_start|>[",),
@@ -134,6 +136,7 @@ def format_of(template: str | None) -> str | None:
         ("<minimax:tool_call>", "minimax_m2"),
         ("<arg_key>", "glm45"),
         ("<tool_calls>", "hunyuan_a13b"),
+        ("<|tool_call>call:", "gemma4"),
         ("<|tool_call_start|>", "lfm2"),
         ("<|tool_list_start|>", "lfm2"),
         ("List of tools: [", "lfm2"),

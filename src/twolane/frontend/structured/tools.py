@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
@@ -28,6 +29,9 @@ NO_PARAMETERS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
+GEMMA_KEY = re.compile(r"[^\s:,{}\[\]\"<>\/]+")
+"""Names of parameters that Gemma 4 writes as they are."""
+NO_TEXT: Mapping[str, Any] = {"type": ["number", "boolean", "null", "object", "array"]}
 PLAIN = frozenset(("type", "properties", "required", "title", "description", "$defs", "$schema"))
 """Keywords of schemas whose objects need no other names than those of `properties`."""
 
@@ -327,15 +331,66 @@ def python_arguments(tool: Tool, marks: _Marks) -> str:
     if "properties" not in whole:
         one = f"/[A-Za-z_][A-Za-z0-9_]*=/ {marks.json({})}"
         return f'({one} (", " {one})*)?'
-    begins, behind, optional = list[str](), "", True
-    for name, schema, needed in reversed(_parameters(whole)):
+    rules = []
+    for name, schema, needed in _parameters(whole):
         if ARGUMENT_NAME.fullmatch(name) is None:
             raise ValueError(f"the parameter {name!r} of {tool.name} has no name as in Python")
-        one = marks.rule(f"{json.dumps(name + '=')} {marks.json(_alone(schema, whole))}")
+        one = f"{json.dumps(name + '=')} {marks.json(_alone(schema, whole))}"
+        rules.append((marks.rule(one), needed))
+    return _in_order(rules, ", ", marks)
+
+
+def _in_order(rules: Sequence[tuple[str, bool]], separator: str, marks: _Marks) -> str:
+    """Return a rule for arguments, each given by a rule and whether it is needed, in this order."""
+    begins, behind, optional = list[str](), "", True
+    for one, needed in reversed(rules):
         begins = [f"{one} {behind}", *([] if needed else begins)]
-        behind = marks.rule(f'(", " {one}){"" if needed else "?"} {behind}')
+        behind = marks.rule(f"({json.dumps(separator)} {one}){'' if needed else '?'} {behind}")
         optional &= not needed
     return f"({' | '.join(begins)}){'?' if optional else ''}" if begins else ""
+
+
+def _gemma_call(tool: Tool, marks: _Marks) -> str:
+    """Return a rule for a call of Gemma 4. Strings have its marks; values of other types, and what
+    is within them, are JSON, which the parser reads, too.
+
+    Raises:
+        ValueError: a parameter's name cannot be written so.
+    """
+    whole, rules = tool.schema, []
+    for name, schema, needed in _parameters(whole):
+        if GEMMA_KEY.fullmatch(name) is None:
+            raise ValueError(f"the parameter {name!r} of {tool.name} cannot be written as a key")
+        rule = f"{json.dumps(name + ':')} {_gemma_value(schema, whole, marks)}"
+        rules.append((marks.rule(rule), needed))
+    arguments = _in_order(rules, ",", marks)
+    if "properties" not in whole:
+        one = f"/{GEMMA_KEY.pattern}:/ ({_gemma_text(marks)} | {marks.json(NO_TEXT)})"
+        arguments = f'({one} ("," {one})*)?'
+    head, begin, end = json.dumps(f"call:{tool.name}{{"), "<|tool_call>", "<tool_call|>"
+    return f'{marks.of(begin)} {head} {arguments} "}}" {marks.of(end)}'
+
+
+def _gemma_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
+    """Return a rule for a value; one that may be text is text, as in `_xml_value`."""
+    known = resolved(schema, whole)
+    if "string" not in KindFinder().kinds_of(known, whole):
+        return marks.json(_alone(schema, whole))
+    values = values_of(known)
+    if values is None:
+        return _gemma_text(marks)
+    quoted = (
+        marks.of(QUOTE, value, QUOTE) if isinstance(value, str) else json.dumps(json.dumps(value))
+        for value in values
+    )
+    return f"({' | '.join(quoted)})"
+
+
+def _gemma_text(marks: _Marks) -> str:
+    """Return a rule for any text between marks."""
+    if marks.is_text(QUOTE):
+        return f"{marks.of(QUOTE)} {marks.text_until(re.escape(QUOTE))}"
+    return f"{marks.of(QUOTE)} /(.|\\n)*/ {marks.of(QUOTE)}"
 
 
 def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -405,6 +460,7 @@ CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
         '<invoke name="NAME">\n', '<parameter name="NAME">', "</parameter>\n", "</invoke>"
     ),
     "hunyuan_a13b": _json_call("arguments", "", ""),
+    "gemma4": _gemma_call,
     "lfm2": _pythonic_call,
     "olmo3": _pythonic_call,
     "pythonic": _pythonic_call,
@@ -427,6 +483,7 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "glm45": ((), ("\n",), ()),
     "minimax_m2": (("<minimax:tool_call>", "\n"), ("\n",), ("\n", "</minimax:tool_call>")),
     "hunyuan_a13b": (("<tool_calls>", "["), (", ",), ("]", "</tool_calls>")),
+    "gemma4": ((), (), ()),
     "lfm2": (("<|tool_call_start|>", "["), (", ",), ("]", "<|tool_call_end|>")),
     "olmo3": (("<function_calls>", "\n"), ("\n",), ("\n", "</function_calls>")),
     "pythonic": (("[",), (", ",), ("]",)),
@@ -447,6 +504,7 @@ OPENINGS: Mapping[str, tuple[str, ...]] = {
     "glm45": ("<tool_call>",),
     "minimax_m2": ("<minimax:tool_call>",),
     "hunyuan_a13b": ("<tool_calls>",),
+    "gemma4": ("<|tool_call>",),
     "lfm2": ("<|tool_call_start|>",),
     "olmo3": ("<function_calls>",),
 }

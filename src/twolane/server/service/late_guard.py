@@ -88,8 +88,8 @@ class BodyWork:
 class LateGuard:
     """Predicts first tokens and refuses requests with a TTFT bound that would miss it.
 
-    While nothing waits and no body is being read, nothing is refused: a prompt that cannot be in
-    time even alone is served then.
+    While nothing waits, nothing is refused: a prompt that cannot be in time even alone is served
+    then.
 
     Args:
         engine: a running engine.
@@ -98,7 +98,7 @@ class LateGuard:
     """
 
     def __init__(self, engine: EngineClient, admission: Admission, *, on: bool) -> None:
-        self._engine, self._admission, self.on = engine, admission, on
+        self._engine, self._admission, self._on = engine, admission, on
         self._correction = TtftCorrection()
         self._bodies = defaultdict[int | None, BodyWork](BodyWork)
         """By API key."""
@@ -166,7 +166,7 @@ class LateGuard:
             ApiError: 429.
         """
         length = headers.get("content-length")
-        if length is None or not self.on:
+        if length is None or not self.watches:
             return PromptWork()
         bodies, now = self._bodies[key], time.monotonic()
         try:
@@ -179,8 +179,6 @@ class LateGuard:
             return works[0]
         self._learn_from_overdue()
         before, arrival = self._work_arriving(key), now - unread
-        if not (self.watches or before.tokens):
-            return works[0]
         least, most = (
             self._expected(work.plus(before), int(work.tokens), int(work.tokens), key, own, arrival)
             for work in works
@@ -257,8 +255,8 @@ class LateGuard:
 
     @property
     def watches(self) -> bool:
-        """Whether a request may be refused now, though none is being read."""
-        return self.on and self._admission.waiting > 0
+        """Whether a request may be refused now."""
+        return self._on and self._admission.waiting > 0
 
     def _wait(self, key: int | None, tokens: int) -> float:
         """Return the predicted seconds of the work that is served before `tokens` more of a key."""
