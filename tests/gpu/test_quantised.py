@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, on_cpu
 from tests.model.checkpoints import make_checkpoint
 from tests.model.quantised_checkpoints import FORMATS, write
+from tests.model.test_gguf_families import gpt_oss, in_four_bits
+from tests.model.test_gpt_oss import publish
 from twolane.kernels import fused
 from twolane.kernels.activations import Quantised
 from twolane.kernels.products import skinny_gemm
@@ -49,6 +52,22 @@ def compared(
         logits = gpu.logits(hidden).cpu()
     cost, apart = (float((one - meant).norm() / meant.norm()) for one in (cpu, logits))
     return there, cost, apart
+
+
+def test_experts_of_a_gguf_file_are_those_of_the_published_layout(tmp_path: Path) -> None:
+    """In MXFP4, to the last bit, as the GPU's kernel reads them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 128}
+    path, file = make_checkpoint("gpt-oss", tmp_path / "m", sizes=sizes), tmp_path / "m.gguf"
+    in_four_bits(path)
+    gpt_oss(path, file, GGMLQuantizationType.MXFP4)
+    publish(path)
+    both = (load_weights(resolve(str(each)), device="cuda")[1] for each in (file, path))
+    for one, other in zip(*(weights.layers for weights in both), strict=True):
+        for (_, a), (_, b) in zip(one.mlp.matrices(), other.mlp.matrices(), strict=True):
+            assert a.scheme == b.scheme
+            assert torch.equal(a.values, b.values)
+            assert a.scales is None or torch.equal(a.scales, b.scales)
+    assert {m.scheme for _, m in one.mlp.matrices()} == {"bfloat16", "mxfp4_gpu"}
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -35,7 +35,7 @@ PROMPT = 37
 UNITS = 3
 FAMILIES = (
     *("hunyuan-moe", "lfm2", "lfm2-moe", "muse-glimmer", "laguna"),
-    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5", "gemma4", "gemma4-moe"),
+    *("qwen2-sliding", "qwen3-moe", "granite", "olmo2", "qwen3.5", "gemma4-inputs", "gemma4-moe"),
     pytest.param("qwen3-next", marks=pytest.mark.full),
     *(
         pytest.param(family, marks=pytest.mark.full)
@@ -44,9 +44,6 @@ FAMILIES = (
     pytest.param("phi4-mini", marks=pytest.mark.full),
     "gpt-oss",
 )
-
-SHARED_KEYS = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-"""Fields of a Gemma 4 half of whose layers read keys of the others, and have wider MLPs."""
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -72,9 +69,10 @@ class OnGpu:
         hidden: torch.Tensor,
         rows: Rows,
         products: GpuProducts | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> None:
         products = products or GpuProducts(UNITS)
-        self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
+        self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products, tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = hidden.new_empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
@@ -120,8 +118,7 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
     # Every kind of layer that a family has.
     deep = any(part in family for part in ("sliding", "gemma", "laguna"))
     layers = 4 if deep or family in HYBRIDS else 2
-    sizes = SHARED_KEYS if family == "gemma4" else None
-    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers, sizes=sizes)
+    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)))
     _, there = load_weights(resolve(str(path)), device=DEVICE)
     tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))
@@ -130,10 +127,10 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
         gpu, tokens = OnGpu(GpuDecoder(spec, there)), tokens.to(DEVICE)
         hidden = gpu.decoder.embed(tokens[:-1], None)
         for first, last in ((0, 1), (1, spec.layers)):
-            gpu.layers(first, last, hidden, gpu.prompt())
+            gpu.layers(first, last, hidden, gpu.prompt(), tokens=tokens[:-1])
         torch.testing.assert_close(gpu.logits(hidden), expected[:-1], atol=2e-3, rtol=0)
         hidden = gpu.decoder.embed(tokens[[0, -1]], None)
-        gpu.layers(0, spec.layers, hidden, gpu.step())
+        gpu.layers(0, spec.layers, hidden, gpu.step(), tokens=tokens[[0, -1]])
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 
 

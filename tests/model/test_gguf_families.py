@@ -13,6 +13,7 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.model.checkpoints import load_decoder, make_checkpoint, reference
 from tests.model.passes import close, expected, in_chunks, prompt
@@ -154,6 +155,17 @@ def gpt_oss(path: Path, file: Path, kind: GGMLQuantizationType) -> None:
     write(file, "gpt-oss", keys, tensors)
 
 
+def in_four_bits(path: Path) -> PreTrainedModel:
+    """Round the experts of a checkpoint to MXFP4, in place; return what it means."""
+    model, rounded = reference(path), {}
+    for name, values in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            rounded[name] = mxfp4(values.transpose(1, 2))[2].transpose(1, 2)
+    model.load_state_dict(rounded, strict=False)
+    model.save_pretrained(path)
+    return model
+
+
 @pytest.mark.parametrize("fixture", ["gemma4", "gemma4-moe", "gemma4-inputs"])
 def test_gemma4(tmp_path: Path, fixture: str) -> None:
     """Heads by layer, experts beside dense MLPs, shared keys and values, inputs of each layer."""
@@ -178,13 +190,7 @@ def test_gpt_oss_in_floats(tmp_path: Path) -> None:
 def test_gpt_oss_keeps_four_bits(tmp_path: Path) -> None:
     """The blocks of a file are rearranged, not rounded again."""
     path, file = make_checkpoint("gpt-oss", tmp_path / "model", seed=3), tmp_path / "m.gguf"
-    model = reference(path)
-    rounded = {}
-    for name, values in model.state_dict().items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            rounded[name] = mxfp4(values.transpose(1, 2))[2].transpose(1, 2)
-    model.load_state_dict(rounded, strict=False)
-    model.save_pretrained(path)
+    model = in_four_bits(path)
     gpt_oss(path, file, MXFP4)
     source, tokens = resolve(str(file)), prompt(150)
     decoder = load_decoder(source)

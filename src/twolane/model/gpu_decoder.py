@@ -29,10 +29,10 @@ from twolane.kernels.experts.routing import ActiveRows, Combination, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, WrittenPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.attention import Allocate
-from twolane.model.decoder import LayerWeights, SideExperts, Weights
+from twolane.model.decoder import LayerInputs, LayerWeights, SideExperts, Weights
 from twolane.model.linear_attention import DeltaWeights
 from twolane.model.matrix import Matrix
-from twolane.model.mlp import MLP_ROWS, DenseMlp
+from twolane.model.mlp import ACTIVATIONS, MLP_ROWS, DenseMlp
 from twolane.model.page_layout import PageLayout
 from twolane.model.rope import query_scales, rotations
 from twolane.model.sharding import Shard, vocab_rows
@@ -543,6 +543,7 @@ class GpuDecoder:
         kv: GpuKVCache,
         workspace: Workspace,
         products: GpuProducts,
+        tokens: Tensor | None = None,
     ) -> None:
         """Run layers `first:last` on the current stream.
 
@@ -554,12 +555,14 @@ class GpuDecoder:
             kv: the pool.
             workspace: Workspace of the lane.
             products: the matrix products for the lane's share of the SMs.
+            tokens: The ids of the T tokens, for layers with inputs of their own.
         """
         pending: PendingResidual | None = None
         for i in range(first, last):
             self.before_attention(i, residual, rows, kv.written(i), workspace, products, pending)
             self.attention(i, len(residual), rows, kv, workspace)
-            pending = self.after_attention(i, residual, rows.active, workspace, products)
+            active = rows.active
+            pending = self.after_attention(i, residual, active, workspace, products, tokens)
         if pending is not None:
             pending.add_into(residual)
 
@@ -681,8 +684,10 @@ class GpuDecoder:
         active: ActiveRows,
         workspace: Workspace,
         products: GpuProducts,
+        tokens: Tensor | None = None,
     ) -> PendingResidual | None:
-        """Layer i from its attention on; returns what is left to add to the residual stream."""
+        """Layer i from its attention on; returns what is left to add to the residual stream. The
+        ids of the `tokens` are for layers with inputs of their own."""
         w, count = self.weights.layers[i], len(residual)
         if w.delta is not None:
             attended = workspace.get("delta_out", count)
@@ -718,11 +723,41 @@ class GpuDecoder:
             pending = PartialSum(partial)
         else:
             pending = self._end_block(partial, w.mlp_out_norm, workspace)
-        if w.scale is None:
+        if w.scale is None and w.inputs is None:
             return pending
         pending.add_into(residual)
-        residual.mul_(w.scale)
+        if w.inputs is not None:
+            assert tokens is not None, "layers have inputs of each token"
+            self._add_inputs(i, w.inputs, residual, tokens, products)
+        if w.scale is not None:
+            residual.mul_(w.scale)
         return None
+
+    def _add_inputs(
+        self, i: int, w: LayerInputs, residual: Tensor, tokens: Tensor, products: GpuProducts
+    ) -> None:
+        """Add what layer i makes of its own inputs, which follow from the tokens alone: so nothing
+        is kept of them between slices."""
+        made_of, spec, width = self.weights.inputs, self.spec, self.spec.layer_inputs
+        assert made_of is not None
+        own = made_of.embedding[:, i * width : (i + 1) * width]
+        projected, gate = (residual.new_empty((len(residual), width)) for _ in range(2))
+        products.linear(self.embed(tokens, None), self._input_parts[i], None, projected)
+        projected.mul_(spec.hidden_size**-0.5)
+        fused.rms_norm(projected, made_of.norm, spec.norm_eps, projected)
+        inputs = projected.add_(functional.embedding(tokens, own)).mul_(0.5**0.5)
+        products.linear(residual, w.gate, None, gate)
+        act, added = ACTIVATIONS[spec.activation](gate, inputs), torch.empty_like(residual)
+        products.linear(act, w.projection, None, added)
+        residual.add_(fused.rms_norm(added, w.norm, spec.norm_eps, added))
+
+    @cached_property
+    def _input_parts(self) -> Sequence[Matrix]:
+        """What projects embeddings to the inputs of each layer, [layer_inputs, hidden]."""
+        made_of, width = self.weights.inputs, self.spec.layer_inputs
+        assert made_of is not None
+        firsts = range(0, self.spec.layers * width, width)
+        return [made_of.projection.part(first, first + width) for first in firsts]
 
     def _add_side(
         self,
@@ -850,7 +885,7 @@ class GpuDecoder:
         """Run layers `:last` without attention on the current stream; see `layers`."""
         marks = torch.zeros(len(residual), dtype=torch.int32, device=self.device)
         rows = _Blind(ActiveRows(marks, 0), marks)
-        self.layers(0, last, residual, rows, self._no_kv, workspace, products)
+        self.layers(0, last, residual, rows, self._no_kv, workspace, products, marks)
 
     @cached_property
     def _no_kv(self) -> GpuKVCache:
@@ -893,3 +928,6 @@ def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
     yield from layer.mlp.matrices()
     if layer.side is not None:
         yield from layer.side.experts.matrices()
+    if layer.inputs is not None:
+        yield "linear", layer.inputs.gate
+        yield "linear", layer.inputs.projection

@@ -355,7 +355,9 @@ class DecodeGraphs:
         fused.embed(last, rows.slots, rows.lengths, embedding, hidden, vocab_first, scale)
         if channel is not None:
             channel.all_reduce(hidden)
-        decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
+        own = (self._kv, self.workspace, products)
+        tokens = last.index_select(0, rows.slots) if decoder.spec.layer_inputs else None
+        decoder.layers(0, decoder.spec.layers, hidden, rows, *own, tokens)
         decoder.head(hidden, self.logits[:bucket], self.workspace, products)
 
     def _finish(self, bucket: int, units: int) -> None:

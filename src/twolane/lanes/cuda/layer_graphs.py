@@ -115,6 +115,8 @@ class LayerGraphs:
         """The residual stream of a pass, [T, hidden]."""
         self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
         """Positions of its tokens in their sequences, [T]."""
+        self.tokens = torch.zeros_like(self.positions)
+        """Their ids, where layers have inputs of their own, [T]."""
         self.write_slots = self.positions.new_full((len(slots.tables), SIZES[-1]), -1)
         """Places of their keys; see `PromptRows`."""
         self.owners = torch.full_like(self.positions, slots.padding)
@@ -255,6 +257,7 @@ class LayerGraphs:
         first: int,
         last: int,
         hidden: Tensor,
+        tokens: Tensor | None,
         placed: MixedRows,
         units: int,
         between: Callable[[], None] | None,
@@ -265,6 +268,7 @@ class LayerGraphs:
             first: layer index.
             last: one past the last layer.
             hidden: [T, hidden] from the embedding or the layer before; updated.
+            tokens: The ids of the T tokens, if layers have inputs of their own.
             placed: the T tokens; its decode rows are those of `DecodeGraphs.inputs` in all rows.
             units: SMs of the stream.
             between: called before each layer; may run what has nothing of these buffers.
@@ -274,6 +278,8 @@ class LayerGraphs:
         residual = self.residual[:count]
         residual.copy_(hidden)
         self.positions[:count].copy_(placed.positions)
+        if tokens is not None:
+            self.tokens[:count].copy_(tokens)
         self.write_slots[:, :count].copy_(placed.write_slots)
         self.write_slots[:, count:size].fill_(-1)
         adapted = placed.owners is not None
@@ -391,7 +397,8 @@ class LayerGraphs:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
         residual, products = self.residual[:size], self._products(units, size, adapted)
         active = ActiveRows(self.write_slots[0, :size], 0)
-        pending = self._decoder.after_attention(i, residual, active, self.workspace, products)
+        own = (self.workspace, products, self.tokens[:size])
+        pending = self._decoder.after_attention(i, residual, active, *own)
         if pending is not None:
             pending.add_into(residual)
 

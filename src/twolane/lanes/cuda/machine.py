@@ -106,7 +106,7 @@ class CudaMachine:
         self.min_free: int | None = None
         """`free_bytes` of the rank that has the fewest, when it is known."""
         self.decoder = GpuDecoder(spec, weights, rank, self.tp)
-        _check_built(spec)
+        _check_built(spec, self.tp)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
         self.spec = spec
@@ -358,11 +358,11 @@ def _check_schemes(weights: Weights) -> None:
             )
 
 
-def _check_built(spec: ModelSpec) -> None:
+def _check_built(spec: ModelSpec, ranks: int) -> None:
     """Refuse what the decoder on a GPU does not compute."""
-    if spec.layer_inputs:
-        problem = "inputs of each layer (per-layer embeddings) are not served on a GPU yet"
-        raise ValueError(f"model: {problem}")
+    if spec.layer_inputs and ranks > 1:  # each layer embeds the tokens, of which a rank has a part
+        problem = "inputs of each layer (per-layer embeddings) are served on one GPU"
+        raise FieldError("tensor_parallel_size", f"must be 1: {problem}")
 
 
 def _check_heads(spec: ModelSpec) -> None:

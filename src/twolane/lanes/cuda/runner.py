@@ -81,6 +81,8 @@ class _Pass:
     """A prefill batch between two slices."""
 
     batch: BatchRows
+    tokens: Tensor
+    """Token ids, int32 [T]."""
     hidden: Tensor
     """The residual stream, [T, hidden]."""
     positions: Tensor
@@ -265,7 +267,7 @@ class CudaRunner:
         )
         if adapted:
             placed = replace(placed, owners=batch.owners)
-        self._layers(work.first, work.last, batch.hidden, placed, place)
+        self._layers(work.first, work.last, batch.hidden, batch.tokens, placed, place)
         if not work.finishes:
             self._paused[work.batch] = batch
             return Queued((), (before, batch))
@@ -300,7 +302,8 @@ class CudaRunner:
         adapted = self.slots.adapted(work)
         batch = self._open(BatchRows(work.prompts, work.chunks), place, adapted=adapted)
         layers = self._decoder.spec.layers
-        hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
+        hidden, tokens = batch.hidden, batch.tokens
+        plans = self._plans(batch, place, 0, layers)
         placed = MixedRows(
             self._decoder, batch.positions, batch.write_slots, plans, prompts=batch.prompts
         )
@@ -310,10 +313,11 @@ class CudaRunner:
             decoding = self._steps_of(work.decode, place)
             if (channel := place.memory.activations.channel) is not None:
                 channel.broadcast(self.slots.last_token)
-            embedded = self._embed(self.slots.last_token[decoding.slots], place)
-            hidden = torch.cat([embedded, hidden])
+            last = self.slots.last_token[decoding.slots]
+            hidden = torch.cat([self._embed(last, place), hidden])
+            tokens = torch.cat([last.to(tokens.dtype), tokens])
             placed = placed.after(decoding, self.kv.page_size)
-        self._layers(0, layers, hidden, placed, place)
+        self._layers(0, layers, hidden, tokens, placed, place)
         return hidden
 
     def _steps_of(self, rows: Sequence[DecodeRow], place: LaunchPlace) -> DecodeRows:
@@ -342,7 +346,8 @@ class CudaRunner:
         _, sent = upload_parts(parts, self._decoder.device)
         hidden, owners = self._embed(sent[0], place), sent[3] if adapted else None
         placed = sent[2].view(tables, -1)
-        return _Pass(batch, hidden, sent[1], placed, owners, self._prompts(batch.rows))
+        prompts = self._prompts(batch.rows)
+        return _Pass(batch, sent[0], hidden, sent[1], placed, owners, prompts)
 
     def _prompts(self, rows: Sequence[PromptRow]) -> Sequence[PromptStates]:
         """Return the rows by their states, if the model has layers of linear attention."""
@@ -360,21 +365,28 @@ class CudaRunner:
         batch, left = paused.batch.left(rows)
         index = upload(np.flatnonzero(left).astype(np.int32), self._decoder.device)
         owners = None if paused.owners is None else paused.owners[index]
-        hidden, positions = paused.hidden[index], paused.positions[index]
-        prompts = self._prompts(batch.rows)
-        return _Pass(batch, hidden, positions, paused.write_slots[:, index], owners, prompts)
+        tokens, hidden = paused.tokens[index], paused.hidden[index]
+        positions, slots = paused.positions[index], paused.write_slots[:, index]
+        return _Pass(batch, tokens, hidden, positions, slots, owners, self._prompts(batch.rows))
 
     def _layers(
-        self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: LaunchPlace
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        tokens: Tensor,
+        placed: MixedRows,
+        place: LaunchPlace,
     ) -> None:
         passes, units = place.memory.passes, place.units
+        of = tokens if self._decoder.spec.layer_inputs else None
         if passes is not None and passes.serves(placed, units):
-            passes.layers(first, last, hidden, placed, units, place.between)
+            passes.layers(first, last, hidden, of, placed, units, place.between)
             return
         products, activations = self.steps.products(units), place.memory.activations
         if placed.owners is not None:
             products = self._adapted(products, placed.owners)
-        self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
+        self._decoder.layers(first, last, hidden, placed, self.kv, activations, products, of)
 
     def _adapted(self, products: GpuProducts, owners: Tensor) -> GpuProducts:
         """Return the products of a pass without a graph, some of whose requests have adapters."""

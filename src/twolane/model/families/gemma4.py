@@ -156,9 +156,7 @@ def _config_of(file: GGUFKeys) -> dict[str, Any]:
     usual = next((n for n, slide in zip(heads, slides, strict=True) if slide), heads[0])
     wide, shared = int(file.key("attention.key_length")), file.key("attention.shared_kv_layers", 0)
     own_values = [i for i in full if i < layers - shared and file.has(f"blk.{i}.attn_v.weight")]
-    turned = [divisor < _UNTURNED for divisor in file.numbers("rope_freqs.weight")]
     experts, inputs = file.key("expert_count", 0), file.key("embedding_length_per_layer_input", 0)
-    theta, slow = (file.key(f"rope.freq_base{end}", 0.0) for end in ("_swa", ""))
     return {
         "hidden_size": file.key("embedding_length"),
         "intermediate_size": widths[0],
@@ -182,18 +180,21 @@ def _config_of(file: GGUFKeys) -> dict[str, Any]:
         "num_experts": experts,
         "top_k_experts": file.key("expert_used_count", 0),
         "moe_intermediate_size": file.key("expert_feed_forward_length", 0),
-        "rope_parameters": {
-            "full_attention": {
-                **_ROPES["full_attention"],
-                **({"rope_theta": slow} if slow else {}),
-                "partial_rotary_factor": sum(turned) / len(turned),
-            },
-            "sliding_attention": {
-                **_ROPES["sliding_attention"],
-                **({"rope_theta": theta} if theta else {}),
-            },
-        },
+        "rope_parameters": _ropes_of(file),
     }
+
+
+def _ropes_of(file: GGUFKeys) -> dict[str, Any]:
+    """Return the rotations of both types of layers: the divisors of a file are those of layers
+    without a window."""
+    turned = [divisor < _UNTURNED for divisor in file.numbers("rope_freqs.weight")]
+    bases = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
+    ropes = {
+        kind: {**rope, "rope_theta": file.key(bases[kind], rope["rope_theta"])}
+        for kind, rope in _ROPES.items()
+    }
+    ropes["full_attention"]["partial_rotary_factor"] = sum(turned) / len(turned)
+    return ropes
 
 
 _UNTURNED = 1e29

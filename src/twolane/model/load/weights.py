@@ -545,9 +545,11 @@ class _Loader:
         return SideExperts(self._experts(prefix), **norms)
 
     def _layer_inputs(self, prefix: str) -> LayerInputs:
-        gate, projection = (
-            self._fused(prefix, module) for module in (INPUT_GATE, INPUT_PROJECTION)
-        )
+        names = INPUT_GATE, INPUT_PROJECTION
+        if self.device.type == "cpu":
+            gate, projection = (self._fused(prefix, name) for name in names)
+        else:  # they are small, and read what is not rounded
+            gate, projection = (self._alone(f"{prefix}.{name}", plain=True) for name in names)
         return LayerInputs(gate, projection, self._get(f"{prefix}.{INPUT_NORM}"))
 
     def _token_inputs(self) -> TokenInputs:
