@@ -220,7 +220,7 @@ def timed(replicas: int, rounds: int) -> dict[str, float]:
         landmarks = Landmarks.of(prompts[i % len(prompts)], PAGE)
         hashed = time.thread_time()
         routed = RoutedRequest(PROMPT, 256, landmarks)
-        choose(routed, table.views(routed, 0.01))
+        choose(routed, table.candidates(routed, 0.01))
         hashing.append(hashed - begun)
         deciding.append(time.thread_time() - hashed)
     return {

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from twolane.engine.kv.page_hash import page_hashes
@@ -374,3 +375,60 @@ def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster(monkeypatc
     assert sent_to(made, asked) == "r05"
     assert sorted(estimated) == sorted(f"r{i:02}" for i in range(64))
     assert max(Counter(looked).values()) <= 2 * len(asked.landmarks.hashes).bit_length() < 16
+
+
+def many(count: int, draw: random.Random) -> tuple[Table, list[range]]:
+    """A table of replicas that hold some of the prompts, with queues and free pages at random."""
+    prompts = [range(k * 5000, k * 5000 + draw.randrange(200, 4000)) for k in range(40)]
+    made = Table()
+    for i in range(count):
+        held = [token for prompt in draw.sample(prompts, 1) for token in prompt]
+        free = draw.choice((10_000, 3000, 200))
+        queued = draw.choice((0, 0, draw.randrange(9000)))
+        made.publish(f"r{i:03}", state(queued, held, pages_free=free), 0.0)
+    for replica in made:  # the first ones came before there were many
+        made.publish(replica.name, msgspec.structs.replace(replica.state, digest=None), 0.0)
+    return made, prompts
+
+
+def test_of_many_replicas_those_that_are_looked_at_have_the_best() -> None:
+    """What is chosen of the candidates is what would be chosen of all, or as good."""
+    draw = random.Random(5)
+    made, prompts = many(2 * table_module.FEW, draw)
+    open_ones, same = [], 0
+    for turn in range(150):
+        prompt = draw.choice([*prompts, range(turn * 7919, turn * 7919 + 1500)])
+        asked = ask(prompt, session=draw.choice(("x", "y", None)))
+        seen = made.candidates(asked, 0.0)
+        best, found = choose(asked, made.views(asked, 0.0)), choose(asked, seen)
+        assert isinstance(best, Chosen)
+        assert isinstance(found, Chosen)
+        assert len(seen) <= table_module.FEW
+        assert found.ttft <= best.ttft + 0.02
+        same += found.name == best.name
+        open_ones.append((found.name, made.sent(found.name, asked, 0.0)))
+        if len(open_ones) > 99:
+            made.ended(*open_ones.pop(draw.randrange(99)))
+        if turn % 3 == 0:
+            name = f"r{draw.randrange(2 * table_module.FEW):03}"
+            made.publish(name, state(draw.randrange(4000), draw.choice(prompts)), 0.0)
+    assert same >= 140
+
+
+def test_many_replicas_that_are_idle_take_turns_and_none_is_forgotten() -> None:
+    made = Table()
+    for i in range(2 * table_module.FEW):
+        made.publish(f"r{i:03}", state(), 0.0)
+    made.publish("r000", state(draining=True), 0.0)
+    served: Counter[str] = Counter()
+    for turn in range(4 * table_module.FEW - 2):
+        asked = ask(range(turn * 5000, turn * 5000 + 100))
+        chosen = choose(asked, made.candidates(asked, 0.0))
+        assert isinstance(chosen, Chosen)
+        served[chosen.name] += 1
+        made.ended(chosen.name, made.sent(chosen.name, asked, 0.0))
+    assert {*served.values()} == {2}
+    assert "r000" not in served
+    made.remove("r001")
+    named = made.candidates(ask(), 0.0, ("r000", "r001", "r099"))
+    assert {each.name for each in named} & {"r000", "r001", "r099"} == {"r099"}

@@ -1,5 +1,6 @@
 """Forwards a request to one replica and streams its answer back."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
@@ -14,7 +15,7 @@ from twolane.fleet.calls import (
     start_answer,
     target,
 )
-from twolane.fleet.lost import ReplicaLost, unless_lost
+from twolane.fleet.lost import ReplicaLost, end_when, errors_of_replica, unless_lost
 from twolane.fleet.metrics import FleetMetrics, outcome_of
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.routing_facts import GENERATING_PATHS, RESPONSE_HEAD, RoutingFacts
@@ -135,7 +136,7 @@ class Forwarder:
         if connection is not None:
             connection.hold(ahead)
         try:
-            await self._send_on(call, member, sent, answer, headers, ahead)
+            await self._send_on(call, member, sent, answer, headers, ahead, connection)
         finally:
             ahead.end()
 
@@ -147,6 +148,7 @@ class Forwarder:
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],
         ahead: ReadAhead,
+        connection: Connection | None,
     ) -> None:
         pieces = _pieces(member, answer, ahead)
         first, send = await anext(pieces, b""), call.send
@@ -161,7 +163,10 @@ class Forwarder:
             await send({"type": "http.response.body", "body": whole, "more_body": True})
             async for piece in pieces:
                 whole, rest = _whole_events(rest + piece)
-                await send({"type": "http.response.body", "body": whole, "more_body": True})
+                if connection is None or not connection.takes_parts:
+                    await send({"type": "http.response.body", "body": whole, "more_body": True})
+                elif whole:
+                    connection.write_part(whole)
         except ReplicaLost as error:
             log.warning("%s: an answer was interrupted: %s", member.name, error)
             outcome = "broken_off"
@@ -178,9 +183,15 @@ async def _pieces(
     Raises:
         ReplicaLost: see `unless_lost`.
     """
-    while piece := await unless_lost(member.lost, answer.content.readany()):
-        ahead.take(piece)
-        yield piece
+    # One task for the whole stream: two for each piece would take longer than all else.
+    watching = asyncio.create_task(end_when(member.lost, answer.content))
+    try:
+        with errors_of_replica():
+            while piece := await answer.content.readany():
+                ahead.take(piece)
+                yield piece
+    finally:
+        watching.cancel()
 
 
 def _whole_events(data: bytes) -> tuple[bytes, bytes]:

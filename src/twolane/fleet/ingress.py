@@ -37,7 +37,7 @@ from twolane.fleet.routing_facts import LANDMARKS, RoutingFacts
 from twolane.router.choose import Chosen, NoReplica, choose
 from twolane.router.policies import Policy
 from twolane.router.state import RoutedRequest, total_load
-from twolane.router.table import SentRequest
+from twolane.router.table import ReplicaView, SentRequest
 from twolane.server.http.disconnect import ClientGone, unless_gone
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import refuse
@@ -89,7 +89,7 @@ class Ingress:
         """
         if self._policy is choose:  # others refuse nothing, and some remember what they are asked
             least = self._facts.least(headers, path)
-            if views := self._pool.table.views(least, self._pool.clock()):
+            if views := self._pool.table.candidates(least, self._pool.clock()):
                 taken(choose(least, views))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,12 +247,19 @@ class Ingress:
         Raises:
             ApiError: 429, or 503 when none is ready for a while.
         """
-        views = await self._awaited(lambda: self._pool.table.views(routed, self._pool.clock()))
+        views = await self._awaited(lambda: self._views(routed, homes))
         views = [view for view in views if view.name in homes] or views
         views = [view for view in views if view.name not in tried] or views
         choice = taken(self._policy(routed, views))
         now = self._pool.clock()
         return choice, self._pool.table.sent(choice.name, routed, now, choice.ttft)
+
+    def _views(self, routed: RoutedRequest, homes: frozenset[str]) -> Sequence[ReplicaView]:
+        """Return the replicas among which the policy chooses."""
+        table, now = self._pool.table, self._pool.clock()
+        if self._policy is choose:
+            return table.candidates(routed, now, homes)
+        return table.views(routed, now)
 
     async def _awaited(self, ready: Callable[[], Sequence[T]]) -> Sequence[T]:
         """Wait until `ready` returns replicas, and return them.

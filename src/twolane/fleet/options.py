@@ -9,7 +9,7 @@ from twolane.common.options import Option
 
 PANEL = "Fleet"
 MAX_REPLICAS = 1024
-"""Most servers of a fleet: the router looks at each of them for every request."""
+"""Most servers of a fleet: its process asks each of them for its state, again and again."""
 RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded", "ray-prefix"]
 """The names of `router.policies.POLICIES`."""
 

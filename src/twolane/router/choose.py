@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from twolane.engine.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import RoutedRequest
-from twolane.router.table import ReplicaView
+from twolane.router.table import PAGES_COST, ReplicaView
 
 FAIR_TURNS = 8
 """A replica in time gets a request at the latest after this many requests per replica went
@@ -68,7 +68,7 @@ def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoR
 
     Args:
         request: the request.
-        views: the replicas that could be sent it, as `Table.views` gives them.
+        views: the replicas that could be sent it, as `Table.candidates` gives them.
     """
     if not views:
         return NoReplica(RETRY_SECONDS[0], "no replica is ready")
@@ -77,7 +77,7 @@ def choose(request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoR
     in_time = [each for each in estimates if each.in_time]
     if not in_time:
         return _refusal(estimates)
-    if starved := [each for each in in_time if each.view.passed_over >= FAIR_TURNS * len(views)]:
+    if starved := [each for each in in_time if each.view.passed_over >= FAIR_TURNS]:
         return _chosen(max(starved, key=lambda each: each.view.passed_over))
     candidates = [each for each in in_time if not each.displaces] or in_time
     best = min(candidates, key=_by_cost)
@@ -118,12 +118,11 @@ def _estimate(
     if displaces:
         wait -= view.longest
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
-    # Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer.
-    cost = wait + work * own + 0.2 * max(0.0, used)
+    cost = wait + work * own + PAGES_COST * max(0.0, used)
     return _Estimate(view, wait + own, cost, displaces)
 
 
-def _by_cost(estimate: _Estimate) -> tuple[float, int, int]:
+def _by_cost(estimate: _Estimate) -> tuple[float, int, float]:
     return estimate.cost, estimate.view.open, -estimate.view.passed_over
 
 

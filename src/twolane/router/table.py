@@ -2,15 +2,20 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twolane.engine.prompt_work import PromptPace, PromptWork
+from twolane.router.candidates import ReplicaCandidates, ReplicaLoad
 from twolane.router.correction import TtftCorrection
 from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
 from twolane.router.state import FORMAT, ReplicaState, RoutedRequest
 
+FEW = 64
+"""Replicas up to which all are looked at for each request."""
+PAGES_COST = 0.2
+"""Seconds of cost for a replica all of whose KV pages are in use, in proportion for fewer."""
 MAX_SESSIONS = 65_536
 """Most sessions in the table; the least recently used one is dropped first."""
 
@@ -43,8 +48,8 @@ class ReplicaView:
     correction: float
     """Factor by which first tokens have come later than predicted; 0 if any request counts as in
     time."""
-    passed_over: int
-    """Number of requests that went elsewhere since this replica got one."""
+    passed_over: float
+    """Number of requests that went elsewhere since this replica got one, for each replica."""
     home: bool
     """Whether the session's latest request went to this replica."""
 
@@ -83,6 +88,27 @@ class Replica:
     open: int = 0
     last_sent: int = 0
     """Sequence number of the last request sent to it."""
+    noted: frozenset[int] = frozenset()
+    """Those of `known` that `ReplicaCandidates` has."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can take a request."""
+        state = self.state
+        return state.ready and not state.draining and state.format == FORMAT
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """Its load, without the time that a request has until it is due."""
+        state = self.state
+        used = 1 - self.pages_free / state.pages if state.pages else 0.0
+        seconds = state.prompt_pace.seconds(self.queued()) + PAGES_COST * max(0.0, used)
+        return ReplicaLoad(seconds, self.open, self.last_sent, self.name)
+
+    @property
+    def pages_free(self) -> int:
+        """Number of KV pages that are left when the requests sent since have theirs."""
+        return self.state.pages_free - sum(sent.pages for sent in self.sent)
 
     def has(self, landmark: int) -> bool:
         """Return whether the replica has a prefix cached, or will have."""
@@ -135,6 +161,7 @@ class Table:
     def __init__(self, *, refuse_late: bool = True) -> None:
         self._refuse_late = refuse_late
         self._replicas: dict[str, Replica] = {}
+        self._candidates = ReplicaCandidates()
         self._homes: OrderedDict[str, str] = OrderedDict()
         """Replica of each session's latest request."""
         self._requests = 0
@@ -158,23 +185,51 @@ class Table:
         replica.form_queue()
         # Seconds for which a sent request's prefix counts as cached, published or not.
         oldest = asked_at - 30.0
+        self._note(replica)
         if replica.assumed and next(iter(replica.assumed.values())) < oldest:
             replica.assumed = {h: at for h, at in replica.assumed.items() if at >= oldest}
 
     def remove(self, name: str) -> None:
         """Forget a replica."""
         self._replicas.pop(name, None)
+        self._candidates.remove(name)
 
     def views(self, request: RoutedRequest, now: float) -> list[ReplicaView]:
         """Return the replicas that can take a request, in order of their names."""
-        home = self._homes.get(request.session) if request.session is not None else None
-        return [self._view(each, request, now, home) for each in self._usable()]
+        return self._views(request, now, self._replicas)
 
-    def _usable(self) -> Iterator[Replica]:
-        for name in sorted(self._replicas):
-            state = self._replicas[name].state
-            if state.ready and not state.draining and state.format == FORMAT:
-                yield self._replicas[name]
+    def candidates(
+        self, request: RoutedRequest, now: float, names: Collection[str] = ()
+    ) -> list[ReplicaView]:
+        """Return those of the replicas that `choose` may choose: all of them where they are few.
+
+        Args:
+            request: The request.
+            now: The time in seconds on the caller's clock.
+            names: Further ones to return, if they can take a request.
+        """
+        if len(self._candidates) <= FEW:
+            return self.views(request, now)
+        home = self._homes.get(request.session or "", "")
+        found = self._candidates.of(request.landmarks.hashes, (home, *names))
+        return self._views(request, now, found)
+
+    def _views(
+        self, request: RoutedRequest, now: float, names: Collection[str]
+    ) -> list[ReplicaView]:
+        home = self._homes.get(request.session) if request.session is not None else None
+        there = (self._replicas[name] for name in sorted(names))
+        return [self._view(each, request, now, home) for each in there if each.usable]
+
+    def _note(self, replica: Replica) -> None:
+        """Note what a replica's state has changed for the choice of candidates."""
+        if not replica.usable:
+            self._candidates.remove(replica.name)
+            return
+        self._candidates.put(replica.load)
+        if len(self._candidates) > FEW and replica.known is not replica.noted:
+            self._candidates.note(replica.name, replica.known - replica.noted)
+            replica.noted = replica.known
 
     def _view(
         self, replica: Replica, request: RoutedRequest, now: float, home: str | None
@@ -190,14 +245,14 @@ class Table:
             wait=max(0.0, ahead.until - now) if ahead else None,
             longest=ahead.longest if ahead else 0.0,
             reused=reused,
-            pages_free=state.pages_free - sum(sent.pages for sent in replica.sent),
+            pages_free=replica.pages_free,
             pages=state.pages,
             page_size=state.page_size,
             open=replica.open,
             running=state.running,
             ttft=bound,
             correction=replica.correction.factor if self._refuse_late else 0.0,
-            passed_over=self._requests - replica.last_sent,
+            passed_over=(self._requests - replica.last_sent) / len(self._candidates),
             home=replica.name == home,
         )
 
@@ -222,12 +277,17 @@ class Table:
         sent = SentRequest(now, due, predicted, PromptWork.of(new, reused), pages)
         replica.sent.append(sent)
         replica.lengthen_queue(sent)
-        for landmark in request.landmarks.left_by(request.prompt_tokens):
+        left = request.landmarks.left_by(request.prompt_tokens)
+        for landmark in left:
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now
         replica.open += 1
         self._requests += 1
         replica.last_sent = self._requests
+        self._note(replica)
+        self._candidates.took(name)
+        if len(self._candidates) > FEW:
+            self._candidates.note(name, left)
         if request.session is not None:
             self._homes[request.session] = name
             self._homes.move_to_end(request.session)
@@ -254,3 +314,4 @@ class Table:
         if sent in replica.sent:
             replica.sent.remove(sent)
             replica.form_queue()
+        self._note(replica)

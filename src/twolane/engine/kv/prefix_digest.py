@@ -10,10 +10,10 @@ import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from twolane.engine.kv.page_hash import HASH_BYTES, page_hashes
 
@@ -93,8 +93,8 @@ class PrefixDigest(msgspec.Struct, frozen=True):
 
     def as_set(self) -> frozenset[int]:
         """Return the hashes as integers."""
-        cuts = range(0, len(self.hashes) + 1, HASH_BYTES)
-        return frozenset(int.from_bytes(self.hashes[a:b], "little") for a, b in pairwise(cuts))
+        whole = len(self.hashes) // HASH_BYTES
+        return frozenset(np.frombuffer(self.hashes, f"<u{HASH_BYTES}", whole).tolist())
 
 
 class PrefixBook:
