@@ -95,26 +95,28 @@ def _deliver_rows(
     slots = slots[[each.row for each in sampled]]
     quick = columns.quick[slots]
     # A slot whose request has left is not quick, and is given to no other before this launch ends.
-    times = iter(state.pacer.schedule_rows(columns, slots[quick], at))
+    quick_times = iter(state.pacer.schedule_rows(columns, slots[quick], at))
+    times = [next(quick_times) if each else None for each in quick.tolist()]
     count = columns.tokens[slots] + 1
     columns.tokens[slots[quick]] += 1
     tokens = np.array([each.token for each in sampled])
     ended = (columns.stops[slots] == tokens[:, None]).any(axis=1) | (count >= columns.limit[slots])
     look = ended | ((count - 1) % page_size == 0)
     rows, outputs = flight.rows, state.outputs
-    for each, is_quick, to_look in zip(sampled, quick.tolist(), look.tolist(), strict=True):
+    merges = bool(outputs)  # tokens of an earlier step, or of one that is due at the same time
+    for each, scheduled, to_look in zip(sampled, times, look.tolist(), strict=True):
         row, token, _, _ = each
         request, allocation = rows[row]
-        if not is_quick:
+        if scheduled is None:
             if _expected(request, allocation):
                 _receive(state, request, each, at, sliced=False)
             continue
         request.tokens.append(token)
-        request.last_token_at, request.due, request.slack, due = next(times)
+        request.last_token_at, request.due, request.slack, due = scheduled
         if to_look:
             _share_full_pages(state, request)
         key = name, _ = request.id, request.due
-        before = outputs.get(key)
+        before = outputs.get(key) if merges else None
         outputs[key] = Output(name, [token] if before is None else [*before.tokens, token], due=due)
         if to_look and (token in request.stops or len(request.tokens) >= request.limit):
             state.finish(request, "stop" if token in request.stops else "length")
