@@ -382,6 +382,7 @@ class LoadRun:
         on_change: called with the tally whenever it changes.
         on_record: called with each outcome as it comes.
         on_first: called with a request's index and its TTFT in seconds when its first text comes.
+        on_sent: Called with a request's index when it is sent.
     """
 
     def __init__(
@@ -393,13 +394,14 @@ class LoadRun:
         on_change: Callable[[RunCounts], None] = lambda tally: None,
         on_record: Callable[[Record], None] = lambda record: None,
         on_first: Callable[[int, float], None] = lambda index, ttft: None,
+        on_sent: Callable[[int], None] = lambda index: None,
     ) -> None:
         self._client = client
         self._jobs = jobs
         self._slots = asyncio.Semaphore(max_concurrency or len(jobs) or 1)
         self._on_change = on_change
         self._on_record = on_record
-        self._on_first = on_first
+        self._on_first, self._on_sent = on_first, on_sent
         self._clock = client.clock
         self._tally = RunCounts(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
@@ -407,16 +409,20 @@ class LoadRun:
         """Records of the requests sent, in order of their ends."""
         self.duration = 0.0
         self.loop_lag = LoopLag()
+        self.lags: Sequence[float] = self.loop_lag.seconds
+        """Seconds that the event loop was late, at each look."""
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, start: float | None = None) -> None:
         """Send everything and wait for the answers, or until `stop` is set.
+
+        `start` is the client's clock at the start of the run; None: it starts now.
 
         A stopped run cancels what is in flight; what was not sent leaves no record. To close
         hundreds of streams takes the event loop a while, in which it measures nothing.
         """
         if stop.is_set():
             return
-        start = self._clock()
+        start = self._clock() if start is None else start
         work = asyncio.create_task(self._send_all(start))
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -447,6 +453,7 @@ class LoadRun:
             waited = self._clock() - due
             self._tally.sent += 1
             self._on_change(self._tally)
+            self._on_sent(job.index)
             record = await self._client.send(job, start, job.arrival, waited, self._on_first)
         self.records.append(record)
         self._on_record(record)

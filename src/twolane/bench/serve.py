@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
+from typing import TypedDict
 
 import msgspec
 
@@ -13,11 +14,20 @@ from twolane.bench.client import Client, Job, LoadRun, RunCounts
 from twolane.bench.energy import EnergyMeter
 from twolane.bench.http import Clock
 from twolane.bench.preflight import BenchError
+from twolane.bench.processes import LoadProcesses, processes_for
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record, status_outcome
 from twolane.results.result import BenchConfig, Result
 from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
+
+
+class _Told(TypedDict):
+    """What is told of a load in progress; see `run`."""
+
+    on_change: Callable[[RunCounts], None]
+    on_record: Callable[[Record], None]
+    on_first: Callable[[int, float], None]
 
 
 async def run(
@@ -53,14 +63,14 @@ async def run(
         await _warm_up(config, model, workload, client, stop)
         jobs = make_jobs(config, model, workload)
         before = await _engine_gaps(config)
-        load = LoadRun(
-            client,
-            jobs,
-            max_concurrency=config.max_concurrency,
-            on_change=on_change,
-            on_record=on_record,
-            on_first=on_first,
-        )
+        told: _Told = {"on_change": on_change, "on_record": on_record, "on_first": on_first}
+        count = processes_for(jobs, config.max_concurrency) if clock is time.perf_counter else 1
+        load: LoadRun | LoadProcesses
+        if count > 1:
+            sent = config.url, config.request_headers, config.timeout
+            load = LoadProcesses(*sent, jobs, count, **told)
+        else:
+            load = LoadRun(client, jobs, max_concurrency=config.max_concurrency, **told)
         with EnergyMeter(config.base_url) as meter:
             await load.run(stop)
             energy = meter.energy()
@@ -73,7 +83,7 @@ async def run(
         records=tuple(sorted(load.records, key=lambda record: record.index)),
         duration=load.duration,
         interrupted=stop.is_set(),
-        loop_lag=Distribution.of(load.loop_lag.seconds, LAG_PERCENTILES),
+        loop_lag=Distribution.of(load.lags, LAG_PERCENTILES),
         engine_gaps=engine_gaps.between(before, after),
         energy=energy,
     )
