@@ -56,7 +56,7 @@ def test_a_gpu_pads(gpu: Computed):
     last, next_one = (Load([20], [keys - 20]) for keys in (at_most, at_most + 1))
     assert gpu.pairs(last, rows=64)[0] == 20 * 128
     assert gpu.pairs(next_one, rows=64) == gpu.pairs(next_one)
-    assert [gpu.rows(Load.decode([5] * n)) for n in (1, 3, 250, 256, 257)] == [1, 4, 256, 256, 320]
+    assert [gpu.rows(Load.decode([5] * n)) for n in (1, 3, 250, 256, 257)] == [1, 4, 256, 256, 384]
 
 
 def test_a_simulated_one_pads_too_but_multiplies_one_way(gpu: Computed):

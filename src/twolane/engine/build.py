@@ -32,7 +32,7 @@ from twolane.systems.registry import default_system, make_system
 SNAPSHOT_SHARE = 1 / 3
 """Share of the memory for pages and snapshots that snapshots of states get, if that is more than
 one for each request (docs/notes/hybrid-models.md)."""
-ROWS_STEP = 64
+ROWS_STEP = 128
 """What the most requests that run together are a multiple of, as rows of large decode steps are."""
 LOGIT_BYTES = 4
 """Bytes of a logit."""

@@ -24,8 +24,9 @@ FIRST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)
 """Rows of decode steps and tokens of passes whose graphs a server captures before it is ready; it
 pads to them until the rest are captured, while nothing runs. A row more or less in a bucket costs a
 step little: half of the buckets halve the time of the start that graphs take."""
-BUCKET_STEP = 64
-"""Rows between two sizes of large decode steps."""
+BUCKET_STEP = 128
+"""Rows between two sizes of large decode steps, each of which makes a start a tenth of a second
+longer for every three shares."""
 GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 WORKSPACE_TOKENS = 16_384

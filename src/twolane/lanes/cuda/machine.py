@@ -178,20 +178,17 @@ class CudaMachine:
 
     def _graphs_later(self, runner: CudaRunner) -> Iterator[Callable[[], None]]:
         """Yield what makes the graphs that the start has left out, a few at a time."""
-        steps, passes, whole = runner.steps, runner.passes, runner.whole
-        partitions = self.partitions
-        for bucket in [each for each in steps.buckets if each not in steps.ready]:
-            for units in partitions.decode_units:
-                yield partial(steps.capture_later, partitions, bucket, units)
-            if whole is not None:
-                yield partial(whole.capture_later, bucket=bucket)
-            yield partial(bisect.insort, steps.ready, bucket)
-        for size in [each for each in passes.sizes if each not in passes.ready]:
-            for units in partitions.prefill_units:
-                yield partial(passes.capture_later, partitions, size, units)
-            if whole is not None:
-                yield partial(whole.capture_later, size=size)
-            yield partial(bisect.insort, passes.ready, size)
+        steps, passes, partitions = runner.steps, runner.passes, self.partitions
+        for kind, graphs, counts, shares in (
+            ("bucket", steps, steps.buckets, partitions.decode_units),
+            ("size", passes, passes.sizes, partitions.prefill_units),
+        ):
+            for count in [each for each in counts if each not in graphs.ready]:
+                for units in shares:
+                    yield partial(graphs.capture_later, partitions, count, units)
+                if runner.whole is not None:
+                    yield partial(runner.whole.capture_later, **{kind: count})
+                yield partial(bisect.insort, graphs.ready, count)
 
     def _launched_runner(
         self, sizes: LaneSizes, progress: OnProgress
