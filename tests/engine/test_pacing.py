@@ -1,9 +1,11 @@
 """When tokens are due, and which first tokens are held."""
 
+import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +14,7 @@ from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.devices import LaneName
 from twolane.engine.messages import Abort, ToEngine
-from twolane.engine.pacing import LEAST_PACE, Pacer
+from twolane.engine.pacing import KEPT_GAPS, LEAST_PACE, Gaps, Pacer
 from twolane.engine.request import Phase, Request
 from twolane.lanes.base import Sampled, Ticket
 from twolane.lanes.work import DecodeWork, Work
@@ -261,3 +263,19 @@ def test_a_paced_first_token_is_sent_when_it_is_told() -> None:
     told = sim.outputs["late"].times
     assert told is not None
     assert sim.times["late"][0] == pytest.approx(0.11 + told.queue + told.prefill)
+
+
+def test_the_latest_gaps_are_counted_and_older_ones_are_forgotten() -> None:
+    """One by one or many at once, also where they go round in memory."""
+    draw, gaps, kept = random.Random(3), Gaps(), list[float]()
+    for _ in range(40):
+        new = [draw.random() for _ in range(draw.choice((1, 7, 900)))]
+        if len(new) == 1:
+            gaps.add(new[0])
+        else:
+            gaps.extend(np.array(new))
+        kept += new
+        for count in (0, 1, 300, KEPT_GAPS, 3 * KEPT_GAPS):
+            latest = kept[-min(count, KEPT_GAPS) :] if count else []
+            assert gaps.above(0.7, count) == sum(each > 0.7 for each in latest)
+    assert gaps.total == len(kept) > KEPT_GAPS

@@ -6,9 +6,7 @@ due, and `frontend.delivery` delivers it then; or clients hold tokens back thems
 at once. A first token whose second could not follow in time is held here, unseen, until it can.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +24,11 @@ SPREAD_KEPT = 0.9
 """A spread of late deliveries counts for this fraction of it a second later."""
 
 
+KEPT_GAPS = 8192
+"""Gaps that are remembered: more than those of a tenth of a second, after which the margin looks at
+them."""
+
+
 class Gaps:
     """The seconds between two tokens of a request, as clients see them if nothing delays delivery.
 
@@ -34,22 +37,25 @@ class Gaps:
 
     def __init__(self) -> None:
         self.total = 0
-        # More than the gaps of a tenth of a second, after which the margin looks at them.
-        self._latest: deque[float] = deque(maxlen=8192)
+        self._latest = np.zeros(KEPT_GAPS)
+        """Gap number i, counted from the start, is at place i modulo the length."""
 
     def add(self, seconds: float) -> None:
         """Remember a new gap."""
+        self._latest[self.total % KEPT_GAPS] = seconds
         self.total += 1
-        self._latest.append(seconds)
 
-    def extend(self, gaps: Sequence[float]) -> None:
+    def extend(self, gaps: Floats) -> None:
         """Remember new gaps, in seconds."""
+        places = np.arange(self.total, self.total + len(gaps)) % KEPT_GAPS
+        self._latest[places] = gaps
         self.total += len(gaps)
-        self._latest.extend(gaps)
 
     def above(self, bound: float, count: int) -> int:
         """Return how many of the latest `count` gaps that are remembered exceed `bound` seconds."""
-        return sum(each > bound for each in islice(reversed(self._latest), count))
+        first = max(0, self.total - min(count, KEPT_GAPS))
+        places = np.arange(first, self.total) % KEPT_GAPS
+        return int(np.count_nonzero(self._latest[places] > bound))
 
 
 class PacedColumns(Protocol):
@@ -139,7 +145,7 @@ class Pacer:
         last, before = columns.last_at[slots], columns.due[slots]
         made = np.maximum(at, last)
         if not self._buffer:
-            self.gaps.extend((made - last).tolist())
+            self.gaps.extend(made - last)
             columns.last_at[slots] = made
             return [(each, None, 0.0, None) for each in made.tolist()]
         bounds = columns.tbt[slots]
@@ -150,7 +156,7 @@ class Pacer:
         due = np.maximum(shown, np.minimum(before + paces, latest))
         gaps = np.where(np.isnan(due), made - last, due - before)
         slack = np.where(np.isnan(due), 0.0, due - made - self._delay)
-        self.gaps.extend(gaps.tolist())
+        self.gaps.extend(gaps)
         columns.last_at[slots], columns.due[slots], columns.slack[slots] = made, due, slack
         dues = [None if each != each else each for each in due.tolist()]
         deliveries = [None] * len(dues) if self._at_client else dues
