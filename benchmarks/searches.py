@@ -136,7 +136,8 @@ def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found
         trial = saved["trial"]
         if trial["system"] != system:
             continue
-        keys = ("p99_itl_ms", "p99_ttft_ms", "request_throughput")
+        keys = ("p99_itl_ms", "p99_ttft_ms", "request_throughput", "energy")
+        keys += ("tbt_gap_attainment", "shown_tbt_gap_attainment")  # raw, and as a client shows it
         shown = {key: saved.get(key) for key in keys}
         runs.append({**{key: trial[key] for key in ("seed", "rate", "holds")}, **shown})
         if trial["holds"]:

@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks/papers"))
 import page as papers  # noqa: E402 - it lies in the folder of the papers' experiments
 
-from twolane.bench.goodput import LEAST_REQUESTS, least_requests  # noqa: E402
+from twolane.bench.goodput import least_requests  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 PAGES = (ROOT / "docs/results.md", ROOT / "docs/results-in-full.md")
@@ -134,8 +134,6 @@ def slicing() -> Iterator[list[str]]:
 
 SATURATED = "panels-saturated.json"
 """File of the panels in which more arrives than can be served."""
-OWN = ("twolane", "auto")
-"""How the names of Twolane's own servers begin, beside other engines."""
 
 
 class Bracket(NamedTuple):
@@ -147,107 +145,61 @@ class Bracket(NamedTuple):
     """The same, or the lowest rate that failed if no rate between was completed."""
 
     @classmethod
-    def of(cls, found: dict[str, Any] | None) -> "Bracket":
-        """Return the bounds from a search, even an interrupted one."""
-        if found and any(found["goodput"]):
-            return cls(median(found["goodput"]), median(found["goodput"]))
-        runs = (found or {}).get("runs", [])
-        held = [run["rate"] for run in runs if run["holds"]]
-        failed = [run["rate"] for run in runs if not run["holds"]]
-        return cls(max(held, default=0.0), min(failed, default=inf))
-
-    def over(self, other: "Bracket") -> str:
-        """Return the ratio to another as text; empty: unknown."""
-        least = self.low / other.high if other.high else 0.0
-        most = self.high / other.low if other.low else inf
-        if least == most:
-            return f"{least:.2f}"
-        if least and most < inf:
-            return f"{least:.2f} to {most:.2f}"
-        return f"at least {least:.2f}" if least else ""
+    def of(cls, runs: Sequence[dict[str, Any]]) -> "Bracket":
+        """Return the bounds from the runs of one pattern."""
+        low = max((run["rate"] for run in runs if run["holds"]), default=0.0)
+        failed = [run["rate"] for run in runs if not run["holds"] and run["rate"] > low]
+        return cls(low, min(failed, default=inf))
 
 
-def _engines() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], str]]:
-    """Yield path and file of engines that took turns on one card, an engine, and `auto` over it; of
-    those whose runs were long enough."""
-    for path, found in (*_files("side-by-side/*.json"), *_files("side-by-side/*/*.json")):
-        if path.parent.parent.name == "side-by-side" and path.parent.name not in CARDS:
-            continue
-        own: dict[float, list[Bracket]] = defaultdict(list)
-        engines = [engine for engine in _of_rows(found) if engine["found"] is not None]
-        for engine in engines:
-            engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
-            engine.setdefault("prompts", found["provenance"]["workload"].get("prompts"))
-        engines = [engine for engine in engines if engine["prompts"] >= LEAST_REQUESTS]
-        for engine in engines:
-            if engine["name"].startswith(OWN) and (there := Bracket.of(engine["found"])).low:
-                own[engine["tbt_ms"]].append(there)
-        for engine in engines:
-            ratio = ""
-            if (autos := own[engine["tbt_ms"]]) and not engine["name"].startswith(OWN):
-                auto = Bracket(*map(median, zip(*autos, strict=True)))
-                ratio = auto.over(Bracket.of(engine["found"]))
-            yield path, found, engine, ratio
+WAYS = ("as it is", "none", "client")
+"""Playout buffers with which engines are compared: each engine's own, none, the same for all at the
+client."""
 
 
-def _of_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the engines of a file: as named there, or of the rows of a recipe."""
-    engines: list[dict[str, Any]] = found.get("engines", [])
-    if engines:
-        return engines
-    prompts = found["provenance"]["workload"]["rest"]["num_prompts"]
-    return [
-        {"name": row["engine"], "tbt_ms": round(1e3 * row["found"]["tbt"], 6), "prompts": prompts,
-         "found": row["found"]}
-        for row in found["rows"]
-    ]  # fmt: skip
+def _ways(name: str) -> tuple[str, Sequence[str]]:
+    """Return an engine without the buffer in its name, and the ways in which its runs count: an
+    engine that does not plan for a buffer is the same in all."""
+    engine, _, buffer = name.rpartition(" ")
+    if buffer in WAYS:
+        return engine, [buffer]
+    if name.startswith("vllm"):
+        return name, WAYS
+    return name, WAYS[1:] if name.startswith("chunked") else WAYS[:1]
 
 
-def side_by_side() -> Iterator[list[str]]:
-    """Rows of engines that took turns on one card, of all files with runs that are long enough."""
-    for path, found, engine, ratio in _engines():
-        gap = engine["found"]["client_p99_ms"]
-        yield [
-            f"{engine['name']} on {found['card']}",
-            f"{engine['tbt_ms']:g}",
-            f"{engine['prompts']}",
-            _held(engine["found"]),
-            ratio or "-",
-            f"{gap:.1f}" if gap else "-",
-            _made(path, found),
+def _treated() -> dict[tuple[str, float, str], dict[str, dict[int, list[Any]]]]:
+    """Return the runs in which all engines were judged alike, by workload, bound and engine, then
+    way and pattern."""
+    held: dict[Any, Any] = defaultdict(lambda: {way: defaultdict(list) for way in WAYS})
+    for path, found in _files("equal-treatment/*.json"):
+        for run in found["runs"]:
+            engine, ways = _ways(run["engine"])
+            for way in ways:
+                holds = run["shown_holds" if way == "client" else "raw_holds"]
+                one = {"rate": run["rate"], "holds": holds, "made": _made(path, found)}
+                held[run["dataset"], run["bound_ms"], engine][way][run["seed"]].append(one)
+    return held
+
+
+def equal() -> Iterator[list[str]]:
+    """Rows of engines that were judged alike: as each is, all without a playout buffer, and all
+    with the same one at the client."""
+    for (dataset, bound, engine), ways in sorted(_treated().items()):
+        cells = [
+            ", ".join(_between(runs) for _, runs in sorted(seeds.items())) or "-"
+            for seeds in ways.values()
         ]
+        made = {run["made"] for each in ways.values() for runs in each.values() for run in runs}
+        yield [DATASETS[dataset], f"{bound:g}", f"`{engine}`", *cells, "; ".join(sorted(made))]
 
 
-def playout() -> Iterator[list[str]]:
-    """Rows of systems with and without a playout buffer, simulated at one rate."""
-    path = RESULTS / "playout-simulated.json"
-    found = json.loads(path.read_text())["found"] if path.exists() else {}
-    for name in sorted(name.removesuffix("-0") for name in found if name.endswith("-0")):
-        system, _, budget = name.partition("-")
-        without, with_one = found[f"{name}-0"], found[f"{name}-20"]
-        kept = (
-            without["tbt_gap_attainment"],
-            with_one["tbt_gap_attainment"],
-            with_one["shown_tbt_gap_attainment"],
-        )
-        yield [
-            f"`{system}:token_budget={budget}`" if budget else f"`{system}`",
-            *(f"{share:.2%}" for share in kept),
-            _made(path, with_one),
-        ]
-
-
-def _held(found: dict[str, Any]) -> str:
-    """Return the median goodput; of a search that was cut or in which no rate held, what is
-    known."""
-    known = Bracket.of(found)
-    if known.low == known.high:
-        return f"{known.low:.1f}"
-    if known.low:
-        return f"at least {known.low:.1f}"
-    if known.high < inf:
-        return f"less than {known.high:.1f}"
-    return "0.0" if found["goodput"] else "not reached"
+def _between(runs: list[Any]) -> str:
+    """Return the rate that held of one pattern, with a mark where no higher one was tried."""
+    there = Bracket.of(runs)
+    if not there.low:
+        return f"< {there.high:.1f}"
+    return f"{there.low:.1f}" if there.high < inf else f">= {there.low:.1f}"
 
 
 def _files(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -353,21 +305,22 @@ def summary() -> Iterator[list[str]]:
 
 
 def _beside() -> Iterator[list[str]]:
-    """Rows of `auto` over the best setting of another engine for each card, model and bound, of the
-    longest runs."""
-    best: dict[tuple[str, str, float], tuple[int, Bracket, list[str]]] = {}
-    for path, found, engine, ratio in _engines():
-        tbt, there = engine["tbt_ms"], Bracket.of(engine["found"])
-        if not ratio:
-            continue
-        place = found["card"], path.name.partition("-azure")[0], tbt
-        requests = engine["prompts"]
-        if place not in best or (requests, there) > best[place][:2]:
-            what = f"the same over another engine at {tbt:g} ms, which has no playout buffer"
-            held = f"**{ratio}** of {engine['name']}, which holds {_held(engine['found'])}"
-            best[place] = requests, there, [what, held, _made(path, found).partition(",")[0]]
-    for _, _, row in best.values():
-        yield row
+    """Rows of `auto` over the budget of vLLM that held most of each pattern, if both have no buffer
+    and if both have the same; of the patterns in which both held a rate."""
+    found = _treated()
+    for dataset, bound in sorted({(key[0], key[1]) for key in found if key[2] == "auto"}):
+        rivals = [ways for key, ways in found.items() if key[:2] == (dataset, bound)
+                  and key[2].startswith("vllm")]  # fmt: skip
+        for way, words in (("none", "both without a buffer"), ("client", "both with the same")):
+            ratios = []
+            for seed, runs in sorted(found[dataset, bound, "auto"][way].items()):
+                own = Bracket.of(runs).low
+                best = max((Bracket.of(one[way].get(seed, [])).low for one in rivals), default=0.0)
+                ratios += [own / best] if own and best else []
+            if ratios:
+                shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                what = f"the same over vLLM, {DATASETS[dataset]} at {bound:g} ms, {words}"
+                yield [what, f"**{fmean(ratios):.2f}** ({shown})", "H200s, measured"]
 
 
 def _range(ratios: list[float], of: str) -> str:
@@ -385,15 +338,10 @@ TABLES = {
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
     ),
-    "side-by-side": (
-        "engine and card|TBT bound, ms|requests in a run|holds|`auto` over it|P99 gap there, ms|"
+    "equal-treatment": (
+        "workload|TBT bound, ms|engine|as it is|all without a buffer|all with the same|"
         "file, commit, date",
-        side_by_side,
-    ),
-    "playout": (
-        "system|gaps in time without a buffer|the engine plans with one and sends at once|"
-        "the same, as a client with one shows it|file, commit, date",
-        playout,
+        equal,
     ),
     **{
         name: (

@@ -254,13 +254,8 @@ def test_the_tables_read_a_recipes_rows(tmp_path, monkeypatch):
         path.write_bytes(msgspec.json.encode(content))
 
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    write("side-by-side", "h200", {"auto": 12.0, "vllm 512": 10.0})
     write("one-card", "h200", {"auto": 12.0, "muxwise": 11.0})
     write("two-gpus", "simulated-h200", {"auto over two ranks": 40.0, "1P1D": 20.0})
-    assert [row[:5] for row in tables.side_by_side()] == [
-        ["auto on h200", "12", "700", "12.0", "-"],
-        ["vllm 512 on h200", "12", "700", "10.0", "1.20"],
-    ]
     assert [row[2:6] for row in tables.one_card()] == [
         ["`auto`", "12.0 (12.0 to 12.0)", "2", "1.00"],
         ["`muxwise`", "11.0 (11.0 to 11.0)", "2", "0.92"],
@@ -269,6 +264,41 @@ def test_the_tables_read_a_recipes_rows(tmp_path, monkeypatch):
         ["12", "auto over two ranks", "40.0", "1.00"],
         ["12", "1P1D", "20.0", "0.50"],
     ]
+
+
+def test_engines_are_compared_as_they_are_without_a_buffer_and_with_the_same(tmp_path, monkeypatch):
+    """An engine that plans for a buffer counts only in the runs with that buffer."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import tables
+
+    def run(engine, rate, raw, shown, seed=0):
+        return {
+            "engine": engine, "dataset": "azure-conv", "bound_ms": 21, "seed": seed, "rate": rate,
+            "raw_holds": raw, "shown_holds": shown,
+        }  # fmt: skip
+
+    runs = [
+        run("vllm 384", 17.0, True, True),
+        run("vllm 384", 18.0, False, True),
+        run("vllm 384", 16.0, False, False, seed=1),
+        run("auto client", 21.0, False, True),
+        run("auto client", 22.0, False, False),
+        run("auto none", 19.0, True, False),
+        run("auto", 20.0, True, False),
+        run("chunked 512", 18.0, False, True),
+    ]
+    about = {"commit": "0" * 40, "date": "2026-11-29T10:00:00+00:00"}
+    (tmp_path / "equal-treatment").mkdir()
+    path = tmp_path / "equal-treatment" / "21ms-h200.json"
+    path.write_bytes(msgspec.json.encode({"provenance": about, "runs": runs}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert [row[2:6] for row in tables.equal()] == [
+        ["`auto`", ">= 20.0", ">= 19.0", "21.0"],
+        ["`chunked 512`", "-", "< 18.0", ">= 18.0"],
+        ["`vllm 384`", "17.0, < 16.0", "17.0, < 16.0", ">= 18.0, < 16.0"],
+    ]
+    path.write_bytes(msgspec.json.encode({"provenance": about, "runs": [*runs[:2], *runs[3:]]}))
+    assert [row[1] for row in tables._beside()] == ["**1.12** (1.12)", "**1.17** (1.17)"]
 
 
 @pytest.mark.full
