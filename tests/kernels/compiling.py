@@ -279,7 +279,8 @@ def launch_linear_attention(dtype: torch.dtype) -> None:
     widths = delta.projected, 64, delta.mixed_size, delta.value_size, solved, solved
     x, rates, mixed, out, *rest = (torch.empty(2, width, dtype=dtype) for width in widths)
     ints = torch.zeros(2, dtype=torch.int32)
-    decode_step(x, rates, layer, ints, ints, mixed, out)
+    for units in (32, 132):
+        decode_step(x, rates, layer, ints, ints, mixed, out, units)
     room = PromptRoom(mixed, *rest, torch.empty(2, 32))
     prompts = PromptStates(torch.zeros(2, 6, dtype=torch.int32), ints.view(1, 2))
     prompt_pass(x, rates, layer, [prompts], room, out)

@@ -85,12 +85,12 @@ def test_decode_moves_the_states_of_active_rows(shape):
     slots = torch.tensor([4, 0, 5, 2], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([9, 3, 0, 100], dtype=torch.int32, device=DEVICE)
     active = [0, 1, 3]
-    for _ in range(2):
+    for units in (32, 132):
         x, rates = layer.inputs(4)
         mixed = torch.empty(4, delta.mixed_size, device=DEVICE)
         out = torch.zeros(4, delta.value_size, device=DEVICE)
         given = x.to(DEVICE), rates.to(DEVICE), layer.linear
-        decode_step(*given, slots, lengths, mixed, out)
+        decode_step(*given, slots, lengths, mixed, out, units)
         places = [(int(slots[i]), int(lengths[i]) - 1, 1) for i in active]
         expected = layer.expected(x[active], rates[active], places)
         torch.testing.assert_close(out.cpu()[active], expected, atol=1e-4, rtol=1e-4)

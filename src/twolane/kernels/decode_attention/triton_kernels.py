@@ -40,7 +40,7 @@ def tuning(tile_bytes: int) -> TritonTuning:
     if tile_bytes <= 16 << 10:
         return TritonTuning(workers=6, warps=1, stages=6)
     if tile_bytes <= 32 << 10:
-        return TritonTuning(workers=5, warps=4, stages=4)
+        return TritonTuning(workers=4, warps=2, stages=2)
     if tile_bytes <= 64 << 10:
         return TritonTuning(workers=2, warps=4, stages=3)
     return TritonTuning(workers=1, warps=4, stages=2)

@@ -2,7 +2,7 @@
 
 A step reads and writes the state of every row once, and little else: 64 KB for each value head of
 128 x 128. A program has some columns of a head's state in registers, and an SM has several
-programs, so that the rate of a few SMs is that of copying on them. Rows that are not active
+programs, so that a few SMs reach the rate of copying on them. Rows that are not active
 (`lengths` of 0) move nothing.
 """
 
@@ -20,9 +20,23 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 _HEADS = 8
 """Heads that one program convolves or normalises."""
-_COLUMNS = 32
-"""Columns of a state that one program has in registers: with all 128, an SM has one program, which
-waits for memory and computes in turns."""
+_FEW = 64
+"""SMs that instructions bind; more are bound by the way over memory."""
+
+
+class _Tile(NamedTuple):
+    """What one program of the rule has in registers."""
+
+    columns: int
+    """Columns of a state: with all 128, an SM has one program, which waits for memory and computes
+    in turns."""
+    warps: int
+
+
+def _tile(units: int) -> _Tile:
+    """Return the tile for a lane's SMs: sums across warps take instructions, and narrow tiles read
+    short runs of memory."""
+    return _Tile(32, 1) if units <= _FEW else _Tile(64, 2)
 
 
 class Parameters(Protocol):
@@ -168,8 +182,9 @@ def _rule_step(
     column = head * VALUE_DIM + value
     v = tl.load(start + 2 * KEY_HEADS * KEY_DIM + column, mask=some_values, other=0.0)
     rated = rates + row * rate_stride + head
-    g = decay_of(tl.load(rated + VALUE_HEADS), tl.load(shift + head), tl.load(decay + head))
-    state, read = _moved(state * tl.exp(g), q, k, v, tl.load(rated))
+    rate, raw = tl.load(rated), tl.load(rated + VALUE_HEADS)  # before what waits for a load
+    g = decay_of(raw, tl.load(shift + head), tl.load(decay + head))
+    state, read = _moved(state * tl.exp(g), q, k, v, rate)
     tl.store(place, state, mask=inside, eviction_policy="evict_first")
     tl.store(out + row * VALUE_HEADS * VALUE_DIM + column, read.to(v.dtype), mask=some_values)
 
@@ -236,6 +251,7 @@ def decode_step(
     lengths: Tensor,
     mixed: Tensor,
     out: Tensor,
+    units: int,
 ) -> None:
     """`out` [R, value_size] = linear attention of one new token in each slot, whose states move on.
 
@@ -247,6 +263,7 @@ def decode_step(
         lengths: Above 0 for active rows, int32 [R].
         mixed: Room for [R, mixed_size].
         out: Written.
+        units: SMs of torch's current stream.
     """
     parameters, delta, conv, rule, _ = layer
     keys, values = power_of_2(delta.key_dim), power_of_2(delta.value_dim)
@@ -257,11 +274,12 @@ def decode_step(
     tile = {"TAPS": delta.taps, "HEADS": _HEADS, "BLOCK": block, **early}
     grid, width = (len(x), -(-heads // _HEADS)), warps(_HEADS * block)
     launch(_convolve_step, grid, *taken, **layer.shape, **tile, num_warps=width)
-    columns = min(_COLUMNS, values)
+    tiled = _tile(units)
+    columns = min(tiled.columns, values)
     moved = mixed, rates, parameters.decay, parameters.shift, rule, *rows, out, rates.stride(0)
     tile = {"KEYS": keys, "COLUMNS": columns, **early}
     parts = -(-delta.value_dim // columns), delta.value_heads, len(x)
-    width = min(2, warps(keys * columns))
+    width = min(tiled.warps, warps(keys * columns))
     launch(_rule_step, parts, *moved, **layer.shape, **tile, num_warps=width)
     gate_heads(out, x, layer)
 

@@ -11,62 +11,87 @@ from twolane.kernels.runtime.launch import launch
 
 SCHEME = "mxfp4_gpu"
 """Scheme of the matrices; see `model.matrix.Scheme`."""
-BLOCK = 64
-"""Columns of a block, which are two groups."""
 _COLUMNS = 128
-_PROGRAMS = {16: 4, 64: 3, 128: 1}
-"""Programs of an SM, by the rows of a tile: as many as its registers hold."""
+_PROGRAMS = {16: 5, 64: 2, 128: 2}
+"""Programs of an SM, by the rows of a tile: as many as its registers hold, and with few rows one
+more, which takes what is left when another ends."""
 
 
 _TO_BFLOAT16 = tl.constexpr("""{
-    .reg .b32 twice, low, high, sign;
-    prmt.b32 twice, $2, 0, 0x1100;
-    shl.b32 sign, twice, 4;
-    and.b32 sign, sign, 0x80008000;
-    shl.b32 low, twice, 6;
-    lop3.b32 low, low, 0x01C001C0, sign, 0xEA;
-    and.b32 sign, twice, 0x80008000;
-    shl.b32 high, twice, 2;
-    lop3.b32 high, high, 0x01C001C0, sign, 0xEA;
-    mul.rn.bf16x2 $0, low, $3;
-    mul.rn.bf16x2 $1, high, $4;
+    .reg .b32 here, bits;
+    and.b32 here, $4, 0x81C081C0;
+    mul.rn.bf16x2 $0, here, $5;
+    shl.b32 here, $4, 3;
+    and.b32 here, here, 0x81C081C0;
+    mul.rn.bf16x2 $1, here, $5;
+    shl.b32 here, $4, 6;
+    and.b32 here, here, 0x81C081C0;
+    mul.rn.bf16x2 $2, here, $7;
+    shl.b32 here, $4, 1;
+    and.b32 here, here, 0x80008000;
+    shr.u32 bits, $4, 5;
+    lop3.b32 here, bits, 0x01000100, here, 0xEA;
+    shr.u32 bits, $4, 4;
+    lop3.b32 here, bits, 0x00C000C0, here, 0xEA;
+    mul.rn.bf16x2 $3, here, $7;
 }""")
-"""PTX that makes the lower and the higher numbers of two bytes times two scales of each."""
+"""PTX that makes the four runs of two words, times a scale for each two runs."""
+_SCALES = tl.constexpr("""{
+    prmt.b32 $0, $4, 0, 0x0404;
+    shr.u32 $0, $0, 1;
+    prmt.b32 $1, $4, 0, 0x1414;
+    shr.u32 $1, $1, 1;
+    prmt.b32 $2, $4, 0, 0x2424;
+    shr.u32 $2, $2, 1;
+    prmt.b32 $3, $4, 0, 0x3434;
+    shr.u32 $3, $3, 1;
+}""")
+"""PTX that makes each of four exponents a pair of equal bfloat16 numbers."""
+
+
+@triton.jit
+def _scales(stored: tl.tensor, PTX: tl.constexpr) -> tl.tuple:
+    """Return what `_meant` takes of the four exponents in words."""
+    if PTX:
+        kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        return tl.inline_asm_elementwise(_SCALES, "=r,=r,=r,=r,r", [stored], kinds, True, 1)
+    return stored & 255, (stored >> 8) & 255, (stored >> 16) & 255, (stored >> 24) & 255
 
 
 @triton.jit
 def _meant(
-    both: tl.tensor, low: tl.tensor, high: tl.tensor, dtype: tl.constexpr, PTX: tl.constexpr
-) -> tl.tuple:
-    """Return what the lower and the higher numbers of four bits in bytes [rows, columns] mean with
-    the stored exponents [rows] of each.
+    words: tl.tensor, low: tl.tensor, high: tl.tensor, dtype: tl.constexpr, PTX: tl.constexpr
+) -> tl.tensor:
+    """Return what words [rows, 16] mean, [rows, 64], with a scale [rows] for each 32 columns.
 
     Put at the end of the exponent of a float32 or bfloat16, the three bits of an e2m1 number are it
     times 2 ** -126, whether it is subnormal or not.
     """
+    lows = tl.broadcast_to(low[:, None], words.shape)
+    highs = tl.broadcast_to(high[:, None], words.shape)
     if PTX:
-        of_low = ((low.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-        of_high = ((high.to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-        scales = tl.broadcast_to(of_low[:, None], both.shape)
-        others = tl.broadcast_to(of_high[:, None], both.shape)
-        return tl.inline_asm_elementwise(
-            _TO_BFLOAT16,
-            "=r,=r,r,r,r",
-            [both, scales, others],
-            (tl.bfloat16, tl.bfloat16),
-            True,
-            2,
-        )
-    numbers = both.to(tl.int32)
-    return _widened(numbers, low).to(dtype), _widened(numbers >> 4, high).to(dtype)
+        kinds: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        given: tl.constexpr = "=r,=r,=r,=r,r,r,r,r,r"
+        runs = tl.inline_asm_elementwise(_TO_BFLOAT16, given, [words, lows, highs], kinds, True, 2)
+        return _side(_side(runs[0], runs[1]), _side(runs[2], runs[3]))
+    bits = words.to(tl.int32)
+    last = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x100) | ((bits >> 4) & 0xC0)
+    first_half = _side(_widened(bits, lows, dtype), _widened(bits << 3, lows, dtype))
+    return _side(first_half, _side(_widened(bits << 6, highs, dtype), _widened(last, highs, dtype)))
 
 
 @triton.jit
-def _widened(numbers: tl.tensor, stored: tl.tensor) -> tl.tensor:
-    """Return what numbers [rows, columns] mean in float32."""
-    bits = ((numbers & 8) << 28) | ((numbers & 7) << 22)
-    scale = ((stored.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)
-    return bits.to(tl.float32, bitcast=True) * scale[:, None]
+def _widened(bits: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return numbers, whose bits lie where bfloat16 has them, times their scales."""
+    scale = (exponents << 23).to(tl.float32, bitcast=True)
+    return (((bits & 0x81C0) << 16).to(tl.float32, bitcast=True) * scale).to(dtype)
+
+
+@triton.jit
+def _side(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """Return two tensors [rows, columns] beside each other."""
+    both = tl.permute(tl.join(first, second), (0, 2, 1))
+    return tl.reshape(both, (first.shape[0], 2 * first.shape[1]))
 
 
 @triton.jit
@@ -86,37 +111,30 @@ def _grouped_mxfp4(
     PTX: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    HALF: tl.constexpr = 32
-    BLOCKS: tl.constexpr = (K + 2 * HALF - 1) // (2 * HALF)
+    BLOCK: tl.constexpr = 64
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     WORDS: tl.constexpr = (BLOCKS + 1) // 2  # a row's exponents, those of two blocks in each
     m = tl.arange(0, ROWS)
-    k = tl.arange(0, HALF)
+    k = tl.arange(0, BLOCK)
     for tile in range(tl.program_id(0), tl.load(groups) * tiles, tl.num_programs(0)):
         group = groups + 4 + 4 * (tile // tiles)
-        expert = tl.load(group).to(tl.int64)
-        first = tl.load(group + 1).to(tl.int64)
-        rows = tl.load(group + 2)
+        first, rows = tl.load(group + 1).to(tl.int64), tl.load(group + 2)
         n = tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
-        line = expert * N + n
-        inside = n < N
+        line, inside = tl.load(group).to(tl.int64) * N + n, n < N
         x_at = x + (first + m)[None, :] * K + k[:, None]
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for word in range(0, WORDS):
             stored = tl.load(scales + line * WORDS + word, mask=inside, other=0)
+            of_each = _scales(stored, PTX)
             for half in tl.static_range(2):
                 block = 2 * word + half
-                at = values + (block * lines + line)[:, None] * HALF + k[None, :]
-                known = inside[:, None] & (block < BLOCKS)
-                both = tl.load(at, mask=known, other=0)
-                low, high = (stored >> 16 * half) & 255, (stored >> (16 * half + 8)) & 255
-                first_half, second_half = _meant(both, low, high, x.dtype.element_ty, PTX)
-                start = block * 2 * HALF
-                seen = (m < rows)[None, :] & (start + k < K)[:, None]
-                a = tl.load(x_at + start, mask=seen, other=0.0)
-                total = tl.dot(first_half, a, total, input_precision="ieee")
-                seen = (m < rows)[None, :] & (start + HALF + k < K)[:, None]
-                a = tl.load(x_at + start + HALF, mask=seen, other=0.0)
-                total = tl.dot(second_half, a, total, input_precision="ieee")
+                at = values + (block * lines + line)[:, None] * 16 + tl.arange(0, 16)[None, :]
+                packed = tl.load(at, mask=inside[:, None] & (block < BLOCKS), other=0)
+                low, high = of_each[2 * half], of_each[2 * half + 1]
+                weight = _meant(packed, low, high, x.dtype.element_ty, PTX)
+                seen = (m < rows)[None, :] & (block * BLOCK + k < K)[:, None]
+                a = tl.load(x_at + block * BLOCK, mask=seen, other=0.0)
+                total = tl.dot(weight, a, total, input_precision="ieee")
         if BIASED:
             total += tl.load(bias + line, mask=inside, other=0.0).to(tl.float32)[:, None]
         to = out + (first + m)[None, :] * N + n[:, None]
@@ -148,7 +166,7 @@ def grouped_mxfp4(
         _grouped_mxfp4,
         (_PROGRAMS[rows] * units,),
         x,
-        weight.values,
+        weight.values.view(torch.int16),
         weight.scales.view(torch.int32),
         out if bias is None else bias,
         routing.groups,
@@ -160,6 +178,6 @@ def grouped_mxfp4(
         COLUMNS=_COLUMNS if x.itemsize < 4 else _COLUMNS // 2,
         BIASED=bias is not None,
         PTX=x.dtype == torch.bfloat16 and x.is_cuda,
-        num_warps=8 if rows == 128 else 4,
+        num_warps=4,
         num_stages=3,
     )

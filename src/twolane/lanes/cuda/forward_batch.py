@@ -194,7 +194,7 @@ class DecodeRows:
             convolve_step(own.x, *self.decoder.convolution(layer, states), *rows, own.out)
             return
         linear = self.decoder.linear(layer, states)
-        decode_step(own.x, own.rates, linear, *rows, own.mixed, own.out)
+        decode_step(own.x, own.rates, linear, *rows, own.mixed, own.out, self.units)
 
 
 def places_of(row: PromptRow, pages: Sequence[int], page_size: int) -> tuple[Ints, Ints]:
