@@ -555,6 +555,11 @@ def seconds_of(spec: ModelSpec, work: Work) -> float:
 
 
 LINEAR = RESULTS / "linear-attention-h200.json"
+PROMPTS_OF_A_LAYER = (
+    *((1, 132, 602.3), (4, 132, 489.5), (16, 132, 500.3)),
+    *((1, 100, 709.4), (4, 100, 638.7), (16, 100, 635.3)),
+)
+"""Prompts of 8,192 tokens together, SMs, and microseconds of a layer (kernels-h200.md)."""
 
 
 def test_linear_attention_takes_what_was_measured() -> None:
@@ -565,13 +570,10 @@ def test_linear_attention_takes_what_was_measured() -> None:
     for one in figures["decode"]["21b02de6 (tree of 09b0dcc1)"]:
         modelled = costs.linear(one["rows"], one["units"], decode=True).alone
         ratios.append(modelled / spec.linear_share / one["us"] * 1e6)
-    for one in figures["prefill"]["4f525c7a (tree of cc46d599)"]:
-        if one["case"] != "prefill":
-            continue
-        rows = [PromptRow(slot, 0, one["each"]) for slot in range(one["prompts"])]
-        passed = costs.linear(one["prompts"] * one["each"], one["units"], decode=False)
-        modelled = passed.plus(costs.chain(rows, one["units"])).alone
-        ratios.append(modelled / spec.linear_share / one["us"] * 1e6)
+    for prompts, units, microseconds in PROMPTS_OF_A_LAYER:
+        rows = [PromptRow(slot, 0, 8192 // prompts) for slot in range(prompts)]
+        passed = costs.linear(8192, units, decode=False).plus(costs.chain(rows, units))
+        ratios.append(passed.alone / spec.linear_share / microseconds * 1e6)
     assert np.mean(np.abs(np.array(ratios) - 1)) < 0.04
     assert min(ratios) > 0.8
     assert max(ratios) < 1.1
@@ -582,8 +584,6 @@ def test_linear_attention_takes_what_was_measured() -> None:
     [
         (8, 2048, 32, 9.06),
         (8, 32_000, 132, 8.49),
-        (64, 2048, 32, 30.10),
-        (64, 32_000, 32, 64.70),
         (64, 32_000, 132, 29.91),
         (128, 2048, 132, 24.84),
     ],
@@ -593,6 +593,21 @@ def test_steps_of_a_hybrid_model(rows: int, context: int, units: int, millisecon
     device = DeviceModel(quiet(H200), SHAPES["qwen3.5-35b-a3b"])
     [seconds] = device.seconds([device.steps(decode(rows, context), units)[0]])
     assert 0.87 < seconds / milliseconds * 1e3 < 1.02
+
+
+def test_heads_of_256_are_read_as_measured() -> None:
+    """64 rows at 8,000 tokens, two KV heads, by share of an H200."""
+    figures = json.loads((RESULTS / "few-sm-variants-h200.json").read_text())["attention"]
+    [rates] = [
+        each["tb_s"]
+        for each in figures
+        if each.get("name") == "(4, 2, 2)" and each["context"] == 8000
+    ]
+    spec = SHAPES["qwen3.5-35b-a3b"]
+    costs = OperatorCosts(H200, spec, 1)
+    for units, rate in rates.items():
+        moved = costs.read(1e6, int(units))
+        assert moved.bytes / moved.alone == pytest.approx(rate * 1e12, rel=0.12)
 
 
 @pytest.mark.parametrize(("tokens", "milliseconds"), [(64, 32.9), (1024, 44.2)])

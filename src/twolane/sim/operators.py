@@ -16,17 +16,25 @@ FP8_RATE, FP8_STEP_RATE = 1.9, 1.3
 rows on an H100 and an H200, and of decode steps, from steps on 24 and 32 SMs of an H200."""
 FP8_SECONDS = 1.6e-5
 """Seconds added to a layer with products in e4m3, besides those of their rates."""
-KERNELS, EXPERT_KERNELS = 10, 6
-"""Number of small kernels in a layer, and how many experts add."""
-RULE_SHARE = 0.0395
+KERNELS, EXPERT_KERNELS = 10, 11
+"""Number of small kernels in a layer, and how many experts add: the router's two, four that route
+and gather, an activation, and those that add up."""
+OWN_ROWS, TRITON_ROWS = 16, 256
+"""Rows of an expert, on average, up to which products of a pass are the project's own, and up to
+which they are Triton's; beyond that they are PyTorch's (`kernels/experts/products.py`)."""
+TRITON_GROUPED, TORCH_GROUPED, FP8_GROUPED = 0.59, 0.67, 1.4
+"""Rates of these two over that of one large product, and of theirs in e4m3 over bfloat16: from
+slices of Qwen3-30B-A3B, Qwen3.5-35B-A3B and gpt-oss-20b on an H200
+(docs/notes/device-model.md#experts-in-passes)."""
+RULE_SHARE = 0.0856
 """Share of the arithmetic rate that linear attention of many prompts reaches: its products are
 small and wait for each other. This and the next constants are fitted to a layer of Qwen3.5-35B-A3B
 on an H200 (docs/notes/kernels-h200.md)."""
-WIDE_HEAD, WIDE_READS, WIDE_PROMPTS = 128, 0.25, 0.4
-"""The widest heads of the fitted attention kernels, and the rates over theirs at which kernels of
-wider heads read on an SM, and compute prompts: from steps and prompts of Qwen3.5-35B-A3B on an
-H200."""
-CHAIN_SECONDS, CHAIN_WORK = 5.7e-8, 2.5e-6
+FITTED_HEAD, WIDE_READS, WIDE_PROMPTS, NARROW_PROMPTS = 128, 0.38, 0.33, 0.7
+"""The heads of the fitted attention kernels, and the rates over theirs at which kernels of wider
+heads read on an SM, and compute prompts, and at which those of narrower heads do, which take as
+many exponentials for fewer products: from Qwen3.5-35B-A3B and gpt-oss-20b on an H200."""
+CHAIN_SECONDS, CHAIN_WORK = 3.04e-8, 2.2e-6
 """Seconds that each token of a prompt waits for those before it, since states go from chunk to
 chunk; and the seconds of one SM for a token that `RULE_SHARE` has for this work."""
 STATE_UNIT, STATE_REACH, STATE_CORNER = 0.37, 0.82, 3.0
@@ -262,15 +270,28 @@ class OperatorCosts:
         each = rows / active
         computed = active * (math.ceil(each / TILE) * TILE if each > TILE else each)
         weights = 3 * h * inner
+        rate = 1.0
+        if not decode and (each > OWN_ROWS or moe.biases):
+            computed = rows + active * TILE / 2  # the last tile of an expert is half empty
+            rate = self._grouped_rate(each, moe)
         flops = 2.0 * (computed * weights + tokens * h * moe.experts)
         stored = self._storage.experts * active * weights
-        moved = stored + ITEM * (h * moe.experts + rows * (4 * h + 4 * inner))
-        cost = self._bounded(flops, flops, moved, units, decode=decode)
+        moved = stored + ITEM * (h * moe.experts + rows * (2 * h + 3 * inner))
+        cost = self._bounded(flops / rate, flops, moved, units, decode=decode)
+        # Other kernels gather the rows, activate and add up.
+        cost = cost.plus(self._stream(ITEM * rows * (2 * h + 3 * inner), units))
         if decode and moe.biases:
             rate = GROUPED_BYTES if self._storage.own is None else GROUPED_MXFP4_BYTES
             late = max(0.0, stored / (units * rate) - cost.alone)
             cost = cost._replace(clocked=cost.clocked + late)
         return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
+
+    def _grouped_rate(self, each: float, moe: MoeSpec) -> float:
+        """Return the rate of a pass's products with `each` rows of an expert, over that of one
+        large product in bfloat16."""
+        triton = moe.biases or each <= TRITON_ROWS
+        in_e4m3 = 1 <= self._storage.experts < ITEM
+        return (TRITON_GROUPED if triton else TORCH_GROUPED) * (FP8_GROUPED if in_e4m3 else 1.0)
 
     def head(self, rows: int, units: int) -> Cost:
         """Return the cost of the classifier and of sampling for this many rows."""
@@ -375,7 +396,8 @@ class OperatorCosts:
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
         share = gpu.prompt_attention_share
-        share *= WIDE_PROMPTS if self._spec.head_dim > WIDE_HEAD else 1.0
+        if self._spec.head_dim != FITTED_HEAD:
+            share *= WIDE_PROMPTS if self._spec.head_dim > FITTED_HEAD else NARROW_PROMPTS
         c = flops / (units * gpu.unit_flops * share)
         saturated = moved / gpu.bandwidth
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
@@ -441,7 +463,7 @@ class OperatorCosts:
         # Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts
         # as fast as it can (docs/notes/kernels-h200.md).
         each = gpu.unit_bandwidth * (0.575 if self._storage.kv < ITEM else 1.0)
-        each *= WIDE_READS if self._spec.head_dim > WIDE_HEAD else 1.0
+        each *= WIDE_READS if self._spec.head_dim > FITTED_HEAD else 1.0
         reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
         return self._by_reach(seen * shapes.kv_bytes * shapes.layers, reach)
 
