@@ -160,3 +160,23 @@ def test_one_that_cannot_be_delivered_keeps_nobody_waiting() -> None:
         await asyncio.sleep(0.01)
 
     assert [each.id for each, _ in play(use, refuse)] == ["bad", "good"]
+
+
+def test_where_many_wait_those_of_two_intervals_go_together() -> None:
+    """Fewer times to wake up; none comes early, and a stream's tokens keep their order."""
+
+    async def use(queue: DeliveryQueue) -> None:
+        first = (int(asyncio.get_running_loop().time() / GROUP_SECONDS) + 2000) * GROUP_SECONDS
+        dues = [first + (i + 0.5) * GROUP_SECONDS / 40 for i in range(800)]
+        queue.add([output(str(i), due) for i, due in enumerate(dues)])
+        ends.append(len(queue._ends))
+        await asyncio.sleep(0.6)
+        queue.add([output(str(i), due + 1.0) for i, due in enumerate(dues[:400])])
+        ends.append(len(queue._ends))
+        await asyncio.sleep(1.0)
+
+    ends: list[int] = []
+    delivered = play(use)
+    assert [each.id for each, _ in delivered] == [*map(str, range(800)), *map(str, range(400))]
+    assert all(each.due is not None and at >= each.due for each, at in delivered)
+    assert ends == [pytest.approx(10, abs=1), pytest.approx(10, abs=1)]  # of 20 and 10 intervals
