@@ -143,6 +143,43 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
+class Predictor:
+    """The module that predicts the token after the next one (MTP), of which drafts can be made.
+
+    It is that of Qwen3-Next and Qwen3.5, as vLLM computes it: the embedding of the token that
+    follows, and the model's normalised hidden state, are each normalised and together projected to
+    one hidden state (`joined`). It goes through layers like the model's own with softmax attention,
+    a norm, and the model's classifier: a decoder of `spec` and `weights`, with a KV cache of its
+    own, runs them.
+    """
+
+    spec: ModelSpec
+    """The shape of its layers, with the model's vocabulary."""
+    weights: Weights
+    """Its layers and norm, and the model's own embeddings and classifier."""
+    joins: Tensor
+    """What embedding and hidden state together are multiplied with, [hidden, 2 * hidden]."""
+    embedding_norm: Tensor
+    """The norm of embeddings, [hidden]."""
+    hidden_norm: Tensor
+    """The norm of hidden states, [hidden]."""
+
+    def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Return what its first layer reads, [T, hidden].
+
+        Args:
+            embedded: The embeddings of the tokens after these, [T, hidden].
+            hidden: The model's hidden states of T tokens, as `Decoder.last` returns them.
+        """
+        size, eps = hidden.shape[1:], self.spec.norm_eps
+        parts = (
+            functional.rms_norm(embedded, size, self.embedding_norm, eps),
+            functional.rms_norm(hidden, size, self.hidden_norm, eps),
+        )
+        return functional.linear(torch.cat(parts, dim=1), self.joins)
+
+
+@dataclass(frozen=True, eq=False)
 class Int8Layer:
     """A layer of attention and a dense MLP in eight bits as two scripted calls.
 

@@ -2,12 +2,14 @@
 
 It has the shapes of Qwen3-Next and Qwen3.5: norms of an embedding and of a hidden state, a
 projection of both to one hidden state, and layers of softmax attention with the model's own MLPs.
-No drafts are made yet, so its tensors are checked and stay in their files.
+No drafts are made yet, so a server checks its tensors, and leaves them in their files until
+`load.weights.load_predictor` is called.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from twolane.model.load.checkpoint import (
     LinearModule,
@@ -17,13 +19,15 @@ from twolane.model.load.checkpoint import (
     vectors_of,
 )
 from twolane.model.load.facts import ModelFacts
-from twolane.model.load.quantization import StoredTensor
+from twolane.model.load.parts import of_stacked
+from twolane.model.load.quantization import Format, StoredTensor
 from twolane.model.load.source import TensorSource
+from twolane.model.sharding import Cut
 
 _BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F8_E8M0": 8}
 
 
-class Predictor(NamedTuple):
+class Found(NamedTuple):
     """What a checkpoint has of it."""
 
     layers: int
@@ -31,7 +35,7 @@ class Predictor(NamedTuple):
     bytes: int
 
 
-def check_predictor(facts: ModelFacts, tensors: TensorSource) -> Predictor | None:
+def check_predictor(facts: ModelFacts, tensors: TensorSource) -> Found | None:
     """Check the tensors that predict further tokens; return what there is, None: nothing.
 
     Args:
@@ -57,7 +61,66 @@ def check_predictor(facts: ModelFacts, tensors: TensorSource) -> Predictor | Non
     bits = sum(
         math.prod(tensors.shape(name)) * _BITS.get(tensors.type(name), 8) for name in expected
     )
-    return Predictor(max(numbers, default=0) + 1, len(expected), bits // 8)
+    return Found(max(numbers, default=0) + 1, len(expected), bits // 8)
+
+
+def as_model(facts: ModelFacts, tensors: TensorSource) -> tuple[ModelFacts, TensorSource] | None:
+    """Return its layers as those of a model of their own, and their tensors under the names that
+    such a model has; None: there are none.
+
+    Raises:
+        WeightsError: see `check_predictor`.
+    """
+    if (found := check_predictor(facts, tensors)) is None:
+        return None
+    spec, names = facts.spec, {n: tensors.type(n) for n in tensors.names()}
+    attends = next(i for i in range(spec.layers) if not spec.is_linear(i))
+    moe = None if spec.moe is None else replace(spec.moe, dense_layers=())
+    kinds = (spec.kind(attends),) * found.layers
+    spec = replace(spec, layers=found.layers, kinds=kinds, moe=moe, delta=None, convolution=None)
+    own = replace(facts, spec=spec)
+    if facts.quantization is not None:
+        formats = {
+            f"model.layers.{i}.{name}": _format(facts, f"mtp.layers.{i}.{name}", module, names)
+            for i in range(spec.layers)
+            for name, module in linears_of(own, i).items()
+        }
+        own = replace(own, quantization=replace(facts.quantization, stored=formats))
+    renamed = {
+        name.replace("mtp.", "model.") if name.startswith(_MOVED) else name: name
+        for name in names
+        if name.startswith("mtp.")
+    }
+    return own, of_stacked(_Renamed(tensors, renamed), own)
+
+
+_MOVED = ("mtp.layers.", "mtp.norm.")
+"""Beginnings of the names of tensors that a model of its own has, too."""
+
+
+@dataclass(frozen=True)
+class _Renamed:
+    """Some tensors of a source under other names."""
+
+    source: TensorSource
+    stored: Mapping[str, str]
+    """Their names in the source, by the new ones."""
+
+    def names(self) -> list[str]:
+        """See `TensorSource.names`."""
+        return list(self.stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource.shape`."""
+        return self.source.shape(self.stored[name])
+
+    def type(self, name: str) -> str:
+        """See `TensorSource.type`."""
+        return self.source.type(self.stored[name])
+
+    def get(self, name: str, cut: Cut | None = None) -> Any:
+        """See `TensorSource.get`."""
+        return self.source.get(self.stored[name], cut)
 
 
 def _expected(
@@ -100,11 +163,17 @@ def _modules(facts: ModelFacts, attends: int) -> dict[str, LinearModule]:
 def _stored(
     facts: ModelFacts, name: str, module: LinearModule, names: Mapping[str, str]
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a module's tensors in the first format that has a weight of this type, or in floats."""
+    """Yield a module's tensors in its format."""
+    yield from module_tensors(name, module, _format(facts, name, module, names)).items()
+
+
+def _format(
+    facts: ModelFacts, name: str, module: LinearModule, names: Mapping[str, str]
+) -> Format | None:
+    """Return the first format of a module that has a weight of this type; None: floats."""
     formats = [] if facts.quantization is None else facts.quantization.formats(name)
-    for form in (*formats, None):
-        tensors = module_tensors(name, module, form)
-        weight = tensors.get(f"{name}.weight")
+    for form in formats:
+        weight = module_tensors(name, module, form).get(f"{name}.weight")
         if weight is not None and names.get(f"{name}.weight") in weight.types:
-            break
-    yield from tensors.items()
+            return form
+    return None

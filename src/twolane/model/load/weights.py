@@ -19,6 +19,7 @@ from twolane.model import int8
 from twolane.model.decoder import (
     LayerInputs,
     LayerWeights,
+    Predictor,
     SideExperts,
     TokenInputs,
     Weights,
@@ -43,6 +44,7 @@ from twolane.model.load.checkpoint import (
 )
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import ModelSource
+from twolane.model.load.mtp import as_model
 from twolane.model.load.opened import dummy_tensors, open_tensors
 from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
@@ -128,6 +130,46 @@ def load_weights(
         shard = Shard(facts.spec, rank, ranks)
         loader = _Loader(facts, shard, tensors, scheme, floats, device, eight)
         return facts.spec, loader.weights(progress or (lambda *_: None))
+
+
+def load_predictor(
+    source: ModelSource,
+    model: Weights,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Predictor | None:
+    """Load what predicts further tokens (MTP) onto a device; None: the checkpoint has none.
+
+    Args:
+        source: What `hub.resolve` found; a directory.
+        model: The weights of the model itself, whose embeddings and classifier it shares.
+        dtype: See `load_weights`, here and below.
+        quantization: See there.
+        device: See there.
+
+    Raises:
+        WeightsError: tensors are missing, or of another shape or type.
+        ValueError: files are missing or broken, or the arguments make no sense.
+    """
+    device = torch.device(device)
+    floats = _floats(dtype, device)
+    scheme = asked_scheme(quantization, source.facts.quantization, False)
+    with ExitStack() as stack:
+        if (found := as_model(*open_tensors(source, source.facts, stack))) is None:
+            return None
+        facts, tensors = found
+        loader = _Loader(facts, Shard(facts.spec, 0, 1), tensors, scheme, floats, device)
+        layers = tuple(map(loader._layer, range(facts.spec.layers)))
+        norm, less = loader._get("model.norm.weight"), bool(facts.family.norms_less_1)
+        norms = [
+            (torch.as_tensor(tensors.get(f"mtp.pre_fc_norm_{name}.weight")).float() + less)
+            for name in ("embedding", "hidden")
+        ]
+        joins = loader._get("mtp.fc.weight")
+    own = replace(model, layers=layers, norm=norm)
+    return Predictor(facts.spec, own, joins, *(each.to(device, floats) for each in norms))
 
 
 def _floats(dtype: str, device: torch.device) -> torch.dtype:
