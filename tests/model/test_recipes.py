@@ -1,7 +1,16 @@
 """The text recipes of vLLM's cookbook (2026) that fit one H200: served, or refused by name."""
 
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
 from twolane.model.families.refused import reason
 from twolane.model.families.registry import ARCHITECTURES, VISION
+from twolane.model.load.configs import facts_from_directory
+from twolane.model.spec import UnsupportedModel
 
 RECIPES = {
     "SeedOssForCausalLM": "Seed-OSS-36B-Instruct",
@@ -59,11 +68,44 @@ LEAST = 61
 """Recipes that are served."""
 
 
+KNOWN = {**ARCHITECTURES, **VISION}
+GUIDE = Path(__file__).parents[2] / "docs/guides/models.md"
+
+
 def test_each_recipe_is_served_or_refused_with_a_reason() -> None:
     recipes = [name for names in RECIPES.values() for name in names.split()]
     assert len(recipes) == len(set(recipes)) == 75
-    known = {*ARCHITECTURES, *VISION}
-    others = [name for name in RECIPES if name not in known]
+    others = [name for name in RECIPES if name not in KNOWN]
     assert [name for name in others if reason(name) is None] == []
-    served = [name for arch in RECIPES if arch in known for name in RECIPES[arch].split()]
-    assert len(served) >= LEAST, len(served)
+    served = [name for arch in RECIPES if arch in KNOWN for name in RECIPES[arch].split()]
+    assert len(served) == LEAST
+
+
+@pytest.mark.parametrize("architecture", RECIPES)
+def test_a_config_as_it_is_published_is_read_or_refused(architecture: str, tmp_path: Path) -> None:
+    """With all fields of the class in `transformers`, of models that have one, as it writes them;
+    those of vision models have the fields of the text below `text_config`."""
+    if architecture not in KNOWN:
+        raw = {"architectures": [architecture], "model_type": "other"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(UnsupportedModel, match=re.escape(str(reason(architecture)))):
+            facts_from_directory(tmp_path)
+        return
+    family = KNOWN[architecture]
+    config = AutoConfig.for_model(family.vision.get(architecture, family.name))
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    facts = facts_from_directory(tmp_path)
+    assert facts.family is family
+    assert facts.vision == (architecture in VISION)
+    assert facts.spec.layers == config.get_text_config().num_hidden_layers
+
+
+def test_the_guide_has_all_of_them() -> None:
+    rows = [
+        f"| {names.replace(' ', ', ')} | `{architecture}` | "
+        f"{'served' if architecture in KNOWN else reason(architecture)} |"
+        for architecture, names in RECIPES.items()
+    ]
+    text = GUIDE.read_text()
+    assert [row for row in rows if row not in text] == []

@@ -1,8 +1,10 @@
 """Fifty prompts of 1 to 512 tokens on a random model of each family, served in every way."""
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.model.checkpoints import (
     FAMILIES,
     LAYERS,
     VOCAB,
+    config_of,
     load_decoder,
     make_checkpoint,
     reference,
@@ -27,8 +30,11 @@ from twolane.lanes.cpu.runner import AwaitMasks, Runner, _Paused
 from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
 from twolane.model.decoder import Decoder
+from twolane.model.families import registry
+from twolane.model.load.configs import facts_from_directory
 from twolane.model.load.hub import resolve
 from twolane.model.page_layout import PageLayout
+from twolane.model.spec import UNROTATED, ModelSpec
 
 PAGE = 8
 REQUESTS = random_requests(VOCAB)
@@ -36,6 +42,23 @@ POOLS = {"ample": 2048, "small": -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)}
 """Pages: nothing is ever evicted; one of the longest requests, and little beside it."""
 PAIRWISE = ("qwen2-sliding", "qwen3-moe", "qwen3.5-moe")
 """The others differ inside a layer alone, which `tests/model/test_parity.py` cuts anywhere."""
+KINDS = {
+    "gpt-oss": "chunked-48",
+    "gemma4-inputs": "every-layer",
+    "gemma4-moe": "static-split-k3",
+    "glm4-moe": "every-layer",
+    "qwen2-moe": "chunked-48",
+    "laguna": "static-split-k3",
+    "lfm2": "every-layer",
+    "hunyuan": "cut-2",
+    "muse-glimmer": "chunked-640",
+    "olmo2": "cut-1",
+    "smollm3": "static-split",
+}
+"""Families that have, with those of `PAIRWISE`, every kind of layer, each with a schedule."""
+QUICK = ("gpt-oss", "gemma4-inputs", "gemma4-moe", "laguna", "lfm2")
+"""Those whose layers the lanes treat in a way of their own: windows and sinks, heads and keys by
+layer, experts beside a dense MLP, gates, convolutions."""
 AXES: dict[str, Any] = {
     "family": PAIRWISE,
     "schedule": tuple(schedules(LAYERS)),
@@ -69,6 +92,52 @@ def name(case: Case) -> str:
 def test_pairwise(case: Case, models: Models, tally: Tally) -> None:
     """Every two values of two axes meet in one of these cases."""
     check(case, models, tally)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in KINDS],
+)
+def test_kinds_of_layers(family: str, models: Models, tally: Tally) -> None:
+    """What `test_pairwise` leaves out, once; `test_in_full` has all schedules of all families."""
+    place = list(KINDS).index(family)
+    case = {"family": family, "schedule": KINDS[family], "running": 5, "prefix_cache": True}
+    check({**case, "pool": tuple(POOLS)[place % 2]}, models, tally, every=6)
+
+
+def traits(spec: ModelSpec) -> set[str]:
+    """What layers of a model have beside plain attention, norms of inputs and a dense MLP."""
+    moe, found = spec.moe, set[str]()
+    for kind in (spec.kind(i) for i in range(spec.layers)):
+        found |= {f.name for f in fields(kind) if getattr(kind, f.name) != f.default}
+        found |= {"unrotated"} if kind.rope == UNROTATED else set()
+    names = ("sinks", "qkv_bias", "v_norm", "layer_scales", "layer_inputs", "output_gate", "gate")
+    names += ("norms_rotated", "bare_qk_norm", "norms_embeddings", "logit_cap", "norms_outputs")
+    found |= {name for name in (*names, "delta", "convolution") if getattr(spec, name)}
+    found |= {f"norm of {spec.qk_norm}"} if spec.qk_norm else set()
+    if moe is not None:
+        of_moe = ("sigmoid", "biased", "shared", "gated", "beside_dense", "biases", "dense_layers")
+        found |= {"experts", *(f"experts: {name}" for name in of_moe if getattr(moe, name))}
+    return found
+
+
+VISION = {kind: name for each in registry.VISION.values() for name, kind in each.vision.items()}
+"""Architectures of checkpoints that read images, too, by their types."""
+
+
+def test_every_kind_of_layer_is_in_the_list(tmp_path: Path) -> None:
+    has = {}
+    for family in FAMILIES:
+        config_of(family).save_pretrained(tmp_path / family)
+        config = json.loads((tmp_path / family / "config.json").read_text())
+        config.pop("architectures", None)  # a text's type says it; others name theirs
+        if "text_config" in config:
+            config["architectures"] = [VISION[config["model_type"]]]
+        (tmp_path / family / "config.json").write_text(json.dumps(config))
+        has[family] = traits(facts_from_directory(tmp_path / family).spec)
+    every = set().union(*has.values())
+    served = set().union(*(has[family] for family in (*PAIRWISE, *KINDS)))
+    assert every - served == set()
 
 
 @pytest.mark.full
@@ -162,14 +231,14 @@ def test_faults_are_noticed(faulty: type[Runner], models: Models) -> None:
         forgiven(faulty)
 
 
-def check(case: Case, models: Models, tally: Tally) -> None:
+def check(case: Case, models: Models, tally: Tally, every: int | None = None) -> None:
     """Every token is the reference's; and the case was what it says it is.
 
     One at a time, a third of the requests do: those that begin with the same text. Of a few at a
     time, half of them.
     """
     decoder, judge = models(case["family"])
-    requests = REQUESTS[:: {1: 3, 2: 2, 5: 2}.get(case["running"], 1)]
+    requests = REQUESTS[:: every or {1: 3, 2: 2, 5: 2}.get(case["running"], 1)]
     served = serve(
         decoder,
         schedules(LAYERS)[case["schedule"]](),
@@ -180,6 +249,8 @@ def check(case: Case, models: Models, tally: Tally) -> None:
         prefix_cache=case["prefix_cache"],
     )
     compare(requests, served, judge, tally)
+    if every is not None:  # too few for all that a setting means
+        return
     check_setting(case, served, windowed=PageLayout.of(decoder.spec).window > 0)
 
 
