@@ -432,3 +432,5 @@ def test_many_replicas_that_are_idle_take_turns_and_none_is_forgotten() -> None:
     made.remove("r001")
     named = made.candidates(ask(), 0.0, ("r000", "r001", "r099"))
     assert {each.name for each in named} & {"r000", "r001", "r099"} == {"r099"}
+    every = made.candidates(ask(), 0.0, [replica.name for replica in made])
+    assert len(every) <= table_module.FEW + 1

@@ -80,14 +80,21 @@ class ReplicaCandidates:
 
         Args:
             landmarks: Hashes of its landmarks, shortest prefix first.
-            more: Further names, of which those that can take a request are looked at, too.
+            more: Further names, of which the least loaded are looked at, too.
         """
-        names = {name for name in more if name in self._loads}
+        names = set[str]()
         for landmark in reversed(landmarks):
-            found = {*self._holders.get(landmark, ())} & self._loads.keys()
-            names.update(heapq.nsmallest(WITH_PREFIX, found, key=self._loads.__getitem__))
+            names.update(self._least(WITH_PREFIX, self._holders.get(landmark, ())))
             if len(names) >= WITH_PREFIX:
                 break
+        names.update(self._least(LEAST_LOADED, more))
         names.update(each.name for each in self._ordered[:LEAST_LOADED])
         names.update(islice(self._turns, 1))
         return names
+
+    def _least(self, count: int, names: Collection[str]) -> Collection[str]:
+        """Return the least loaded of some replicas, of those that can take a request."""
+        able = {*names} & self._loads.keys()
+        if len(able) <= count:
+            return able
+        return heapq.nsmallest(count, able, key=self._loads.__getitem__)

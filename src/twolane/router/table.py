@@ -206,7 +206,7 @@ class Table:
         Args:
             request: The request.
             now: The time in seconds on the caller's clock.
-            names: Further ones to return, if they can take a request.
+            names: Names of which the least loaded are returned, too, if they can take a request.
         """
         if len(self._candidates) <= FEW:
             return self.views(request, now)
