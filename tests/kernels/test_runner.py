@@ -401,6 +401,24 @@ def slices(world: World, *, graphs: bool) -> None:
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("graphs", [False, True])
+def test_layers_have_inputs_of_their_tokens(
+    graphs: bool, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a request has left between two slices, in steps, and in hybrid passes."""
+    fakes(device, monkeypatch)
+    world = World(make_checkpoint("gemma4-inputs", tmp_path / "model", seed=1, layers=4))
+    world.runner._memory["device"].whole = None  # as for all models whose layers differ
+    slices(world, graphs=graphs)
+    running, new = Asked(4, [*range(90, 99)], [20]), Asked(3, [*range(30, 36)], [21])
+    world.prefill(running, 8)
+    world.slots.last_token[4] = running.tokens[-1]
+    world.decode([running], 2)
+    world.run([running], [(new, 6)])
+    world.decode([running, new], 1)
+
+
 @pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.full), True])
 def test_passes_follow_each_other(
     world: World, split: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,17 +15,19 @@ import torch
 from torch import distributed as dist
 
 import twolane
+from twolane.common.errors import FieldError
 from twolane.devices import DeviceSettings
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import device_clock as clock
 from twolane.lanes.cuda.decode_graphs import LevelGraphs
 from twolane.lanes.cuda.launch_thread import IdleWork, Launcher, Turn
-from twolane.lanes.cuda.machine import _log_graphs
+from twolane.lanes.cuda.machine import _check_built, _log_graphs
 from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.ranks.cuda_follower import FollowerLanes
 from twolane.lanes.ranks.followers import FollowerStart, adapter_key
 from twolane.lanes.ranks.log_reader import AdapterReports
 from twolane.lanes.work import AdapterRecord, Sampling
+from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
 
 
@@ -36,6 +38,13 @@ def test_a_slot_bans_as_many_as_it_can(count: int) -> None:
     known = Sampling(params, seed=0, prompt_tokens=5, eos_token_ids=(2,))
     banned = (2, *params.stop_token_ids) if count < MAX_BANNED else ()
     assert np.array_equal(_packed(known), pack_params(temperature=1.0, limit=8, banned=banned))
+
+
+def test_inputs_of_layers_are_served_on_one_gpu() -> None:
+    spec = ModelSpec("gemma4_text", 2, 64, 4, 2, 16, 96, 256, 128, layer_inputs=16)
+    _check_built(spec, 1)
+    with pytest.raises(FieldError, match=r"tensor_parallel_size.* must be 1: inputs of each layer"):
+        _check_built(spec, 2)
 
 
 def test_an_adapter_that_a_gpus_rank_cannot_read_does_not_end_the_rank(
