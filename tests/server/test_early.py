@@ -75,7 +75,7 @@ async def no_wait() -> None:
 def made(metrics: ServerMetrics, *, early: bool) -> uvicorn.Server:
     """A server whose calls with `LATE` are refused."""
     gate = Gate(endpoint, ["key"], 1000, check_call=check_call)
-    fast = EarlyGate(gate, PATHS, lambda: early, check_head, partial(note, metrics))
+    fast = EarlyGate(gate, PATHS, lambda data: early, check_head, partial(note, metrics))
     limits = ConnectionLimits(99, arrival_seconds=PATIENCE, stall_seconds=PATIENCE)
     http = connection_class(limits, UnsentOutput(), fast.refuse)
     app = CallMiddleware(gate, metrics, PATHS, no_wait)
@@ -174,7 +174,7 @@ def test_a_head_that_readers_may_read_differently_goes_its_usual_way(data) -> No
     gate = Gate(endpoint, ["key"], 1000)
     refused = []
     early = EarlyGate(
-        gate, PATHS, lambda: True, check_head, lambda path, error: refused.append(path)
+        gate, PATHS, lambda data: True, check_head, lambda path, error: refused.append(path)
     )
     assert early.refuse(head(LATE), [], 0.0) is not None
     assert early.refuse(data, [], 0.0) is None

@@ -12,8 +12,9 @@ import pytest
 
 from twolane.engine.prompt_work import PromptPace, PromptWork
 from twolane.server.http.errors import ApiError
+from twolane.server.http.slo_headers import names_ttft
 from twolane.server.service.admission import Admission
-from twolane.server.service.late_guard import Expected, LateGuard
+from twolane.server.service.late_guard import ArrivingRequests, Expected, LateGuard
 from twolane.slo import Slo
 
 from .serving import PATIENCE
@@ -198,6 +199,49 @@ def test_what_a_head_let_pass_is_not_checked_again_and_counts_at_once(still) -> 
         made.check_early(headers, SLO, None, 0.0)
     still(101.1)
     made.check_early(headers, SLO, None, 0.0)
+
+
+def test_what_arrives_is_summed_and_forgotten_after_a_second(still) -> None:
+    arrivals, works = ArrivingRequests(), [PromptWork(1, tokens, 0) for tokens in (10, 20, 40)]
+    for place, work in enumerate(works):
+        still(100.0 + 0.4 * place)
+        arrivals.add(place, work)
+    assert arrivals.work.tokens == 70
+    arrivals.take(1)
+    arrivals.take(1)
+    assert arrivals.work.tokens == 50
+    still(101.3)
+    assert arrivals.work.tokens == 40
+    assert arrivals.take_oldest() == works[2]
+    assert arrivals.take_oldest() is None
+    assert arrivals.work == PromptWork()
+
+
+@pytest.mark.usefixtures("still")
+def test_of_many_that_come_at_once_to_an_idle_server_only_those_in_time_are_read() -> None:
+    busy, headers = guard({None: 450}), {"content-length": "2000"}
+    for _ in range(8):
+        assert refuses(busy, 400, call(length=2000))
+    made = guard({})
+    made._bodies = busy._bodies
+    made.check_early({"content-length": "9000"}, SLO, None, 0.0)  # alone, though it will be late
+    made = guard({})
+    made._bodies = busy._bodies
+    made.check_early(headers, SLO, None, 0.0)
+    made.check_early(headers, SLO, None, 0.0)  # read to learn from it
+    for _ in range(9):
+        with pytest.raises(ApiError):
+            made.check_early(headers, SLO, None, 0.0)
+    made.check_early(headers, Slo(), None, 0.0)  # has no bound
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [("x-slo-ttft-ms: 9", True), ("X-LLM-D-SLO-TTFT-MS:9", True), ("x-slo-tbt-ms: 9", False)],
+)
+def test_bounds_are_seen_in_heads_alone(line, named) -> None:
+    head = f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode()
+    assert names_ttft(head + b"x-slo-ttft-ms: 9") == named
 
 
 @pytest.mark.usefixtures("still")

@@ -94,7 +94,7 @@ def application(
     early = EarlyGate(
         gate,
         GENERATING_PATHS,
-        lambda: ingress.watches,
+        lambda data: ingress.watches,
         ingress.check_arrival,
         lambda path, error: ingress.metrics.count(error.code),
     )

@@ -16,6 +16,7 @@ from twolane.server.http.gate import Gate
 from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.methods import CORS, Cors, Head
 from twolane.server.http.route import Route
+from twolane.server.http.slo_headers import names_ttft
 from twolane.server.http.unknown import UnknownFields
 from twolane.server.openai.embeddings import add_embedding_routes
 from twolane.server.openai.refused import add_refused_routes
@@ -120,6 +121,7 @@ def add_gates(
         metrics.begin_call().refuse(error.code, error.message, overload=overload)
         metrics.count_http("POST", path, error.status_code)
 
-    app.state.early = EarlyGate(
-        gate(app), GENERATION_PATHS, lambda: guard.watches, check_call, note
-    )
+    def watches(data: bytes) -> bool:
+        return guard.on and (metrics.slo.ttft is not None or names_ttft(data))
+
+    app.state.early = EarlyGate(gate(app), GENERATION_PATHS, watches, check_call, note)

@@ -55,8 +55,8 @@ class EarlyGate:
     Args:
         gate: Checks hosts, paths and keys.
         paths: The paths of calls.
-        watches: Returns whether calls may be refused for overload now; the others go their usual
-            way.
+        watches: Returns whether the call that some bytes begin with may be refused for overload;
+            the others go their usual way.
         check_call: Refuses a call by its headers, its path, the index of its key, and the seconds
             for which it waited to be read.
         on_refusal: Counts a refused call by its path and the reason.
@@ -66,7 +66,7 @@ class EarlyGate:
         self,
         gate: Gate,
         paths: Container[str],
-        watches: Callable[[], bool],
+        watches: Callable[[bytes], bool],
         check_call: Callable[[Headers, str, int | None, float], None],
         on_refusal: Callable[[str, ApiError], None],
     ) -> None:
@@ -83,7 +83,7 @@ class EarlyGate:
             default_headers: Headers of every answer.
             unread: Seconds for which they waited to be read.
         """
-        if not self._watches() or (head := HEAD.match(data, 0, MAX_HEAD)) is None:
+        if not self._watches(data) or (head := HEAD.match(data, 0, MAX_HEAD)) is None:
             return None
         raw = [
             (name.lower(), value.strip(b"\t "))

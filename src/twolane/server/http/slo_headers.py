@@ -40,6 +40,11 @@ async def bounded_call(
 BoundedCall = Annotated[Call, Depends(bounded_call)]
 
 
+def names_ttft(data: bytes) -> bool:
+    """Return whether the head of a request that some bytes begin with has a bound on TTFT."""
+    return b"slo-ttft-ms:" in data[: data.find(b"\r\n\r\n")].lower()
+
+
 def tighter(*milliseconds: float | None) -> float | None:
     """Return the tightest of the given bounds in seconds, above 0; None: none is given."""
     present = [value for value in milliseconds if value is not None]

@@ -48,14 +48,55 @@ class Expected(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A call that its head has not refused and whose body is being read."""
+    """A request that its head has not refused and whose body is not known yet."""
 
-    key: int | None
-    """The index of its API key."""
     work: PromptWork
     """The least work that its body is expected to be."""
     at: float
     """Time of its arrival, in seconds on the monotonic clock."""
+
+
+class ArrivingRequests:
+    """The requests of one key that arrive, oldest first.
+
+    Those that came more than `ARRIVING_SECONDS` ago are forgotten: some end without being known.
+    """
+
+    def __init__(self) -> None:
+        self._each: dict[object, Arriving] = {}
+        self._work = PromptWork()
+
+    def add(self, request: object, work: PromptWork) -> None:
+        """Add a request that arrives now."""
+        self._forget_old()
+        self._each[request] = Arriving(work, time.monotonic())
+        self._work = self._work.plus(work)
+
+    def take(self, request: object) -> None:
+        """Remove a request, if it is still there."""
+        if request in self._each:
+            self._work = self._work.plus(self._each.pop(request).work, -1.0)
+
+    def take_oldest(self) -> PromptWork | None:
+        """Remove the oldest request and return its work; None: there is none."""
+        if not self._each:
+            return None
+        request, (work, _) = next(iter(self._each.items()))
+        self.take(request)
+        return work
+
+    @property
+    def work(self) -> PromptWork:
+        """The work of all of them."""
+        self._forget_old()
+        return self._work
+
+    def _forget_old(self) -> None:
+        oldest = time.monotonic() - ARRIVING_SECONDS
+        while self._each and next(iter(self._each.values())).at < oldest:
+            self.take_oldest()
+        if not self._each:
+            self._work = PromptWork()
 
 
 class BodyWork:
@@ -88,8 +129,8 @@ class BodyWork:
 class LateGuard:
     """Predicts first tokens and refuses requests with a TTFT bound that would miss it.
 
-    While nothing waits, nothing is refused: a prompt that cannot be in time even alone is served
-    then.
+    While nothing waits and no body is being read, nothing is refused: a prompt that cannot be in
+    time even alone is served then.
 
     Args:
         engine: a running engine.
@@ -98,7 +139,7 @@ class LateGuard:
     """
 
     def __init__(self, engine: EngineClient, admission: Admission, *, on: bool) -> None:
-        self._engine, self._admission, self._on = engine, admission, on
+        self._engine, self._admission, self.on = engine, admission, on
         self._correction = TtftCorrection()
         self._bodies = defaultdict[int | None, BodyWork](BodyWork)
         """By API key."""
@@ -107,11 +148,10 @@ class LateGuard:
         self._due: list[tuple[float, int]] = []
         """Heap of their numbers by the time at which they are due."""
         self._numbers = itertools.count()
-        self._arriving: dict[Call, Arriving] = {}
-        """Calls whose bodies are being read, oldest first."""
-        self._early = defaultdict[int | None, deque[Arriving]](deque)
-        """By API key, requests that `check_early` let pass and whose calls are not made yet, oldest
-        first."""
+        self._early = defaultdict[int | None, ArrivingRequests](ArrivingRequests)
+        """By API key, requests that `check_early` let pass and whose calls are not made yet."""
+        self._reading = defaultdict[int | None, ArrivingRequests](ArrivingRequests)
+        """By API key, calls whose bodies are being read."""
 
     def check_early(
         self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float
@@ -122,7 +162,8 @@ class LateGuard:
         Raises:
             ApiError: 429.
         """
-        self._early[key].append(self._passed(self.check_head(headers, slo, key, unread), key))
+        work = self._passed(self.check_head(headers, slo, key, unread), key)
+        self._early[key].add(object(), work)
 
     def check_arrival(self, headers: Mapping[str, str], call: Call, key: int | None) -> None:
         """Refuse a request as `check_head` does, or count what its body is expected to be until
@@ -131,20 +172,16 @@ class LateGuard:
         Raises:
             ApiError: 429.
         """
-        early = self._early[key]
-        if early:
-            arriving = early.popleft()
-        else:
-            arriving = self._passed(self.check_head(headers, call.slo, key), key)
-        if arriving.work.tokens:
-            self._arriving[call] = arriving
-
-    def _passed(self, work: PromptWork | None, key: int | None) -> Arriving:
-        """Return what counts of a request of a key that `check_head` has not refused."""
-        now = time.monotonic()
+        work = self._early[key].take_oldest()
         if work is None:
-            self._bodies[key].read_at = now
-        return Arriving(key, work or PromptWork(), now)
+            work = self._passed(self.check_head(headers, call.slo, key), key)
+        self._reading[key].add(call, work)
+
+    def _passed(self, work: PromptWork | None, key: int | None) -> PromptWork:
+        """Return the work that counts of a request of a key that `check_head` has not refused."""
+        if work is None:
+            self._bodies[key].read_at = time.monotonic()
+        return work or PromptWork()
 
     def check_head(
         self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float = 0.0
@@ -166,7 +203,7 @@ class LateGuard:
             ApiError: 429.
         """
         length = headers.get("content-length")
-        if length is None or not self.watches:
+        if length is None or not self.on:
             return PromptWork()
         bodies, now = self._bodies[key], time.monotonic()
         try:
@@ -178,7 +215,10 @@ class LateGuard:
         if own.ttft is None:
             return works[0]
         self._learn_from_overdue()
-        before, arrival = self._work_arriving(key), now - unread
+        before = self._early[key].work.plus(self._reading[key].work)
+        arrival = now - unread
+        if not (self.watches or before.tokens):
+            return works[0]
         least, most = (
             self._expected(work.plus(before), int(work.tokens), int(work.tokens), key, own, arrival)
             for work in works
@@ -188,20 +228,6 @@ class LateGuard:
         if not bodies.known or now < bodies.read_at + READ_SECONDS:
             raise self._late(least)
         return None
-
-    def _work_arriving(self, key: int | None) -> PromptWork:
-        """Return the least work of the bodies of a key that are being read."""
-        oldest, work, early = time.monotonic() - ARRIVING_SECONDS, PromptWork(), self._early[key]
-        while early and early[0].at < oldest:
-            early.popleft()
-        for each in early:
-            work = work.plus(each.work)
-        for call, each in list(self._arriving.items()):
-            if each.at < oldest:
-                del self._arriving[call]
-            elif each.key == key:
-                work = work.plus(each.work)
-        return work
 
     def check(
         self, prompts: Sequence[list[int]], call: Call, reused: Callable[[list[int]], int]
@@ -217,7 +243,7 @@ class LateGuard:
         Raises:
             ApiError: 429, it would be late.
         """
-        self._arriving.pop(call, None)
+        self._reading[call.key].take(call)
         self._learn_from_overdue()
         expected = self._expected_of(prompts, call)
         if expected is not None and self.watches and self._is_late(expected):
@@ -255,8 +281,8 @@ class LateGuard:
 
     @property
     def watches(self) -> bool:
-        """Whether a request may be refused now."""
-        return self._on and self._admission.waiting > 0
+        """Whether a request may be refused now, though none is being read."""
+        return self.on and self._admission.waiting > 0
 
     def _wait(self, key: int | None, tokens: int) -> float:
         """Return the predicted seconds of the work that is served before `tokens` more of a key."""
