@@ -10,13 +10,15 @@ have with those beside the same request without the field. Both print the figure
 
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +27,7 @@ from typing import Any
 
 from ..server.serving import PATIENCE, Served, serving, wait_for, write_tiny_model
 from .checkpoint import add_text
-from .overload import MODEL, seconds_of
+from .overload import MODEL, SERVER_CORES, seconds_of
 
 PATH = "/v1/completions"
 KEYS = ("key-a", "key-b")
@@ -109,6 +111,20 @@ class Tenants:
         return figures["num_requests_waiting"] + figures["num_requests_running"]
 
 
+@contextmanager
+def served_apart(*arguments: str) -> Iterator[Served]:
+    """Run a server on the first cores that there are, and its clients on the others, if any."""
+    allowed = sorted(os.sched_getaffinity(0))
+    own, others = allowed[:SERVER_CORES], allowed[SERVER_CORES:]
+    os.sched_setaffinity(0, own)
+    try:
+        with serving(*arguments) as served:
+            os.sched_setaffinity(0, others or own)
+            yield served
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def shares(system: str, case: str) -> dict[str, Any]:
     """Return the seconds to a first token of key B beside one request of key A and beside 300, and
     the ratio of their medians."""
@@ -117,7 +133,7 @@ def shares(system: str, case: str) -> dict[str, Any]:
         model = write_tiny_model(Path(name) / "model", **MODEL)
         keys = [word for key in KEYS for word in ("--api-key", key)]
         arguments = ("--load-format", "dummy", "--system", system, "--max-queue", "1000")
-        with serving(str(model), *arguments, *map(str, room), *keys) as served:
+        with served_apart(str(model), *arguments, *map(str, room), *keys) as served:
             tenants, found = Tenants(served), dict[int, list[float]]()
             for _ in range(4):
                 asyncio.run(tenants.first_token(KEYS[1], 4))
