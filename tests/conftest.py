@@ -3,6 +3,7 @@
 import gc
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+from tests import zygote
 from tests.kernels import interpreter
 from tests.parity.judge import MAX_FORGIVEN, Judge, Tally
 from tests.systems import names
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
 
+_FORKS = pytest.StashKey[bool]()
 _TALLIES = pytest.StashKey[dict[str, Tally]]()
 
 interpreter.define()
@@ -60,8 +63,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Let tests and fixtures that draw without a generator of their own draw the same."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let tests and fixtures that draw without a generator of their own draw the same; fork their
+    programs, unless they are marked."""
+    zygote.enabled = _FORKS in item.config.stash and not item.get_closest_marker("executed")
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -78,6 +83,9 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("same")
+    if sys.platform == "linux" and not config.getoption("--full") and not torch.cuda.is_available():
+        config.stash[_FORKS] = True
+        zygote.install()
     if system := config.getoption("--system"):
         names.only(system)
 

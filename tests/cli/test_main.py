@@ -47,6 +47,7 @@ def imported(*args):
     return {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time:")}
 
 
+@pytest.mark.executed
 def test_help_takes_little_more_than_the_library_that_prints_it():
     def seconds(*command):
         """Processor time: what a busy machine takes beside it says nothing."""

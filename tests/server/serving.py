@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests import zygote
+
 PATIENCE = 120.0
 """Seconds that a test waits for what must happen: right programs end the wait far sooner, also on a
 machine that is so busy that a server takes half a minute to start."""
@@ -103,14 +105,16 @@ def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> obje
 
 
 def children(pid: int) -> set[int]:
-    """Return the processes that a process has started, by whichever of its threads.
+    """Return the processes that a process has started, by whichever of its threads, without the
+    tests' own `zygote`.
 
     Not every kernel lists them at their parent's.
     """
     found: set[int] = set()
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # a process that has just ended
-            if int(file.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+            name, _, fields = file.read_text().rpartition(")")
+            if int(fields.split()[1]) == pid and not name.endswith(f"({zygote.NAME}"):
                 found.add(int(file.parent.name))
     return found
 

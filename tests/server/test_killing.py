@@ -24,10 +24,11 @@ from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
 from twolane.server.service.service import Service
 
-from .conftest import TINY
+from .conftest import MODEL, TINY
 from .serving import PATIENCE, alive, engine_of, serving, wait_for
 from .test_lifecycle import LONG, Stream
 
+pytestmark = pytest.mark.executed
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
 MOMENTS = [
     *(pytest.param(moment, marks=pytest.mark.full) for moment in ("idle", "prefill", "stream")),
@@ -184,13 +185,14 @@ def test_killing_the_server(tiny_model, moment):
         wait_for(lambda: not alive(engine))
 
 
-def test_the_front_has_no_torch(real):
+def test_the_front_has_no_torch():
     """What is mapped into the process tells: the API process serves text without PyTorch."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-    assert real.request("/v1/chat/completions", body)[0] == 200
-    mapped = Path(f"/proc/{real.process.pid}/maps").read_text()
-    assert "libtorch" not in mapped
-    assert "libtorch" in Path(f"/proc/{real.engine_pid}/maps").read_text()
+    with serving(MODEL, "--kv-tokens", "2000") as served:
+        assert served.request("/v1/chat/completions", body)[0] == 200
+        mapped = Path(f"/proc/{served.process.pid}/maps").read_text()
+        assert "libtorch" not in mapped
+        assert "libtorch" in Path(f"/proc/{served.engine_pid}/maps").read_text()
 
 
 def test_front_modules_import_no_torch():

@@ -305,6 +305,7 @@ def test_a_signal_drains(doomed, number):
     assert not alive(engine)
 
 
+@pytest.mark.executed
 def test_a_supervisors_signal_to_all_processes_drains(doomed):
     """As systemd sends it: the engine leaves it to the API process."""
     stream = Stream(doomed, {**LONG, "max_tokens": 300})
@@ -315,6 +316,7 @@ def test_a_supervisors_signal_to_all_processes_drains(doomed):
     assert doomed.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.executed
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "owner/name"])
 def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
     """From an index, and a hub, that say nothing."""
@@ -336,6 +338,7 @@ def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
     assert not list(tmp_path.rglob(".pull-*"))
 
 
+@pytest.mark.executed
 def test_a_draining_server_says_so(tiny_model):
     """Probes fail and new requests are refused, on new connections and old ones, while a stream
     goes on; a second signal stops it at once."""

@@ -21,6 +21,7 @@ def serve(*args, **more):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **more)
 
 
+@pytest.mark.executed
 def test_the_second_server_on_a_port_ends_before_it_loads_anything(tiny):
     """Or looks for its model."""
     port = str(urllib.parse.urlsplit(tiny.base).port)
@@ -33,6 +34,7 @@ def test_the_second_server_on_a_port_ends_before_it_loads_anything(tiny):
     assert tiny.request("/health")[0] == 200
 
 
+@pytest.mark.executed
 def test_a_full_standard_output_and_a_deleted_working_folder_stop_no_server(tiny_model, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
