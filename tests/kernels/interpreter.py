@@ -29,7 +29,8 @@ def _define_kernels() -> None:
     import twolane.kernels as package
 
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        importlib.import_module(module.name)
+        if ".kernels.cpu." not in module.name:  # these need no interpreter, but llvmlite
+            importlib.import_module(module.name)
 
 
 def _mend_loop_bounds() -> None:

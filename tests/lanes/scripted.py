@@ -44,6 +44,8 @@ class ScriptRunner:
     def run(self, work: Callable[[], Iterator[Step]], masks: AwaitMasks) -> Iterator[Step]:
         return work()
 
+    compiled = False
+
     def bind(self, lane: LaneName) -> None:
         """There is one rank."""
 

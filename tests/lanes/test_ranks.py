@@ -197,6 +197,8 @@ def test_outputs_are_those_of_requests_alone(system: str, request: pytest.Fixtur
 class Idle:
     """A runner that does nothing."""
 
+    compiled = False
+
     def bind(self, lane: str) -> None: ...
 
     def run(self, work: Work, masks: AwaitMasks) -> Iterator[Step]:

@@ -60,6 +60,8 @@ class Watched:
     def drop(self, batch: int) -> None:
         self._runner.drop(batch)
 
+    compiled = False
+
     def bind(self, lane: LaneName) -> None:
         self._runner.bind(lane)
 

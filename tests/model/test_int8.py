@@ -17,6 +17,12 @@ from twolane.model.products import Products
 pytestmark = pytest.mark.skipif(not int8.is_fast(), reason="this CPU has no products of 8 bits")
 
 
+@pytest.fixture(autouse=True)
+def without_a_compiler(monkeypatch):
+    """As where `llvmlite` is not installed."""
+    monkeypatch.setattr(weights, "compiles", lambda: False)
+
+
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

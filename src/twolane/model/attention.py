@@ -412,6 +412,13 @@ class Batch:
         read = self._sequence(slots) if len(indices) == 1 else self._put(slots)
         return _SingleTokenRows(self._put(rows), read, mask)
 
+    def sequence_slots(self, table: int) -> _Ints:
+        """Return the slots of each segment's sequence in a table, [segments, most tokens]; the last
+        one of a shorter sequence is repeated."""
+        ends = np.array([s.start + s.n for s in self.segments], dtype=np.int64)
+        positions = np.minimum(np.arange(ends.max()), ends[:, None] - 1)
+        return self._slots(np.arange(len(ends)), positions, table).reshape(len(ends), -1)
+
     def _slots(self, indices: _Ints, positions: _Ints, table: int) -> _Ints:
         """Slots of `positions` [R, L] of the segments `indices` [R] in a table, flattened."""
         pages = self._tables[table][indices[:, None], positions // self.page_size]

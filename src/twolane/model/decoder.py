@@ -311,7 +311,7 @@ class Decoder:
         """
         w, products = self.weights.layers[i], products or self.products
         if products is self.products and (fused := self._int8[i]) is not None:
-            return fused.run(hidden, batch, kv, self._turn(i, batch))
+            return fused.run(hidden, batch, kv, self.turn(i, batch))
         inputs = hidden[:, self.spec.hidden_size :]
         hidden = hidden[:, : self.spec.hidden_size]
         attend = self._attended if w.delta is None else self._attended_linearly
@@ -443,7 +443,7 @@ class Decoder:
         elif weight is not None:
             normal = self._normalised_whole if spec.qk_norm == "whole" else self._normalised_heads
             x = normal(qk) * weight
-        rope, turn = spec.rope_of(i), self._turn(i, batch)
+        rope, turn = spec.rope_of(i), self.turn(i, batch)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
@@ -452,25 +452,32 @@ class Decoder:
         if rope.query_beta:
             qk[:, : self._shapes[i].heads] *= query_scales(rope, batch.positions).to(qk.dtype)
 
-    def _turn(self, i: int, batch: Batch) -> torch.Tensor:
+    def turn(self, i: int, batch: Batch) -> torch.Tensor:
         """Return the rotation of each token in layer `i`, complex64 [T, 1, head_dim / 2]."""
         rope = self.spec.rope_of(i)
         return batch.rotation(self._rotations[rope, self._shapes[i].head_dim], rope)
 
 
-def _int8_layer(spec: ModelSpec, i: int, w: LayerWeights) -> Int8Layer | None:
-    """Return layer `i` in the form of fewer calls, or None if they do not compute all of it."""
-    shape, mlp = spec.each[i], w.mlp
+def is_plain(spec: ModelSpec, i: int, w: LayerWeights) -> bool:
+    """Return whether layer `i` is attention and a dense MLP without anything unusual."""
+    mlp = w.mlp
     unusual = (w.delta, w.taps, w.gate, w.side, w.inputs, w.scale, w.o_bias)
     if not isinstance(mlp, DenseMlp) or any(part is not None for part in unusual):
-        return None
-    plain = not (spec.norms_outputs or spec.v_norm or shape.output_gate)
+        return False
+    plain = not (spec.norms_outputs or spec.v_norm or spec.each[i].output_gate)
     plain &= not (spec.kind(i).reads_earlier or spec.rope_of(i).query_beta)
     plain &= w.qk_norm is None or (spec.qk_norm == "head" and not spec.norms_rotated)
     plain &= mlp.activation == "silu" and mlp.gate_up_bias is None and mlp.down_bias is None
-    qkv, o, gate_up, down = map(_packed, (w.qkv, w.o, mlp.gate_up, mlp.down))
-    if not plain or w.input_norm is None or w.mlp_norm is None:
+    return plain and w.input_norm is not None and w.mlp_norm is not None
+
+
+def _int8_layer(spec: ModelSpec, i: int, w: LayerWeights) -> Int8Layer | None:
+    """Return layer `i` in the form of fewer calls, or None if they do not compute all of it."""
+    shape, mlp = spec.each[i], w.mlp
+    if not is_plain(spec, i, w) or w.input_norm is None or w.mlp_norm is None:
         return None
+    assert isinstance(mlp, DenseMlp)
+    qkv, o, gate_up, down = map(_packed, (w.qkv, w.o, mlp.gate_up, mlp.down))
     if qkv is None or o is None or gate_up is None or down is None:
         return None
     norms, bias = (w.input_norm, w.mlp_norm), w.qkv_bias

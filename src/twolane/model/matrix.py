@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from twolane.kernels.cpu import tiles
 from twolane.model import fp8, int4, int8, mxfp4
 
 PlainScheme = Literal["float32", "bf16", "float16", "float64"]
@@ -18,7 +19,7 @@ Scheme = (
     | Fp8Scheme
     | Int4Scheme
     | Int4GpuScheme
-    | Literal["int8_channel", "mxfp4", "mxfp4_gpu"]
+    | Literal["int8_channel", "int4_min32", "tiles", "mxfp4", "mxfp4_gpu"]
 )
 """Storage scheme of a matrix [rows, columns].
 
@@ -34,6 +35,10 @@ Scheme = (
   `int4.for_registers`; scales are `int4.join_zeros`'s [groups, rows], and hold the zeros.
 - `int8_channel`: whole numbers of eight bits in the layout of `int8.pack`, which a CPU multiplies
   with, and a float32 scale for each row; scales are [rows].
+- `int4_min32`: numbers of four bits in the order of `tiles.of_four_bits`, with a scale and a
+  minimum for each 32 columns of a row, which are [rows, groups]; zeros are the minima, in floats.
+- `tiles`: numbers of four or eight bits with scales, as a CPU's compiled kernels read them
+  (`kernels/cpu/formats.py`).
 - `mxfp4`: e2m1 numbers of four bits, packed as in `int4.pack`, with a power of two for each 32
   columns of a row; scales are its exponents, uint8 [rows, groups], as `mxfp4.quantise` stores them.
 - `mxfp4_gpu`: the same as a GPU's kernel reads it, in the order of `mxfp4.for_gpu`, of whole blocks
@@ -62,7 +67,8 @@ class Matrix:
     scales: Tensor | None = None
     """The scales that values are multiplied with, or None in plain schemes."""
     zeros: Tensor | None = None
-    """uint8 zero points of asymmetric schemes of four bits, shaped like the scales, or None."""
+    """uint8 zero points of asymmetric schemes of four bits, shaped like the scales, or None; the
+    minima of `int4_min32`."""
 
     @classmethod
     def plain(cls, values: Tensor) -> "Matrix":
@@ -76,6 +82,8 @@ class Matrix:
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix, however its values are packed."""
+        if self.scheme == "tiles":
+            return tiles.shape(self.values)
         rows, columns = self.values.shape
         if self.scheme == "int8_channel":
             return columns, rows
@@ -102,8 +110,12 @@ class Matrix:
 
     def dequantised(self) -> Tensor:
         """Return the dequantised matrix [rows, columns]: float32, or a plain scheme's values."""
+        if self.scheme == "tiles":
+            return tiles.dequantised(self.values)
         if self.scales is None:
             return self.values
+        if self.scheme == "int4_min32":
+            return tiles.dequantised(in_tiles(self).values)
         if self.scheme.startswith("int4_gpu"):
             return int4.dequantise(int4.from_registers(self.values), *int4.split_zeros(self.scales))
         if self.scheme.startswith("int4"):
@@ -173,6 +185,8 @@ class Matrix:
             return replace(self, values=self.values * factor)
         if self.scheme == "mxfp4":
             return quantised(self.dequantised() * factor, self.scheme)
+        if self.scheme == "int4_min32" and self.zeros is not None:
+            return replace(self, scales=self.scales * factor, zeros=self.zeros * factor)
         return replace(self, scales=self.scales * factor)
 
     def reordered(self, order: Tensor) -> "Matrix":
@@ -206,6 +220,25 @@ def in_registers(matrix: Matrix) -> Matrix:
     scheme = _ON_GPU[matrix.scheme]
     joined = int4.join_zeros(matrix.scales, matrix.zeros)
     return Matrix(int4.for_registers(matrix.values), scheme, joined)
+
+
+def in_tiles(matrix: Matrix) -> Matrix:
+    """Return a matrix as a CPU's compiled kernels read it: four bits with groups of whole blocks as
+    they are, others rounded to eight bits."""
+    if (group := _shared_columns(matrix.scheme)) and matrix.scheme in GROUPS.values():
+        assert matrix.scales is not None
+        zeros = float(int4.MIDDLE) if matrix.zeros is None else matrix.zeros.float()
+        each = (matrix.scales, -zeros * matrix.scales)
+        scales, minima = (part.repeat_interleave(group // 32, dim=1) for part in each)
+        numbers = int4.unpack(matrix.values).view(len(matrix.values), -1, 2, 16)
+        ordered = (numbers[:, :, 0] | (numbers[:, :, 1] << 4)).flatten(1)
+        return Matrix(tiles.of_four_bits(ordered, scales, minima), "tiles")
+    if matrix.scheme == "int4_min32":
+        assert matrix.scales is not None
+        assert matrix.zeros is not None
+        four = tiles.of_four_bits(matrix.values, matrix.scales, matrix.zeros)
+        return Matrix(four, "tiles")
+    return Matrix(tiles.of_eight_bits(matrix.dequantised()), "tiles")
 
 
 def in_eight_bits(matrix: Matrix) -> Matrix:

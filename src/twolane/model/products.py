@@ -39,6 +39,7 @@ class Products:
             "fp8_block128": _Fp8Blocks(self._float32),
             "fp8_row128": _Fp8Blocks(self._float32),
             "int8_channel": _Int8(),
+            "tiles": _Tiles(),
             **{f"int4_g{size}": _FourBits(self._float32) for size in (32, 64, 128)},
             "mxfp4": _FourBits(self._float32),
         }
@@ -153,3 +154,18 @@ class _Int8:
         assert matrix.scales is not None
         out = int8.add_linear(residual, x, matrix.values, matrix.scales, int8.ZERO_POINT)
         return out if bias is None else out.add_(bias)
+
+
+class _Tiles(_Dequantising):
+    """Weights of four or eight bits and activations of 15 for each 32 columns, in compiled code.
+
+    A row's product is the same to the last bit beside any other rows.
+    """
+
+    def __init__(self) -> None:
+        """Multiply without another kernel."""
+
+    def _product(self, x: Tensor, matrix: Matrix) -> Tensor:
+        from twolane.kernels.cpu.product import linear
+
+        return linear(x, matrix.values)

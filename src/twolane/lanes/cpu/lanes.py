@@ -86,7 +86,8 @@ class CpuLanes:
         self._last[lane] = ticket
         worker = self._workers.get((lane, units))
         if worker is None:
-            worker = _Worker(lane, self._share(lane, units), self._execute, self._runner.bind)
+            share, compiled = self._share(lane, units), self._runner.compiled
+            worker = _Worker(lane, share, self._execute, self._runner.bind, tries=not compiled)
             self._workers[lane, units] = worker
         worker.jobs.put(_Job(ticket, work, tuple(t for t in before if not t.done)))
         if isinstance(work, PrefillWork):
@@ -204,7 +205,7 @@ class ThreadCounts:
 
 
 class _Worker:
-    """A thread on its cores, with as many intra-op threads."""
+    """A thread on its cores, with as many intra-op threads; `tries` how many decode steps take."""
 
     def __init__(
         self,
@@ -212,12 +213,14 @@ class _Worker:
         cores: tuple[int, ...],
         execute: Callable[[_Job | _Drop], None],
         bind: Callable[[LaneName], None],
+        *,
+        tries: bool,
     ) -> None:
         self.jobs: SimpleQueue[_Job | _Drop | None] = SimpleQueue()
         self._cores = cores
         self._execute = execute
         self._lane, self._bind = lane, bind
-        self._threads = ThreadCounts(len(cores)) if len(cores) > 1 else None
+        self._threads = ThreadCounts(len(cores)) if tries and len(cores) > 1 else None
         name = f"lane-{lane}-{len(cores)}"
         self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from twolane.model.load.peft import read_adapter
 from twolane.model.lora import AdapterPool
 from twolane.model.products import Products
 from twolane.sampling import TokenLogprobs
+
+if TYPE_CHECKING:
+    from twolane.lanes.cpu.compiled import CompiledLayers
 
 SCORED_LOGITS = 2**22
 """The most logits made at a time for a prompt's log-probabilities: 16 MiB, and as much again."""
@@ -80,6 +84,7 @@ class Runner:
         self._decoder = decoder
         self._kv = kv
         self._slots = SlotTable(slots)
+        self._compiled = _compiled_layers(decoder)
         self._adapters = adapters or AdapterPool(decoder.weights, 0)
         self._follows = decoder.group.rank > 0
         """Whether another rank has the logits, and samples."""
@@ -89,6 +94,11 @@ class Runner:
         """The masks of the slots that a launch constrains, until it has sampled them."""
         self._paused: dict[int, _Paused] = {}
         """Batches between two slices, by id."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether decode steps are compiled, for any number of threads."""
+        return self._compiled is not None
 
     def run(self, work: Work, masks: AwaitMasks = no_late_masks) -> Iterator[Step]:
         """Run the work and yield the results of each step when it is done.
@@ -117,8 +127,12 @@ class Runner:
         self._adapters.put(slot, None)
 
     def bind(self, lane: LaneName) -> None:
-        """Have this thread run that lane's work from now on."""
+        """Have this thread run that lane's work from now on, on as many threads as PyTorch's."""
         self._decoder.group.bind(lane)
+        if self.compiled:
+            from twolane.kernels.cpu.team import set_threads
+
+            set_threads(torch.get_num_threads())
 
     def drop(self, batch: int) -> None:
         """Forget the hidden states of a batch that has no further slice."""
@@ -245,6 +259,9 @@ class Runner:
         return self._decoder.group.broadcast(tokens) if slots else tokens
 
     def _layers(self, hidden: Tensor, rows: _PassRows, first: int, last: int) -> Tensor:
+        compiled, plain = self._compiled, rows.products is self._decoder.products
+        if compiled is not None and plain and compiled.takes(self._kv):
+            return compiled.run(first, last, hidden, rows.batch, self._kv)
         for i in range(first, last):
             hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products)
         return hidden
@@ -263,6 +280,15 @@ class Runner:
             each = np.repeat(slots, [place.tokens for place in places])
             products = self._adapters.products(products, each)
         return _PassRows(batch, products)
+
+
+def _compiled_layers(decoder: Decoder) -> "CompiledLayers | None":
+    """Return the layers in compiled code, or None if they are not run in it."""
+    if decoder.weights.layers[0].qkv.scheme != "tiles":
+        return None
+    from twolane.lanes.cpu.compiled import compiled_layers
+
+    return compiled_layers(decoder)
 
 
 def _segment(row: PromptRow) -> SequenceStates:

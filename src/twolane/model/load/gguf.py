@@ -243,6 +243,29 @@ class GGUFModel:
         # Unquantised tensors are views of the file.
         return values if values.flags.writeable else values.copy()
 
+    def four_bits(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return numbers, uint8 [out, in / 2], and float32 scales and minima [out, in / 32] of a
+        matrix in Q4_0 or Q4_1, in the Hugging Face order of rows; None: it has another type.
+
+        A number's element is scale * number + minimum; of each 32 columns 16 bytes have the first
+        16 in their low halves.
+        """
+        tensor = self._tensors[self._names[name]]
+        factors = {GGMLQuantizationType.Q4_0: 1, GGMLQuantizationType.Q4_1: 2}
+        if tensor.tensor_type not in factors or len(tensor.shape) != 2:
+            return None
+        count, (columns, rows) = factors[tensor.tensor_type], map(int, tensor.shape)
+        blocks = np.asarray(tensor.data).reshape(rows, columns // 32, 16 + 2 * count)
+        floats = np.ascontiguousarray(blocks[:, :, : 2 * count]).view(np.float16)
+        scales = floats[:, :, 0].astype(np.float32)
+        minima = -8.0 * scales if count == 1 else floats[:, :, 1].astype(np.float32)
+        numbers = blocks[:, :, 2 * count :].reshape(rows, -1)
+        parts, part = (numbers, scales, minima), name.split(".")[-2]
+        if not self._facts.permuted or part not in _TURNED:
+            return parts
+        heads = self.spec.heads if part == _TURNED[0] else self.spec.kv_heads
+        return tuple(_separate_halves(each, heads) for each in parts)
+
     def _read_spec(self) -> ModelSpec:
         if self._facts.config is not None:
             return self._configured(self._facts.config)

@@ -15,6 +15,8 @@ from torch.nn import functional
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory
 from twolane.devices import OnProgress
+from twolane.kernels.cpu import tiles
+from twolane.kernels.cpu.availability import available as compiles
 from twolane.model import int8
 from twolane.model.decoder import (
     LayerInputs,
@@ -43,13 +45,14 @@ from twolane.model.load.checkpoint import (
     stored_form,
 )
 from twolane.model.load.facts import ModelFacts
+from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
 from twolane.model.load.mtp import as_model
 from twolane.model.load.opened import dummy_tensors, open_tensors
 from twolane.model.load.quantization import BLOCK, Quantization
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.source import TensorSource
-from twolane.model.matrix import Matrix, Scheme, concatenated, in_eight_bits, quantised
+from twolane.model.matrix import Matrix, Scheme, concatenated, in_eight_bits, in_tiles, quantised
 from twolane.model.mlp import DenseMlp, ExpertBiases, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
@@ -300,7 +303,9 @@ class _Loader:
         tied, on_cpu = self.spec.tie_embeddings, self.device.type == "cpu"
         embedding, even = self._filled(embedding), self.spec.vocab_size % self.shard.size == 0
         if tied:
-            head = self._for_cpu(Matrix.plain(embedding), EMBEDDING.removesuffix(".weight"))
+            four = None if self.spec.norms_embeddings else self._four_bits(EMBEDDING)
+            head = four or Matrix.plain(embedding)
+            head = self._for_cpu(head, EMBEDDING.removesuffix(".weight"))
         else:
             head = self._alone("lm_head", plain=not (on_cpu and even))
         if not even:
@@ -347,6 +352,8 @@ class _Loader:
             WeightsError: its numbers cannot be.
         """
         form, place = stored_form(name, self.facts)
+        if form is None and (four := self._four_bits(f"{name}.weight")) is not None:
+            return four
         if form is None:
             weight = f"{name}.weight"
             return (
@@ -371,6 +378,17 @@ class _Loader:
             matrix = matrix.part(at.first, at.first + rows)
         whole = matrix if scheme is None else quantised(matrix.dequantised(), scheme)
         return self._part(name, whole)
+
+    def _four_bits(self, name: str) -> Matrix | None:
+        """Return a matrix with the four bits of a GGUF file, if the device multiplies with them."""
+        stored = isinstance(self.tensors, GGUFModel) and self.eight_bits and compiles()
+        if not stored or not tiles.fits(*self.tensors.shape(name)[:2]):
+            return None
+        assert isinstance(self.tensors, GGUFModel)
+        if (parts := self.tensors.four_bits(name)) is None:
+            return None
+        numbers, scales, minima = (torch.tensor(part) for part in parts)
+        return Matrix(numbers, "int4_min32", scales, minima)
 
     def _part(self, name: str, matrix: Matrix) -> Matrix:
         """Return the rank's part of a whole module.
@@ -462,7 +480,8 @@ class _Loader:
         rounded = not stored.isdisjoint(self.facts.rounded)
         if not self.eight_bits or not (rounded or matrix.scales is not None):
             return matrix
-        served = in_eight_bits(matrix)
+        tiled = compiles() and tiles.fits(*matrix.shape)
+        served = in_tiles(matrix) if tiled else in_eight_bits(matrix)
         before = "GGUF's types of few bits" if rounded else matrix.scheme
         self.converted[before, served.scheme] += 1
         return served
@@ -481,6 +500,11 @@ class _Loader:
         Raises:
             WeightsError: they are not stored alike.
         """
+        if len({each.scheme for each in matrices}) > 1:
+            matrices = [
+                Matrix.plain(each.dequantised()) if each.scheme == "int4_min32" else each
+                for each in matrices
+            ]
         try:
             joined = concatenated(matrices)
         except ValueError as error:

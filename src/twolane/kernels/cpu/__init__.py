@@ -1,0 +1,1 @@
+"""Compiled CPU kernels: forward passes over tiles of few bits without Python between operations."""
