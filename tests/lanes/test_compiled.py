@@ -212,3 +212,14 @@ def test_compiled_code_is_kept_and_a_broken_file_is_made_again(tmp_path):
     assert compiler.kept(folder, [source], make) == b"code"
     assert len(made) == 3
     assert compiler.kept(source / "no folder", [source], make) == b"code"
+
+
+def test_a_user_without_a_home_keeps_no_code(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(team.Path, "home", nowhere)
+    assert team.cache_folder() is None
+    compiled = team.functions.__wrapped__()
+    assert callable(compiled["run_layers"])

@@ -18,9 +18,12 @@ _LINE = 8
 """Numbers of a cache line."""
 
 
-def cache_folder() -> Path:
-    """Return the folder that keeps compiled code."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def cache_folder() -> Path | None:
+    """Return the folder that keeps compiled code; None: this user has no home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # as in a container that runs under any number
+        return None
     return Path(base) / "twolane" / "cpu"
 
 
@@ -28,7 +31,12 @@ def cache_folder() -> Path:
 def functions() -> compiler.Compiled:
     """Return the compiled functions of this process."""
     sources = [Path(m.__file__ or "") for m in (compiler, formats, instructions, passes)]
-    code = compiler.kept(cache_folder(), sources, lambda: passes.program().object_code())
+    folder = cache_folder()
+
+    def make() -> bytes:
+        return passes.program().object_code()
+
+    code = make() if folder is None else compiler.kept(folder, sources, make)
     return compiler.Compiled(code, passes.EXPORTED)
 
 
