@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from twolane.kernels.delta_rule import rule_step
 from twolane.kernels.delta_rule.convolution import convolved_token
 from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.kernels.fused import launch_options, warps
@@ -274,6 +275,9 @@ def decode_step(
     tile = {"TAPS": delta.taps, "HEADS": _HEADS, "BLOCK": block, **early}
     grid, width = (len(x), -(-heads // _HEADS)), warps(_HEADS * block)
     launch(_convolve_step, grid, *taken, **layer.shape, **tile, num_warps=width)
+    if rule_step.serves(delta, x, units):
+        _step_by_heads(x, rates, layer, rows, mixed, out, units)
+        return
     tiled = _tile(units)
     columns = min(tiled.columns, values)
     moved = mixed, rates, parameters.decay, parameters.shift, rule, *rows, out, rates.stride(0)
@@ -282,6 +286,23 @@ def decode_step(
     width = min(tiled.warps, warps(keys * columns))
     launch(_rule_step, parts, *moved, **layer.shape, **tile, num_warps=width)
     gate_heads(out, x, layer)
+
+
+def _step_by_heads(
+    x: Tensor,
+    rates: Tensor,
+    layer: LinearLayer,
+    rows: tuple[Tensor, Tensor],
+    mixed: Tensor,
+    out: Tensor,
+    units: int,
+) -> None:
+    """What follows the convolution in `decode_step`, in one kernel; rows: slots and lengths."""
+    own, (slots, lengths) = layer.parameters, rows
+    arrays = mixed, rates, own.decay, own.shift, layer.rule, slots, lengths, out
+    pointers = [tensor.data_ptr() for tensor in (*arrays, x[:, layer.delta.mixed_size :], own.norm)]
+    given = rule_step.RuleStepArguments(*pointers, len(x), rates.stride(0), x.stride(0), layer.eps)
+    rule_step.launch(layer.delta, given, x.device, units)
 
 
 def gate_heads(out: Tensor, x: Tensor, layer: LinearLayer) -> None:
