@@ -26,6 +26,7 @@ from twolane.server.http.connection import (
     EXTRA_CONNECTIONS,
     GRACE_SECONDS,
     LOG_SECONDS,
+    READ_AT_ONCE,
     SMALL_CHUNKS,
     ConnectionLimits,
     StrictBuffer,
@@ -468,6 +469,38 @@ def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_pa
             assert dead not in folders()
             assert kept in folders()
     mine.remove()
+
+
+def test_a_request_whose_client_leaves_before_its_turn_is_told_to_the_application():
+    """Which counts it, as it counts others whose client has left."""
+    calls = []
+
+    async def app(scope, receive, send):
+        calls.append(scope["path"])
+        assert (await receive())["type"] == (
+            "http.disconnect" if "left" in calls[-1] else "http.request"
+        )
+        await receive()  # nothing is answered, so that nobody's turn comes
+
+    async def work():
+        limits = ConnectionLimits(max_connections=9, arrival_seconds=PATIENCE, stall_seconds=99.0)
+        bound, loop = connection_class(limits, UnsentOutput()), asyncio.get_running_loop()
+        config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
+        config.load()
+        connections = [bound(config, state, {}, loop) for _ in range(READ_AT_ONCE + 1)]
+        for place, connection in enumerate(connections):
+            connection.connection_made(Link())
+            path = b"/left" if place == READ_AT_ONCE else b"/read"
+            head = b"POST %b HTTP/1.1\r\nHost: x\r\nX-Api-Key: a\r\nContent-Length: 2\r\n\r\n"
+            connection.data_received(head % path + b"{}")
+        await asyncio.sleep(0)
+        assert calls == ["/read"] * READ_AT_ONCE
+        for connection in reversed(connections):
+            connection.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+        assert calls[READ_AT_ONCE:] == ["/left"]
+
+    asyncio.run(work())
 
 
 def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():

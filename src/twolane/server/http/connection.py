@@ -377,7 +377,9 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._held = b""
+        held, self._held = self._held, b""
+        if held:  # its client has left before its turn, and the application counts it so
+            super().data_received(held)
         self.end_turn()
         self._stop_watch()
         self.waiting.pop(self, None)
