@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -83,7 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("same")
-    if sys.platform == "linux" and not config.getoption("--full") and not torch.cuda.is_available():
+    alone = os.environ.get("OPENBLAS_NUM_THREADS") == "1"  # NumPy would start threads
+    whole = config.getoption("--full") or torch.cuda.is_available()
+    if sys.platform == "linux" and alone and not whole:
         config.stash[_FORKS] = True
         zygote.install()
     if system := config.getoption("--system"):
