@@ -325,9 +325,9 @@ class Connection(H11Protocol):
     def read_held(self, key: bytes) -> bool:
         """Read the request that waits for a turn of its key; return False if the connection has
         ended."""
-        data, self._held = self._held, b""
-        if not data or self.transport.is_closing():
+        if not self._held or self.transport.is_closing():
             return False
+        data, self._held = self._held, b""
         self._key = key
         self.flow.resume_reading()
         super().data_received(data)
