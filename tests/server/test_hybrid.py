@@ -116,6 +116,25 @@ def joined(chunks: list[dict], name: str) -> str:
     return "".join(chunk["choices"][0]["delta"].get(name) or "" for chunk in chunks)
 
 
+def check_streamed(chunks: list[dict]) -> list[dict]:
+    """Return the parts of the one streamed call: its arguments are whole and come in pieces."""
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    parts = [call for delta in deltas for call in delta.get("tool_calls") or []]
+    streamed = "".join(part["function"].get("arguments") or "" for part in parts)
+    assert json.loads(streamed) == ARGUMENTS
+    assert len(parts) > 2, "arguments come in pieces"
+    return parts
+
+
+def check_result_is_read(base: str, message: dict, tools: list[dict]) -> None:
+    """The answer that follows a call and its result speaks of the result."""
+    turns = [{"role": "user", "content": "Call"}, message]
+    [call] = message["tool_calls"]
+    turns.append({"role": "tool", "tool_call_id": call["id"], "content": "Sum"})
+    body = post(base, "/v1/chat/completions", "", tools=tools, messages=turns)
+    assert body["choices"][0]["message"]["content"] == "It is 3."
+
+
 def test_chat(base) -> None:
     chat = "/v1/chat/completions"
     message = post(base, chat, "Sum")["choices"][0]["message"]
@@ -136,17 +155,9 @@ def test_calls_in_chat(base) -> None:
     assert (message["reasoning_content"], message["content"]) == ("A tool helps.", "I ask.")
     [call] = message["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == ARGUMENTS
-    chunks = events(base, chat, "Call", tools=tools)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    parts = [call for delta in deltas for call in delta.get("tool_calls") or []]
+    parts = check_streamed(events(base, chat, "Call", tools=tools))
     assert parts[0]["function"]["name"] == "add"
-    streamed = "".join(part["function"].get("arguments") or "" for part in parts)
-    assert json.loads(streamed) == ARGUMENTS
-    assert len(parts) > 2, "arguments come in pieces"
-    turns = [{"role": "user", "content": "Call"}, message]
-    turns.append({"role": "tool", "tool_call_id": call["id"], "content": "Sum"})
-    body = post(base, chat, "", tools=tools, messages=turns)
-    assert body["choices"][0]["message"]["content"] == "It is 3."
+    check_result_is_read(base, message, tools)
     [choice] = post(base, chat, "Call", tools=tools, tool_choice="required", **OFF)["choices"]
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "add"

@@ -12,7 +12,15 @@ from tests.model.checkpoints import config_of, random_model
 from tests.server.parrot import HIDDEN, Learnt, write_parrot
 from tests.server.serving import serving
 from tests.server.test_harmony import events, post, send
-from tests.server.test_hybrid import ADD_NOTED, ARGUMENTS, MARK, OFF, joined
+from tests.server.test_hybrid import (
+    ADD_NOTED,
+    ARGUMENTS,
+    MARK,
+    OFF,
+    check_result_is_read,
+    check_streamed,
+    joined,
+)
 
 QWEN3_NEXT = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
@@ -118,15 +126,8 @@ def test_calls_in_chat(served: Served) -> None:
     assert json.loads(call["function"]["arguments"]) == ARGUMENTS
     chunks = events(base, chat, "Call", tools=tools)
     assert joined(chunks, "content") == "I ask."
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    parts = [each for delta in deltas for each in delta.get("tool_calls") or []]
-    streamed = "".join(part["function"].get("arguments") or "" for part in parts)
-    assert json.loads(streamed) == ARGUMENTS
-    assert len(parts) > 2, "arguments come in pieces"
-    turns = [{"role": "user", "content": "Call"}, message]
-    turns.append({"role": "tool", "tool_call_id": call["id"], "content": "Sum"})
-    body = post(base, chat, "", tools=tools, messages=turns)
-    assert body["choices"][0]["message"]["content"] == "It is 3."
+    check_streamed(chunks)
+    check_result_is_read(base, message, tools)
     asked = {"tools": tools, "tool_choice": "required", **OFF}
     [choice] = post(base, chat, "Call", **asked)["choices"]
     [call] = choice["message"]["tool_calls"]

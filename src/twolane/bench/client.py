@@ -190,6 +190,13 @@ class RunCounts:
         """Number of requests that were sent and have not ended."""
         return self.sent - self.ok - self.failed
 
+    def end(self, record: Record) -> None:
+        """Count a request that has ended."""
+        if record.ok:
+            self.ok += 1
+        else:
+            self.failed += 1
+
 
 class Client:
     """Sends requests to one endpoint of one server. Use as `async with`.
@@ -457,8 +464,5 @@ class LoadRun:
             record = await self._client.send(job, start, job.arrival, waited, self._on_first)
         self.records.append(record)
         self._on_record(record)
-        if record.ok:
-            self._tally.ok += 1
-        else:
-            self._tally.failed += 1
+        self._tally.end(record)
         self._on_change(self._tally)

@@ -156,10 +156,7 @@ class LoadProcesses:
     def _note(self, record: Record) -> None:
         self.records.append(record)
         self._on_record(record)
-        if record.ok:
-            self._tally.ok += 1
-        else:
-            self._tally.failed += 1
+        self._tally.end(record)
         self._on_change(self._tally)
 
 
@@ -177,7 +174,11 @@ async def _ready(process: Process, part: _LoadPart) -> None:
 
 def _write(process: Process, data: bytes) -> None:
     assert process.stdin is not None
-    process.stdin.write(LENGTH.pack(len(data)) + data)
+    process.stdin.write(_framed(data))
+
+
+def _framed(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data
 
 
 async def _frame(process: Process) -> bytes:
@@ -194,8 +195,7 @@ async def _send_part() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
 
     def tell(message: object) -> None:
-        data = _encode(message)
-        sink.write(LENGTH.pack(len(data)) + data)
+        sink.write(_framed(_encode(message)))
         sink.flush()
 
     def told() -> bytes:

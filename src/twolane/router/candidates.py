@@ -22,7 +22,7 @@ MAX_LANDMARKS = 1 << 20
 
 
 class ReplicaLoad(NamedTuple):
-    """ReplicaLoad of a replica; the least goes first."""
+    """Load of a replica; the least goes first."""
 
     seconds: float
     """Prefill seconds that are queued, and the cost of the KV pages in use."""
