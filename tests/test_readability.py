@@ -1,5 +1,6 @@
 """The figures that `tools/readability.py` counts and CI holds."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -50,3 +51,13 @@ def test_what_is_above_a_bound_is_named(tmp_path: Path) -> None:
     assert figures["'behind' in docstrings"] == "1"
     assert figures["descriptions of arguments that lean on their name"] == "1"
     assert "    module.Undocumented" in found.stdout
+
+
+def test_what_triton_does_not_compile_has_types() -> None:
+    kernels = Path(__file__).parents[1] / "src/twolane/kernels"
+    for path in sorted(kernels.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
+            if isinstance(node, ast.FunctionDef) and not "".join(decorators).startswith("triton"):
+                untyped = {a.arg for a in node.args.args if a.annotation is None}
+                assert untyped <= {"self", "cls"}, f"{path.name}:{node.lineno} {node.name}"

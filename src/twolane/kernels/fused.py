@@ -58,7 +58,7 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
-def quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def quantised(x) -> tuple[tl.tensor, tl.tensor]:
     """e4m3 values of a row `x`, and their scale."""
     wide = x.to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide)), 1e-12), 448.0)
@@ -66,9 +66,7 @@ def quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def rms_normal(
-    value: tl.tensor, scale: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr
-) -> tl.tensor:
+def rms_normal(value, scale, eps, HIDDEN: tl.constexpr) -> tl.tensor:
     """Return the RMS norm of a row of HIDDEN numbers, which zeros follow."""
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
@@ -86,20 +84,10 @@ class Norm:
 
 @triton.jit
 def _rms_norm(
-    x: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    x_stride: tl.tensor,
-    out_stride: tl.tensor,
-    eps: tl.tensor,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    x, residual, weight, out, scales, x_stride, out_stride, eps,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -177,12 +165,7 @@ def parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def _quantise(
-    x: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, out, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -233,36 +216,13 @@ def rotary_table(
 
 @triton.jit
 def _qkv_rope_write(
-    qkv: tl.tensor,
-    positions: tl.tensor,
-    norm: tl.tensor,
-    table: tl.tensor,
-    q_out: tl.tensor,
-    pool: tl.tensor,
-    exponents: tl.tensor,
-    pool_copy: tl.tensor,
-    exponents_copy: tl.tensor,
-    slots: tl.tensor,
-    pages: tl.tensor,
-    lengths: tl.tensor,
-    qkv_stride: tl.tensor,
-    q_stride: tl.tensor,
-    page_stride: tl.tensor,
-    eps: tl.tensor,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    NORM: tl.constexpr,
-    LAST: tl.constexpr,
-    V_NORM: tl.constexpr,
-    PAGED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    MIRRORED: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    qkv, positions, norm, table, q_out, pool, exponents, pool_copy, exponents_copy, slots, pages,
+    lengths, qkv_stride, q_stride, page_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, LAST: tl.constexpr, V_NORM: tl.constexpr, PAGED: tl.constexpr,
+    ROUNDED: tl.constexpr, MIRRORED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
@@ -469,12 +429,7 @@ def _launch_rope(
 
 @triton.jit
 def _gate(
-    x: tl.tensor,
-    gates: tl.tensor,
-    gate_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, gates, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -498,16 +453,10 @@ def gate(x: torch.Tensor, gates: torch.Tensor) -> None:
 
 @triton.jit
 def _act_mul(
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    GELU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    INNER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    gate_up, out, scales,
+    GELU: tl.constexpr, CLAMPED: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTISED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
@@ -560,11 +509,7 @@ def act_mul(gate_up: torch.Tensor, out: Out, activation: str = "silu") -> Out:
 
 @triton.jit
 def _side_by_side(
-    parts: tl.tensor,
-    out: tl.tensor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     row, part, rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(0)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -590,17 +535,9 @@ def side_by_side(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 @triton.jit
 def _embed(
-    last_token: tl.tensor,
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    embedding: tl.tensor,
-    out: tl.tensor,
-    vocab_first: tl.tensor,
-    vocab_rows: tl.tensor,
-    scale: tl.tensor,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    last_token, slots, lengths, embedding, out, vocab_first, vocab_rows, scale,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     active = tl.load(lengths + row) > 0
     slot = tl.load(slots + row, mask=active, other=0)
@@ -657,26 +594,10 @@ def embed(
 
 @triton.jit
 def _lay_out(
-    counts: tl.tensor,
-    slots: tl.tensor,
-    places: tl.tensor,
-    last_token: tl.tensor,
-    tables: tl.tensor,
-    tokens: tl.tensor,
-    token_places: tl.tensor,
-    token_slots: tl.tensor,
-    embedding: tl.tensor,
-    residual: tl.tensor,
-    positions: tl.tensor,
-    write_slots: tl.tensor,
-    table_stride: tl.tensor,
-    vocab_first: tl.tensor,
-    vocab_rows: tl.tensor,
-    scale: tl.tensor,
-    HIDDEN: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    counts, slots, places, last_token, tables, tokens, token_places, token_slots, embedding,
+    residual, positions, write_slots, table_stride, vocab_first, vocab_rows, scale,
+    HIDDEN: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0)
     decoding = tl.load(counts)
     decodes, active = row < decoding, row < tl.load(counts + 1)
@@ -762,19 +683,9 @@ def lay_out(
 
 @triton.jit
 def _advance(
-    sampled: tl.tensor,
-    slots: tl.tensor,
-    steps: tl.tensor,
-    step: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    last_token: tl.tensor,
-    ring: tl.tensor,
-    experts_read: tl.tensor,
-    rows: tl.tensor,
-    BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-) -> None:
+    sampled, slots, steps, step, positions, lengths, last_token, ring, experts_read, rows,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+) -> None:  # fmt: skip
     # One warp, so that every lane has read the step before one of them writes the next.
     now = tl.load(step)
     for first in range(0, rows, BLOCK):

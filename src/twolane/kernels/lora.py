@@ -176,15 +176,7 @@ def _cut(count: int, matrices: AdapterMatrices) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _arrange(
-    slots: tl.tensor,
-    adapters: tl.tensor,
-    rows: tl.tensor,
-    owners: tl.tensor,
-    count: tl.tensor,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def _arrange(slots, adapters, rows, owners, count, ROWS: tl.constexpr, BLOCK: tl.constexpr) -> None:
     own = tl.program_id(0)  # an adapter slot; the last program has the rows without adapter
     none = tl.num_programs(0) - 1
     step = tl.arange(0, BLOCK)
@@ -217,18 +209,14 @@ def _arrange(
 
 
 @triton.jit
-def _owner_of(
-    owners: tl.tensor, ranks: tl.tensor, tile: tl.tensor, SLOTS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _owner_of(owners, ranks, tile, SLOTS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Adapter slot of a tile (see `RowTiles.owners`), and its rank; 0: nothing is added."""
     owner = tl.load(owners + tile)
     return owner, tl.load(ranks + owner, mask=(owner >= 0) & (owner < SLOTS), other=0)
 
 
 @triton.jit
-def _rows_of(
-    rows: tl.tensor, tile: tl.tensor, first: tl.tensor, end: tl.tensor, ROWS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _rows_of(rows, tile, first, end, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Rows of a tile within what is multiplied, and which of them there are; both [ROWS, 1]."""
     row = tl.load(rows + tile * ROWS + tl.arange(0, ROWS)[:, None])
     there = (row >= first) & (row < end)
@@ -237,27 +225,11 @@ def _rows_of(
 
 @triton.jit
 def _shrink(
-    x: tl.tensor,
-    scales: tl.tensor,
-    a: tl.tensor,
-    ranks: tl.tensor,
-    rows: tl.tensor,
-    owners: tl.tensor,
-    sums: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    x_stride: tl.tensor,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    x, scales, a, ranks, rows, owners, sums, first, end, x_stride,
+    K: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
     owner, rank = _owner_of(owners, ranks, tile, SLOTS)
@@ -299,14 +271,7 @@ def _shrink(
 
 
 @triton.jit
-def _weights(
-    b: tl.tensor,
-    column: tl.tensor,
-    stop: tl.tensor,
-    rank: tl.tensor,
-    OUTPUTS: tl.constexpr,
-    RANK: tl.constexpr,
-) -> tl.tensor:
+def _weights(b, column, stop, rank, OUTPUTS: tl.constexpr, RANK: tl.constexpr) -> tl.tensor:
     """B of some outputs, [RANK, outputs]; zeros from `stop` and from the adapter's rank on."""
     r = tl.arange(0, RANK)[:, None]
     mask = (column[None, :] < stop) & (r < rank)
@@ -315,15 +280,9 @@ def _weights(
 
 @triton.jit
 def _added(
-    sums: tl.tensor,
-    row: tl.tensor,
-    there: tl.tensor,
-    weight: tl.tensor,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-) -> tl.tensor:
+    sums, row, there, weight,
+    WIDTH: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return a section's addend for the rows of a tile, float32 [ROWS, outputs]; `sums` begins with
     the section's."""
     place = sums + (row * WIDTH + tl.arange(0, RANK)[None, :])[:, :, None] * SPLITS
@@ -335,27 +294,11 @@ def _added(
 
 @triton.jit
 def _expand(
-    sums: tl.tensor,
-    b: tl.tensor,
-    ranks: tl.tensor,
-    rows: tl.tensor,
-    owners: tl.tensor,
-    out: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    out_stride: tl.tensor,
-    END0: tl.constexpr,
-    END1: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    sums, b, ranks, rows, owners, out, first, end, out_stride,
+    END0: tl.constexpr, END1: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     block = tl.program_id(0)
     tile = tl.program_id(1)
     owner, rank = _owner_of(owners, ranks, tile, SLOTS)
@@ -386,24 +329,10 @@ def _expand(
 
 @triton.jit
 def _expand_silu(
-    sums: tl.tensor,
-    b: tl.tensor,
-    ranks: tl.tensor,
-    rows: tl.tensor,
-    owners: tl.tensor,
-    gate_up: tl.tensor,
-    out: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    INNER: tl.constexpr,
-    RANK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    sums, b, ranks, rows, owners, gate_up, out, first, end,
+    INNER: tl.constexpr, RANK: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     tile = tl.program_id(1)
     owner, rank = _owner_of(owners, ranks, tile, SLOTS)
     if EARLY:

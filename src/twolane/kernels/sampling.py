@@ -110,14 +110,14 @@ def new_params(slots: int, device: torch.device | str) -> torch.Tensor:
 
 
 @triton.jit
-def _mix(z: tl.tensor) -> tl.tensor:
+def _mix(z) -> tl.tensor:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
 
 
 @triton.jit
-def _exponentials(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
+def _exponentials(seed, position, ids) -> tl.tensor:
     """`twolane.lanes.cpu.sampler.exponentials`, to the last bits; `seed` is int64."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     stream = _mix(_mix(seed.to(tl.uint64) + golden) + (position.to(tl.uint64) + 1) * golden)
@@ -129,16 +129,14 @@ def _exponentials(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.te
 
 
 @triton.jit
-def _logits(
-    logits: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.tensor, VOCAB: tl.constexpr
-) -> tl.tensor:
+def _logits(logits, ids, position, ints, VOCAB: tl.constexpr) -> tl.tensor:
     """Logits of a row at `ids`, float32; minus infinity where banned or beyond the vocabulary."""
     given = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf"))
     return _unbanned(given, ids, position, ints)
 
 
 @triton.jit
-def _unbanned(given: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.tensor) -> tl.tensor:
+def _unbanned(given, ids, position, ints) -> tl.tensor:
     """Logits, float32, with minus infinity where banned."""
     x = given.to(tl.float32)
     if position < tl.load(ints + _LIMIT):
@@ -148,7 +146,7 @@ def _unbanned(given: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.te
 
 
 @triton.jit
-def _weights(x: tl.tensor, floats: tl.tensor, peak: tl.tensor) -> tl.tensor:
+def _weights(x, floats, peak) -> tl.tensor:
     """Weights of logits, 1 where `x` is `peak` and 0 below min-p (and for NaN)."""
     temperature = tl.load(floats + _TEMPERATURE)
     if temperature != 1.0:
@@ -159,39 +157,27 @@ def _weights(x: tl.tensor, floats: tl.tensor, peak: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _rough_weights(x: tl.tensor, floats: tl.tensor, peak: tl.tensor) -> tl.tensor:
+def _rough_weights(x, floats, peak) -> tl.tensor:
     """`_weights` to about a millionth, in a third of the instructions."""
     scaled = (x - peak) * (1.0 / tl.load(floats + _TEMPERATURE))
     return tl.where(scaled >= tl.load(floats + _LOG_MIN_P), tl.exp(scaled), 0.0)
 
 
 @triton.jit
-def _bits(weights: tl.tensor) -> tl.tensor:
+def _bits(weights) -> tl.tensor:
     return weights.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _units(weights: tl.tensor) -> tl.tensor:
+def _units(weights) -> tl.tensor:
     return (weights * _UNIT).to(tl.int64)
 
 
 @triton.jit
 def _peaks(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    ints: tl.tensor,
-    floats: tl.tensor,
-    peaks: tl.tensor,
-    best: tl.tensor,
-    floors: tl.tensor,
-    counts: tl.tensor,
-    broken: tl.tensor,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    logits, stride, slots, positions, lengths, ints, floats, peaks, best, floors, counts, broken,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
     """Largest logit of each chunk, its id, how many are NaN or plus infinity, and for random rows
     the smallest that is finite."""
     row = tl.program_id(0).to(tl.int64)
@@ -214,7 +200,7 @@ def _peaks(
 
 
 @triton.jit
-def _filters(ints: tl.tensor, doubles: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
+def _filters(ints, doubles, VOCAB: tl.constexpr) -> tl.tensor:
     """Top-k (0: none) and top-p of a slot."""
     top_k = tl.load(ints + _TOP_K)
     top_k = tl.where(top_k < VOCAB, top_k, 0)
@@ -222,15 +208,13 @@ def _filters(ints: tl.tensor, doubles: tl.tensor, VOCAB: tl.constexpr) -> tl.ten
 
 
 @triton.jit
-def _pivot(low: tl.tensor, high: tl.tensor, i: tl.tensor) -> tl.tensor:
+def _pivot(low, high, i) -> tl.tensor:
     """Lower end of cell `i` of the bits [low, high)."""
     return (low + (high - low).to(tl.int64) * i // _PIVOTS).to(tl.int32)
 
 
 @triton.jit
-def _measure(
-    weights: tl.tensor, top_k: tl.tensor, low: tl.tensor, high: tl.tensor, parts: tl.tensor
-) -> None:
+def _measure(weights, top_k, low, high, parts) -> None:
     """Write a chunk's sum at or above each pivot: tokens with a top-k, mass without."""
     bits = _bits(weights)
     value = tl.where(top_k > 0, 1.0, weights)
@@ -240,23 +224,10 @@ def _measure(
 
 @triton.jit
 def _masses(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    ints: tl.tensor,
-    floats: tl.tensor,
-    doubles: tl.tensor,
-    peaks: tl.tensor,
-    floors: tl.tensor,
-    masses: tl.tensor,
-    cells: tl.tensor,
-    parts: tl.tensor,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    logits, stride, slots, positions, lengths, ints, floats, doubles, peaks, floors, masses, cells,
+    parts,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
     """For the rows with a filter, the mass of each chunk and the first pivots."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -289,15 +260,7 @@ def _masses(
 
 
 @triton.jit
-def _cell(
-    cells: tl.tensor,
-    parts: tl.tensor,
-    masses: tl.tensor,
-    chunks: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    CHUNKS: tl.constexpr,
-) -> tl.tensor:
+def _cell(cells, parts, masses, chunks, top_k, top_p, CHUNKS: tl.constexpr) -> tl.tensor:
     """Return the cell of a row's range with the cut: the highest that still reaches far enough."""
     each = tl.arange(0, CHUNKS)
     known = each < chunks
@@ -318,28 +281,11 @@ def _cell(
 
 @triton.jit
 def _narrow(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    ints: tl.tensor,
-    floats: tl.tensor,
-    doubles: tl.tensor,
-    peaks: tl.tensor,
-    masses: tl.tensor,
-    cells: tl.tensor,
-    parts: tl.tensor,
-    above: tl.tensor,
-    counts: tl.tensor,
-    tokens: tl.tensor,
-    found: tl.tensor,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    logits, stride, slots, positions, lengths, ints, floats, doubles, peaks, masses, cells, parts,
+    above, counts, tokens, found,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
     COLLECT: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Rows with a filter: one more round of pivots or, with COLLECT, gather what is left.
 
     Left are the tokens of the cell, and with a top-k those above it, too. `above` is the mass of a
@@ -402,20 +348,14 @@ def _narrow(
 
 
 @triton.jit
-def _kept(bits: tl.tensor, ids: tl.tensor, cut: tl.tensor, last: tl.tensor) -> tl.tensor:
+def _kept(bits, ids, cut, last) -> tl.tensor:
     """Return which tokens are kept: weights above the cut, and those at it up to the id `last`."""
     return (bits > cut) | ((bits == cut) & (ids <= last))
 
 
 @triton.jit
 def _sums(
-    row: tl.tuple,
-    size: tl.tensor,
-    whole: tl.tensor,
-    cut: tl.tensor,
-    last: tl.tensor,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row: tl.tuple, size, whole, cut, last, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """Return the number and mass of the kept candidates (`whole`: of all tokens)."""
     logits, tokens, found, position, ints, floats, peak = row
@@ -437,14 +377,7 @@ def _sums(
 
 @triton.jit
 def _kth(
-    row: tl.tuple,
-    size: tl.tensor,
-    whole: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    top_k: tl.tensor,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row: tl.tuple, size, whole, low, high, top_k, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """Return the largest cut in [low, high) at or above which there are `top_k` tokens."""
     while high - low > 1:
@@ -457,14 +390,7 @@ def _kth(
 
 @triton.jit
 def _nucleus(
-    row: tl.tuple,
-    size: tl.tensor,
-    whole: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    wanted: tl.tensor,
-    VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row: tl.tuple, size, whole, low, high, wanted, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """Return the largest cut in [low, high) at or above which the mass is `wanted`, and the last id
     at it.
@@ -493,28 +419,11 @@ def _nucleus(
 
 @triton.jit
 def _cut(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    ints: tl.tensor,
-    floats: tl.tensor,
-    doubles: tl.tensor,
-    peaks: tl.tensor,
-    masses: tl.tensor,
-    cells: tl.tensor,
-    above: tl.tensor,
-    counts: tl.tensor,
-    tokens: tl.tensor,
-    found: tl.tensor,
-    cuts: tl.tensor,
-    VOCAB: tl.constexpr,
-    N_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    logits, stride, slots, positions, lengths, ints, floats, doubles, peaks, masses, cells, above,
+    counts, tokens, found, cuts,
+    VOCAB: tl.constexpr, N_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr, CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """For each row with a filter, the bits of the least weight kept and the last id that has it."""
     r = tl.program_id(0).to(tl.int64)
     if tl.load(lengths + r) <= 0:
@@ -564,23 +473,10 @@ def _cut(
 
 @triton.jit
 def _race(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    slots: tl.tensor,
-    positions: tl.tensor,
-    lengths: tl.tensor,
-    ints: tl.tensor,
-    floats: tl.tensor,
-    doubles: tl.tensor,
-    longs: tl.tensor,
-    peaks: tl.tensor,
-    best: tl.tensor,
-    cuts: tl.tensor,
-    speeds: tl.tensor,
-    VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    logits, stride, slots, positions, lengths, ints, floats, doubles, longs, peaks, best, cuts,
+    speeds,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the chunk's winner over its most likely token, and its speed; greedy: its logit."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -617,15 +513,9 @@ def _race(
 
 @triton.jit
 def _winner(
-    lengths: tl.tensor,
-    speeds: tl.tensor,
-    best: tl.tensor,
-    broken: tl.tensor,
-    out: tl.tensor,
-    VOCAB: tl.constexpr,
-    N_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
+    lengths, speeds, best, broken, out,
+    VOCAB: tl.constexpr, N_CHUNKS: tl.constexpr, CHUNKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Write the token of each row: the best of its chunks, of the lowest id where several are; its
     complement where logits are broken."""
     row = tl.program_id(0).to(tl.int64)

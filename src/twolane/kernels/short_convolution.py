@@ -28,19 +28,9 @@ _CHANNELS, _CHUNK_CHANNELS = 512, 64
 
 @triton.jit
 def _step(
-    x: tl.tensor,
-    taps: tl.tensor,
-    kept: tl.tensor,
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    out: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    x, taps, kept, slots, lengths, out, channel_stride, tap_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < WIDTH
@@ -57,19 +47,9 @@ def _step(
 
 @triton.jit
 def _chunk(
-    x: tl.tensor,
-    taps: tl.tensor,
-    kept: tl.tensor,
-    segments: tl.tensor,
-    chunks: tl.tensor,
-    out: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x, taps, kept, segments, chunks, out, channel_stride, tap_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     number = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = channel < WIDTH

@@ -13,12 +13,7 @@ _WARPS = 8
 
 @triton.jit
 def _allow_only(
-    logits: tl.tensor,
-    stride: tl.tensor,
-    board: tl.tensor,
-    VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, stride, board, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     place = board + tl.program_id(0).to(tl.int64) * (WORDS + 1)
     row = logits + tl.load(place).to(tl.int64) * stride

@@ -47,9 +47,7 @@ def tuning(tile_bytes: int) -> TritonTuning:
 
 
 @triton.jit
-def _tiles(
-    lengths: tl.tensor, row: tl.tensor, rows: tl.tensor, window: tl.tensor, PAGE: tl.constexpr
-) -> tl.tuple:
+def _tiles(lengths, row, rows, window, PAGE: tl.constexpr) -> tl.tuple:
     """Return for each row its tokens, the first page that is seen, and the pages that are seen."""
     length = tl.load(lengths + row, mask=row < rows, other=0)
     first = tl.maximum(length - window, 0) // PAGE
@@ -57,26 +55,20 @@ def _tiles(
 
 
 @triton.jit
-def _begin(worker: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tensor:
+def _begin(worker, total, workers) -> tl.tensor:
     """First tile of a worker."""
     return (worker.to(tl.int64) * total // workers).to(tl.int32)
 
 
 @triton.jit
-def _owner(position: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tensor:
+def _owner(position, total, workers) -> tl.tensor:
     """Worker of a tile."""
     return (((position.to(tl.int64) + 1) * workers - 1) // total).to(tl.int32)
 
 
 @triton.jit
 def _with_sink(
-    total_weight: tl.tensor,
-    maximum: tl.tensor,
-    sinks: tl.tensor,
-    head: tl.tensor,
-    group: tl.tensor,
-    members: tl.tensor,
-    SINKS: tl.constexpr,
+    total_weight, maximum, sinks, head, group, members, SINKS: tl.constexpr
 ) -> tl.tensor:
     """Return the sums of weights of a group's heads with that of their sinks."""
     if SINKS:
@@ -87,34 +79,11 @@ def _with_sink(
 
 @triton.jit(do_not_specialize=["rows"])
 def _attend(
-    q: tl.tensor,
-    pool: tl.tensor,
-    exponents: tl.tensor,
-    tables: tl.tensor,
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    sinks: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    kv_heads: tl.tensor,
-    group: tl.tensor,
-    q_stride: tl.tensor,
-    page_stride: tl.tensor,
-    head_stride: tl.tensor,
-    table_stride: tl.tensor,
-    window: tl.tensor,
-    scale: tl.tensor,
-    HEAD: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SINKS: tl.constexpr,
-) -> None:
+    q, pool, exponents, tables, slots, lengths, sinks, out, partial, sums, rows, kv_heads, group,
+    q_stride, page_stride, head_stride, table_stride, window, scale,
+    HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, ROUNDED: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     worker = tl.program_id(0)
     row_ids = tl.arange(0, ROWS)
     length_of, first_of, count_of = _tiles(lengths, row_ids, rows, window, PAGE)
@@ -192,23 +161,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["rows"])
 def _combine(
-    lengths: tl.tensor,
-    sinks: tl.tensor,
-    out: tl.tensor,
-    partial: tl.tensor,
-    sums: tl.tensor,
-    rows: tl.tensor,
-    kv_heads: tl.tensor,
-    group: tl.tensor,
-    window: tl.tensor,
-    workers: tl.tensor,
-    HEAD: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
-) -> None:
+    lengths, sinks, out, partial, sums, rows, kv_heads, group, window, workers,
+    HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     run = tl.program_id(0)
     row = run // kv_heads
     row_ids = tl.arange(0, ROWS)

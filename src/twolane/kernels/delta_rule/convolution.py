@@ -29,9 +29,7 @@ class PromptStates(NamedTuple):
 
 
 @triton.jit
-def inputs_at(
-    place: tl.tensor, some: tl.tensor, WIDTH: tl.constexpr, GATED: tl.constexpr
-) -> tl.tensor:
+def inputs_at(place, some, WIDTH: tl.constexpr, GATED: tl.constexpr) -> tl.tensor:
     """Return inputs of the convolution at some places of rows, and zeros elsewhere."""
     value = tl.load(place, mask=some, other=0.0)
     if GATED:
@@ -41,14 +39,7 @@ def inputs_at(
 
 
 @triton.jit
-def _weight(
-    taps: tl.tensor,
-    tap: tl.constexpr,
-    channel: tl.tensor,
-    some: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-) -> tl.tensor:
+def _weight(taps, tap: tl.constexpr, channel, some, channel_stride, tap_stride) -> tl.tensor:
     """Return one tap of some channels."""
     place = taps + channel * channel_stride + tap * tap_stride
     return tl.load(place, mask=some, other=0.0).to(tl.float32)
@@ -56,18 +47,9 @@ def _weight(
 
 @triton.jit
 def convolved_token(
-    place: tl.tensor,
-    taps: tl.tensor,
-    kept: tl.tensor,
-    channel: tl.tensor,
-    inside: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    GATED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> tl.tensor:
+    place, taps, kept, channel, inside, channel_stride, tap_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the convolution of one new input of each channel, at `place`, which the slot at `kept`
     keeps instead of the oldest one. No kernel of a step but this one touches what a slot keeps, so
     that is moved before earlier kernels have ended."""
@@ -90,22 +72,10 @@ def convolved_token(
 
 @triton.jit
 def convolved_chunk(
-    x: tl.tensor,
-    taps: tl.tensor,
-    kept: tl.tensor,
-    segment: tl.tensor,
-    first: tl.tensor,
-    channel: tl.tensor,
-    some: tl.tensor,
-    x_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    GATED: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, taps, kept, segment, first, channel, some, x_stride, channel_stride, tap_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return the convolution of some channels [1, BLOCK] in a segment's rows from `first` on."""
     begun = tl.load(segment).to(tl.int64)
     row = first + tl.arange(0, ROWS)[:, None]
@@ -130,15 +100,9 @@ def convolved_chunk(
 
 @triton.jit
 def _keep(
-    x: tl.tensor,
-    kept: tl.tensor,
-    segments: tl.tensor,
-    x_stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    GATED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-) -> None:
+    x, kept, segments, x_stride,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, CHANNELS: tl.constexpr,
+) -> None:  # fmt: skip
     segment = segments + 6 * tl.program_id(0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < WIDTH

@@ -62,11 +62,7 @@ class Parameters(Protocol):
 
 @triton.jit
 def channels(
-    head: tl.tensor,
-    dim: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    head, dim, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the channels of dimensions of heads of queries, keys and values, and which are
     there."""
@@ -77,9 +73,7 @@ def channels(
 
 
 @triton.jit
-def normalised(
-    value: tl.tensor, head: tl.tensor, KEY_HEADS: tl.constexpr, DIM: tl.constexpr
-) -> tl.tensor:
+def normalised(value, head, KEY_HEADS: tl.constexpr, DIM: tl.constexpr) -> tl.tensor:
     """Return SiLU of the heads `value` [HEADS, BLOCK]; queries and keys have a length of 1, and
     queries are scaled."""
     active = value / (1.0 + tl.exp(-value))
@@ -90,24 +84,11 @@ def normalised(
 
 @triton.jit
 def _convolve_step(
-    x: tl.tensor,
-    taps: tl.tensor,
-    conv: tl.tensor,
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    mixed: tl.tensor,
-    x_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, taps, conv, slots, lengths, mixed, x_stride, channel_stride, tap_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
@@ -125,16 +106,14 @@ def _convolve_step(
 
 
 @triton.jit
-def decay_of(raw: tl.tensor, shift: tl.tensor, factor: tl.tensor) -> tl.tensor:
+def decay_of(raw, shift, factor) -> tl.tensor:
     """Return the logarithm of the decay, `factor` * softplus(raw + shift)."""
     moved = raw.to(tl.float32) + shift
     return factor * tl.where(moved > 20.0, moved, tl.log(1.0 + tl.exp(tl.minimum(moved, 20.0))))
 
 
 @triton.jit
-def _moved(
-    state: tl.tensor, q: tl.tensor, k: tl.tensor, v: tl.tensor, rate: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
+def _moved(state, q, k, v, rate) -> tuple[tl.tensor, tl.tensor]:
     """Return the decayed state corrected by a token, and what its query reads there."""
     known = tl.sum(state * k[:, None], axis=0)
     correction = (v.to(tl.float32) - known) / (1.0 + tl.exp(-rate.to(tl.float32)))
@@ -144,23 +123,10 @@ def _moved(
 
 @triton.jit
 def _rule_step(
-    mixed: tl.tensor,
-    rates: tl.tensor,
-    decay: tl.tensor,
-    shift: tl.tensor,
-    rule: tl.tensor,
-    slots: tl.tensor,
-    lengths: tl.tensor,
-    out: tl.tensor,
-    rate_stride: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    mixed, rates, decay, shift, rule, slots, lengths, out, rate_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     key, value = tl.arange(0, KEYS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -192,17 +158,10 @@ def _rule_step(
 
 @triton.jit
 def _gate_heads(
-    out: tl.tensor,
-    gates: tl.tensor,
-    norm: tl.tensor,
-    gate_stride: tl.tensor,
-    eps: tl.tensor,
-    VALUE_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    VALUES: tl.constexpr,
+    out, gates, norm, gate_stride, eps,
+    VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
     EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     value = tl.arange(0, VALUES)[None, :]

@@ -72,23 +72,10 @@ def prompt_lists(prompts: Sequence[Sequence[StatePart]]) -> list[tuple[Lists, Li
 
 @triton.jit
 def _convolve(
-    x: tl.tensor,
-    taps: tl.tensor,
-    conv: tl.tensor,
-    segments: tl.tensor,
-    chunks: tl.tensor,
-    mixed: tl.tensor,
-    x_stride: tl.tensor,
-    channel_stride: tl.tensor,
-    tap_stride: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x, taps, conv, segments, chunks, mixed, x_stride, channel_stride, tap_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     segment = segments + 6 * tl.load(chunks + 2 * number)
     first = tl.load(chunks + 2 * number + 1).to(tl.int64)
@@ -106,14 +93,7 @@ def _convolve(
 
 @triton.jit
 def _decays(
-    rates: tl.tensor,
-    decay: tl.tensor,
-    shift: tl.tensor,
-    row: tl.tensor,
-    there: tl.tensor,
-    head: tl.tensor,
-    rate_stride: tl.tensor,
-    VALUE_HEADS: tl.constexpr,
+    rates, decay, shift, row, there, head, rate_stride, VALUE_HEADS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the learning rates of a chunk's tokens, 0 beyond its end, and the sums of their
     logarithmic decays."""
@@ -125,11 +105,7 @@ def _decays(
 
 @triton.jit
 def _inverted(
-    below: tl.tensor,
-    place: tl.tensor,
-    kind: tl.constexpr,
-    HALVES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    below, place, kind: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Return the inverse of a lower triangle with ones on its diagonal, given what is below that.
 
@@ -149,25 +125,11 @@ def _inverted(
 
 @triton.jit
 def _solve(
-    mixed: tl.tensor,
-    rates: tl.tensor,
-    decay: tl.tensor,
-    shift: tl.tensor,
-    segments: tl.tensor,
-    chunks: tl.tensor,
-    inverse: tl.tensor,
-    scores: tl.tensor,
-    sums: tl.tensor,
-    rate_stride: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HALVES: tl.constexpr,
+    mixed, rates, decay, shift, segments, chunks, inverse, scores, sums, rate_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     number, head = tl.program_id(0), tl.program_id(1)
     segment = segments + 6 * tl.load(chunks + 2 * number)
     place = tl.arange(0, CHUNK)
@@ -198,22 +160,11 @@ def _solve(
 
 @triton.jit
 def _scan(
-    mixed: tl.tensor,
-    segments: tl.tensor,
-    inverse: tl.tensor,
-    scores: tl.tensor,
-    sums: tl.tensor,
-    rule: tl.tensor,
-    out: tl.tensor,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEYS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    mixed, segments, inverse, scores, sums, rule, out,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     segment = segments + 6 * tl.program_id(2)

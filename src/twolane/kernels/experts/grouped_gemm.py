@@ -23,21 +23,10 @@ _BITS_OF_128 = 0x43000000
 
 @triton.jit
 def _grouped_gemm(
-    x: tl.tensor,
-    w: tl.tensor,
-    x_scales: tl.tensor,
-    w_scales: tl.tensor,
-    bias: tl.tensor,
-    groups: tl.tensor,
-    out: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SCALED: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> None:
+    x, w, x_scales, w_scales, bias, groups, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr,
+) -> None:  # fmt: skip
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     m = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
@@ -67,9 +56,7 @@ def _grouped_gemm(
 
 
 @triton.jit
-def _number(
-    words: tl.tensor, scale: tl.tensor, less: tl.tensor, bits: tl.tensor, P: tl.constexpr
-) -> tl.tensor:
+def _number(words, scale, less, bits, P: tl.constexpr) -> tl.tensor:
     """Number P of each word, plus 128, times `scale` plus `less`: exact but for the last step.
 
     `bits` are those of 128 in float32. An argument of the kernel: two constants would take the GPU
@@ -81,7 +68,7 @@ def _number(
 
 
 @triton.jit
-def _numbers(words: tl.tensor, scale: tl.tensor, less: tl.tensor, bits: tl.tensor) -> tl.tensor:
+def _numbers(words, scale, less, bits) -> tl.tensor:
     """[rows, 8 * words]: the numbers of each word, in their order; see `_number`."""
     even = tl.join(
         tl.join(_number(words, scale, less, bits, 0), _number(words, scale, less, bits, 4)),
@@ -96,21 +83,10 @@ def _numbers(words: tl.tensor, scale: tl.tensor, less: tl.tensor, bits: tl.tenso
 
 @triton.jit
 def _grouped_int4(
-    x: tl.tensor,
-    words: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    groups: tl.tensor,
-    out: tl.tensor,
-    lines: tl.tensor,
-    bits: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> None:
+    x, words, scales, bias, groups, out, lines, bits,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BIASED: tl.constexpr,
+) -> None:  # fmt: skip
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     RUN: tl.constexpr = 128
     GROUPS: tl.constexpr = RUN // GROUP

@@ -50,7 +50,7 @@ _SCALES = tl.constexpr("""{
 
 
 @triton.jit
-def _scales(stored: tl.tensor, PTX: tl.constexpr) -> tl.tuple:
+def _scales(stored, PTX: tl.constexpr) -> tl.tuple:
     """Return what `_meant` takes of the four exponents in words."""
     if PTX:
         kinds: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
@@ -59,9 +59,7 @@ def _scales(stored: tl.tensor, PTX: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _meant(
-    words: tl.tensor, low: tl.tensor, high: tl.tensor, dtype: tl.constexpr, PTX: tl.constexpr
-) -> tl.tensor:
+def _meant(words, low, high, dtype: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:
     """Return what words [rows, 16] mean, [rows, 64], with a scale [rows] for each 32 columns.
 
     Put at the end of the exponent of a float32 or bfloat16, the three bits of an e2m1 number are it
@@ -81,14 +79,14 @@ def _meant(
 
 
 @triton.jit
-def _widened(bits: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def _widened(bits, exponents, dtype: tl.constexpr) -> tl.tensor:
     """Return numbers, whose bits lie where bfloat16 has them, times their scales."""
     scale = (exponents << 23).to(tl.float32, bitcast=True)
     return (((bits & 0x81C0) << 16).to(tl.float32, bitcast=True) * scale).to(dtype)
 
 
 @triton.jit
-def _side(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+def _side(first, second) -> tl.tensor:
     """Return two tensors [rows, columns] beside each other."""
     both = tl.permute(tl.join(first, second), (0, 2, 1))
     return tl.reshape(both, (first.shape[0], 2 * first.shape[1]))
@@ -96,20 +94,10 @@ def _side(first: tl.tensor, second: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _grouped_mxfp4(
-    x: tl.tensor,
-    values: tl.tensor,
-    scales: tl.tensor,
-    bias: tl.tensor,
-    groups: tl.tensor,
-    out: tl.tensor,
-    lines: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PTX: tl.constexpr,
-) -> None:
+    x, values, scales, bias, groups, out, lines,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr, PTX: tl.constexpr,
+) -> None:  # fmt: skip
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     BLOCK: tl.constexpr = 64
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK

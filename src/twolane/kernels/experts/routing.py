@@ -111,25 +111,11 @@ class Routing:
 
 @triton.jit
 def _choose(
-    logits: tl.tensor,
-    bias: tl.tensor,
-    marks: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    positions: tl.tensor,
-    least: tl.tensor,
-    scale: tl.tensor,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SHARED: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    logits, bias, marks, chosen, weights, positions, least, scale,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr, NORMALISED: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS)
@@ -173,13 +159,7 @@ def _choose(
 
 
 @triton.jit
-def _list_groups(
-    groups: tl.tensor,
-    expert: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    GROUP: tl.constexpr,
-) -> None:
+def _list_groups(groups, expert, first, count, GROUP: tl.constexpr) -> None:
     """List the groups of all experts, by the first sorted entry of each and how many it has."""
     parts = (count + GROUP - 1) // GROUP
     slot = tl.cumsum(parts, axis=0) - parts
@@ -194,19 +174,10 @@ def _list_groups(
 
 @triton.jit
 def _sort(
-    chosen: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    ends: tl.tensor,
-    groups: tl.tensor,
-    count: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALL: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    chosen, positions, tokens, ends, groups, count,
+    EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALL: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     own = tl.program_id(0)
     step = tl.arange(0, BLOCK)
     if EARLY:
@@ -242,17 +213,10 @@ def _sort(
 
 @triton.jit
 def _gather(
-    x: tl.tensor,
-    tokens: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    EXPERTS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTISED: tl.constexpr,
+    x, tokens, ends, out, scales,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if EARLY:
@@ -270,22 +234,10 @@ def _gather(
 
 @triton.jit
 def _combine(
-    outs: tl.tensor,
-    positions: tl.tensor,
-    weights: tl.tensor,
-    residual: tl.tensor,
-    norm: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    eps: tl.tensor,
-    PER_TOKEN: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    NORM: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    outs, positions, weights, residual, norm, out, scales, eps,
+    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, QUANTISED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN

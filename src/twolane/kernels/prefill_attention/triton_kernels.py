@@ -58,7 +58,7 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
 
 
 @triton.jit
-def scaled(values: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def scaled(values, exponents, dtype: tl.constexpr) -> tl.tensor:
     """Return e4m3 values [tokens, dim] scaled by exponents [tokens]; exact in bfloat16."""
     factor = ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
     return (values.to(tl.float32) * factor[:, None]).to(dtype)
@@ -66,30 +66,11 @@ def scaled(values: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.t
 
 @triton.jit
 def _attend(
-    acc: tl.tensor,
-    total: tl.tensor,
-    top: tl.tensor,
-    block: tl.tensor,
-    query: tl.tensor,
-    pool: tl.tensor,
-    exponents: tl.tensor,
-    pages: tl.tensor,
-    position: tl.tensor,
-    low: tl.tensor,
-    stop: tl.tensor,
-    high: tl.tensor,
-    scale: tl.tensor,
-    HEAD_RUN: tl.constexpr,
-    PAGE_RUN: tl.constexpr,
-    KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tuple:
+    acc, total, top, block, query, pool, exponents, pages, position, low, stop, high, scale,
+    HEAD_RUN: tl.constexpr, PAGE_RUN: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    ROUNDED: tl.constexpr, PRECISION: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Fold the keys [low, stop) into the running softmax of a tile; nothing is read from `high` on.
 
     Without a mask every key is seen by every row. `position` is each row's place in its sequence,
@@ -135,32 +116,12 @@ def _attend(
 
 @triton.jit
 def prefill_kernel(
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    pool: tl.tensor,
-    exponents: tl.tensor,
-    out: tl.tensor,
-    out_stride: tl.tensor,
-    lse: tl.tensor,
-    slot_out: tl.tensor,
-    slot_lse: tl.tensor,
-    pages: tl.tensor,
-    items: tl.tensor,
-    bounds: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    q, q_stride, pool, exponents, out, out_stride, lse, slot_out, slot_lse, pages, items, bounds,
+    sinks, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROUNDED: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     """Compute the items [bounds[b], bounds[b + 1]) of `items` in program b.
 
     A tile's rows are its tokens times the `GROUP` query heads of one KV head, heads fastest, so
@@ -235,23 +196,11 @@ def prefill_kernel(
 
 @triton.jit
 def merge_kernel(
-    out: tl.tensor,
-    out_stride: tl.tensor,
-    lse: tl.tensor,
-    slot_out: tl.tensor,
-    slot_lse: tl.tensor,
-    merges: tl.tensor,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIRST_PLACE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
-    LSE_SHIFT: tl.constexpr,
-    PART: tl.constexpr,
-    SLOTS: tl.constexpr,
-) -> None:
+    out, out_stride, lse, slot_out, slot_lse, merges,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, FIRST_PLACE: tl.constexpr, LSE_STRIDE: tl.constexpr,
+    LSE_SHIFT: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
+) -> None:  # fmt: skip
     """Combine the slots of one split tile with its tail, `PART` rows a program.
 
     A few rows and `SLOTS` slots at a time: all of them wait for memory together, not in turn.
@@ -299,15 +248,9 @@ def merge_kernel(
 
 @triton.jit
 def gather_kernel(
-    q: tl.tensor,
-    q_stride: tl.tensor,
-    slot_q: tl.tensor,
-    pieces: tl.tensor,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    FIRST_PLACE: tl.constexpr,
-    PART: tl.constexpr,
-) -> None:
+    q, q_stride, slot_q, pieces,
+    DIM: tl.constexpr, ROWS: tl.constexpr, FIRST_PLACE: tl.constexpr, PART: tl.constexpr,
+) -> None:  # fmt: skip
     """Copy the queries of each piece of a front to its slot, `PART` rows a program."""
     piece = pieces + tl.program_id(0) * 8
     first = tl.load(piece).to(tl.int64)
@@ -326,15 +269,9 @@ def gather_kernel(
 
 @triton.jit
 def sink_kernel(
-    out: tl.tensor,
-    out_stride: tl.tensor,
-    lse: tl.tensor,
-    sinks: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:
+    out, out_stride, lse, sinks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
     """Add the sinks of all heads to the attention of one token, and to its log-sum-exps."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)
@@ -381,13 +318,7 @@ def add_sinks(
 
 @triton.jit
 def unpack_kernel(
-    pool: tl.tensor,
-    exponents: tl.tensor,
-    pages: tl.tensor,
-    count: tl.tensor,
-    out: tl.tensor,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
+    pool, exponents, pages, count, out, TOKENS: tl.constexpr, DIM: tl.constexpr
 ) -> None:
     """Widen one head's keys and values of one page, `TOKENS` lines, to the type of `out`."""
     place = tl.program_id(0)

@@ -23,17 +23,9 @@ _ROWS, _COLUMNS = 8, 512
 
 @triton.jit
 def _widen(
-    words: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    n: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    columns: tl.tensor,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
+    words, scales, out, n, first, count, columns,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < count) & (column < columns)
