@@ -67,7 +67,7 @@ def test_experts_of_a_gguf_file_are_those_of_the_published_layout(tmp_path: Path
             assert a.scheme == b.scheme
             assert torch.equal(a.values, b.values)
             assert a.scales is None or torch.equal(a.scales, b.scales)
-    assert {m.scheme for _, m in one.mlp.matrices()} == {"bfloat16", "mxfp4_gpu"}
+    assert {m.scheme for _, m in one.mlp.matrices()} == {"bf16", "mxfp4_gpu"}
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -120,7 +120,7 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
     layers = 4 if deep or family in HYBRIDS else 2
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)))
-    _, there = load_weights(resolve(str(path)), device=DEVICE)
+    _, there = load_weights(resolve(str(path)), dtype="float32", device=DEVICE)
     tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = on_cpu(Decoder(spec, weights), tokens).to(DEVICE)
@@ -176,7 +176,8 @@ def test_adapters_add_what_they_add_on_a_cpu(
     layers = 4 if family.startswith("gemma4") else 2  # its fixtures list each layer
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)), quantization=scheme)
-    _, there = load_weights(resolve(str(path)), quantization=scheme, device=DEVICE)
+    loading = {"dtype": "float32", "quantization": scheme, "device": DEVICE}
+    _, there = load_weights(resolve(str(path)), **loading)
     right, gpu = Decoder(spec, weights), OnGpu(GpuDecoder(spec, there))
     shard, slots = gpu.decoder.shard, np.arange(PROMPT) % 4 - 1
     pool, there_too = AdapterPool(weights, 3), GpuAdapterPool(shard, there, 3, 20)
