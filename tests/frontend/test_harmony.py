@@ -41,6 +41,26 @@ CASES = {
     ),
     "cut in a header": (THOUGHT + "<|start|>assistant<|chan", "We add.", "", []),
     "cut in thinking": ("<|channel|>analysis<|message|>We", "We", "", []),
+    "text in place of a header": (
+        "<|channel|>We add"
+        + THOUGHT.removeprefix("<|channel|>analysis<|message|>We add.")
+        + "<|start|>assistant"
+        + THOUGHT
+        + FINAL
+        + "3",
+        *("We add\nWe add.", "3", []),
+    ),
+    "text in place of a header, long": (
+        "<|channel|>" + "We add. " * 40 + "<|end|>" + FINAL + "3",
+        *("We add. " * 40, "3", []),
+    ),
+    "headers without an end": (
+        "<|channel|>analysis We add.<|end|><|start|>assistant<|channel|>final 3<|end|>",
+        *(" We add.", " 3", []),
+    ),
+    "text that begins like a header": ("to", "", "to", []),
+    "a channel that is none": ("<|channel|>??", "??", "", []),
+    "cut in the name of a channel": ("<|channel|>analy", "", "", []),
     "no channels": ("Just text <b>", "", "Just text <b>", []),
     "two calls": (
         CALL.removeprefix("<|start|>assistant") + '{"a": 1}<|call|>' + CALL + '{"a": 2}',

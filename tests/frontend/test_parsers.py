@@ -217,6 +217,11 @@ WRITTEN = {
             )
         ],
     ),
+    "gemma 4, a bracket too many": (
+        ("gemma4", "<|tool_call>call:f{x:1}}<tool_call|>Then."),
+        "Then.",
+        [("f", {"x": 1})],
+    ),
     "gemma 4, no call": (
         ("gemma4", "The mark <|tool_call> cal{l}."),
         "The mark <|tool_call> cal{l}.",
@@ -662,6 +667,22 @@ def test_arguments_that_are_nested_too_deeply_are_shown_raw():
 def test_values_that_cannot_be_read_are_text(text):
     kinds = frozenset(("array",))
     assert typed(text, kinds) == text
+
+
+def test_words_of_python_are_constants_where_these_are_wanted():
+    either = frozenset(("integer", "boolean", "null"))
+    assert [typed(word, either) for word in ("None", "True\n", "false")] == [None, True, False]
+    assert typed("None", frozenset(("integer",))) == "None"
+    assert typed("None", frozenset(("string", "null"))) == "None"
+
+
+@pytest.mark.parametrize("mark", ['"', ""])
+def test_a_long_value_of_gemma_4_is_read(mark):
+    """In a time that grows with its length: otherwise it takes minutes."""
+    text = "word " * 50_000 + "."
+    written = f"<|tool_call>call:f{{a:{mark}{text}{mark}}}<tool_call|>"
+    [(name, arguments)] = read(tools("gemma4"), list(written))[2]
+    assert (name, json.loads(arguments)) == ("f", {"a": text})
 
 
 def test_a_long_value_is_read():

@@ -40,6 +40,8 @@ class GemmaCall:
         """Characters of the key, of the bare value, or of the string as in JSON being read."""
         self._quote = ""
         """Mark that ends the open string; empty: no string is open."""
+        self._escaped = False
+        """Whether the last character of a string as in JSON was an escape's backslash."""
         self._held = ""
         """Text that may become `QUOTE`."""
         self._pieces: list[str] = []
@@ -102,33 +104,39 @@ class GemmaCall:
     def _in_json(self, char: str) -> None:
         """Process a character of a string as in JSON, which begins with the first of `_word`."""
         self._word.append(char)
-        written = "".join(self._word)
-        closes = char == '"' and (len(written) - len(written[:-1].rstrip("\\"))) % 2 == 1
+        closes, self._escaped = (
+            char == '"' and not self._escaped,
+            char == "\\" and not self._escaped,
+        )
         if closes:
-            value, self._quote = value_of(written), ""
+            value, self._quote = value_of("".join(self._word)), ""
             self._word = [str(value)] if self._key else []
             self._pieces += [] if self._key else [json.dumps(value, ensure_ascii=False)]
 
     def _structure(self, char: str) -> None:
         """Process a character outside of strings."""
-        bare = "".join(self._word).strip()
         if char == ":" and self._key:
-            self._entry(bare)
+            self._entry(self._bare)
         elif char in "{[" and not self._key:
             self._entry()
             self._opened(char)
         elif char in ",}]":
-            self._ended(bare)
+            self._ended(self._bare)
             self._key = char == "," and self._open[-1] == "{"
             self._filled = char != "," or self._key
             if char != ",":
                 self._closed()
-        elif char == '"' and not bare:
+        elif char == '"' and not any(each.strip() for each in self._word):
             if not self._key:
                 self._entry()
             self._quote, self._word = char, [char]
         else:
             self._word.append(char)
+
+    @property
+    def _bare(self) -> str:
+        """The key or value outside of strings, so far."""
+        return "".join(self._word).strip()
 
     def _opened(self, bracket: str) -> None:
         self._open.append(bracket)

@@ -27,11 +27,14 @@ THINKING = ThinkingMarks(
 BEFORE_CALL = f"{END}{START}assistant"
 """End of the analysis before a call."""
 _ENDS = (END, "<|call|>", "<|return|>")
+_AFTER_TEXT = (*_ENDS, START)
+"""Marks before which no header ends without its own mark."""
 _ROLE = re.compile(r"\s*(<\|start\|>)?\s*(assistant)?\s*")
 _HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "assistant", "to=")
 """Beginnings of what follows the role in a header."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+_CHANNELS = ("analysis", "commentary", "final")
 _MAX_HEADER = 256
 """Characters after which what has no end is no header."""
 
@@ -75,6 +78,9 @@ class HarmonyParser:
     def finish(self) -> list[Piece]:
         """See `Parser.finish`."""
         pieces: list[Piece] = []
+        begun = _ROLE.sub("", self._text, count=1)
+        if self._kind == "header" and not _is_cut(begun):
+            self._begin_without_header(begun)
         rest, self._text = self._text, ""
         if self._kind != "header":
             self._show(rest, pieces)
@@ -85,14 +91,22 @@ class HarmonyParser:
         header, mark, rest = self._text.partition(MESSAGE)
         begun = _ROLE.sub("", self._text, count=1)
         may_be = any(h.startswith(begun) or begun.startswith(h) for h in _HEADS)
-        if not may_be or len(header) > _MAX_HEADER:
-            self._text = begun
-            self._begin("answer")
+        within = begun.removesuffix(mark + rest)
+        if not may_be or len(header) > _MAX_HEADER or any(end in within for end in _AFTER_TEXT):
+            self._begin_without_header(begun)
             return True
         if mark:
             self._text = rest
             self._begin(self._kind_of(header, pieces))
         return bool(mark)
+
+    def _begin_without_header(self, begun: str) -> None:
+        """Begin a message whose header is missing or, as models write at times, has no end."""
+        channel = _IN_CHANNEL.match(begun)
+        thinks = channel is not None and channel[1] != "final"
+        named = channel is not None and channel[1] in _CHANNELS
+        self._text = begun[channel.end() :] if channel and named else begun.removeprefix(CHANNEL)
+        self._begin("thinking" if thinks else "answer")
 
     def _kind_of(self, header: str, pieces: list[Piece]) -> str:
         channel, recipient = _IN_CHANNEL.search(header), _RECIPIENT.search(header)
@@ -138,3 +152,11 @@ class HarmonyParser:
             pieces.append(Reasoning(text))
         else:
             pieces.append(Content(text))
+
+
+def _is_cut(begun: str) -> bool:
+    """Return whether an answer ends within a header, of which this is the part after the role."""
+    if not begun.startswith(CHANNEL):
+        return not begun or begun.startswith(("<|", "to=")) or CHANNEL.startswith(begun)
+    channel = begun.removeprefix(CHANNEL).lstrip()
+    return any(name.startswith(channel) or channel.startswith(name) for name in _CHANNELS)

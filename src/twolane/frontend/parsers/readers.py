@@ -443,8 +443,11 @@ def whole_object(text: str) -> str | None:
 
 def typed(value: str, kinds: frozenset[str] | None) -> object:
     """Return a value written as plain text as JSON of one of the types; None: of any type."""
-    if kinds == frozenset(("boolean",)):
-        value = value.lower()  # some write Python's True
+    word = value.strip().lower()
+    if kinds is not None and "string" not in kinds and word in PYTHON_WORDS:
+        read = PYTHON_WORDS[word]
+        if kinds & KINDS[type(read)]:
+            return read
     try:
         read = parsed(value)
     except ValueError:
@@ -473,3 +476,5 @@ KINDS: Mapping[type, frozenset[str]] = {
     type(None): frozenset(("null",)),
 }
 """JSON types by Python type."""
+PYTHON_WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "none": None}
+"""Python's constants, which models write for values that are no strings, by lower-case names."""

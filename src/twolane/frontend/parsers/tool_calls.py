@@ -98,7 +98,9 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             minimax_call, ("<minimax:tool_call>",), ("</minimax:tool_call>",), again="<"
         ),
         "hunyuan_a13b": in_list(("<tool_calls>",), ("</tool_calls>",)),
-        "gemma4": CallFormat(GemmaCall, ("<|tool_call>",), ("<tool_call|>",)),
+        "gemma4": CallFormat(
+            GemmaCall, ("<|tool_call>",), ("<tool_call|>",), separators="} \t\r\n"
+        ),
         "lfm2": CallFormat(
             PythonicCall,
             ("<|tool_call_start|>[",),
