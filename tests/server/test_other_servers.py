@@ -67,6 +67,14 @@ def test_endpoints_are_where_the_page_says(tiny, server: str) -> None:
             assert not paths & served
 
 
+def test_endpoints_that_are_not_served_say_why(tiny) -> None:
+    """Also those of a path that another endpoint might take for an id."""
+    for path, why in REFUSED.items():
+        status, _, answer = tiny.request(path, {})
+        error = answer["error"]
+        assert (status, error["message"], error.get("code")) == (501, f"{path} {why}", "not_served")
+
+
 @pytest.mark.parametrize("server", SERVERS)
 def test_metrics_are_those_that_the_server_has(tiny, server: str) -> None:
     text = tiny.request("/metrics")[2]

@@ -7,17 +7,32 @@ from fastapi import FastAPI, Response
 from twolane.server.http.errors import ApiError
 
 NO_SCORES = "is not served: there are no scoring models; compare vectors of /v1/embeddings instead"
+NO_BATCHES = "is not served: `twolane run-batch` answers a file of requests"
+ONLY_TEXT = "is not served: only text models are"
+OTHER_SERVER = "is not served: ask /v1/completions or /v1/chat/completions"
 REFUSED: Mapping[str, str] = {
     "/v1/rerank": NO_SCORES,
     "/rerank": NO_SCORES,
     "/v2/rerank": NO_SCORES,
     "/v1/score": NO_SCORES,
     "/score": NO_SCORES,
-    "/v1/batches": "is not served: `twolane run-batch` answers a file of requests",
-    "/v1/files": "is not served: `twolane run-batch` answers a file of requests",
+    "/pooling": "is not served: ask /v1/embeddings",
+    "/classify": "is not served: it needs a classifying model",
+    "/v1/batches": NO_BATCHES,
+    "/v1/messages/batches": NO_BATCHES,
+    "/v1/files": NO_BATCHES,
     "/v1/moderations": "is not served: it needs a moderation model",
-    "/v1/audio/transcriptions": "is not served: only text models are",
-    "/v1/images/generations": "is not served: only text models are",
+    "/v1/responses/compact": "is not served: clients shorten their conversations themselves",
+    "/v1/conversations": "is not served: ask /v1/responses with previous_response_id",
+    "/v1/audio/speech": ONLY_TEXT,
+    "/v1/audio/transcriptions": ONLY_TEXT,
+    "/v1/audio/translations": ONLY_TEXT,
+    "/v1/images/edits": ONLY_TEXT,
+    "/v1/images/generations": ONLY_TEXT,
+    "/generate": OTHER_SERVER,
+    "/completion": OTHER_SERVER,
+    "/api/chat": OTHER_SERVER,
+    "/api/generate": OTHER_SERVER,
 }
 """Reasons by path that is not served."""
 
