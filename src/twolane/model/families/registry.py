@@ -1,54 +1,25 @@
-"""Every family by its names. A new family is a file of this package and a name in `_FILES`."""
+"""Every family by its names. A new family is a file of this package."""
 
-from collections.abc import Iterable, Mapping
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
-from twolane.model.families import (
-    ernie4_5_moe,
-    exaone4,
-    gemma3,
-    gemma4,
-    glm,
-    glm4,
-    glm4_moe,
-    gpt_oss,
-    granite,
-    hunyuan_v1_dense,
-    hunyuan_v1_moe,
-    laguna,
-    lfm2,
-    lfm2_moe,
-    llama,
-    mellum,
-    minimax_m2,
-    mistral,
-    mixtral,
-    muse_glimmer,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_moe,
-    qwen3_next,
-    seed_oss,
-    smollm3,
-)
+from twolane.model import families
 from twolane.model.families.family import Family
 from twolane.model.families.refused import reason
 from twolane.model.spec import UnsupportedModel
 
-_FILES = (
-    *(llama, mistral, qwen2, qwen3, qwen3_moe, mixtral),
-    *(phi3, granite, smollm3, olmo2, olmo3, glm, glm4, seed_oss, exaone4, gemma3, gemma4),
-    *(qwen2_moe, glm4_moe, ernie4_5_moe, minimax_m2, mellum, lfm2, lfm2_moe),
-    *(hunyuan_v1_dense, hunyuan_v1_moe, laguna, muse_glimmer, gpt_oss),
-    *(qwen3_next, qwen3_5, qwen3_5_moe),
-)
-FAMILIES: Mapping[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
+
+def _families() -> Iterator[Family]:
+    """Yield the families of this package's files, of which those that families share have none."""
+    for file in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
+        family: Family | None = getattr(import_module(file.name), "FAMILY", None)
+        if family is not None:
+            yield family
+
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _families()}
 """Every family by its name."""
 ARCHITECTURES = {name: each for each in FAMILIES.values() for name in each.architectures}
 """Families by the architectures that `config.json` may name."""
