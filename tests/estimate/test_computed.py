@@ -7,9 +7,9 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.estimate.calibrated.estimator import Calibrated
-from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
+from twolane.estimate.computed import SLOPES, SMALL_ROWS, STEPS, Computed
 from twolane.estimate.query import Load, decode_step
-from twolane.kernels.sizes import EMPTY_KEYS, FILLED, SIZES, WHOLE
+from twolane.kernels.sizes import BUCKETS, EMPTY_KEYS, FILLED, SIZES, WHOLE
 
 
 @pytest.fixture(scope="module")

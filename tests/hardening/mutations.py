@@ -102,7 +102,7 @@ FIELDS = sorted(
         *protocol.UNSUPPORTED,
         *protocol.UNSUPPORTED_CHAT,
         *protocol.UNSUPPORTED_COMPLETION,
-        *protocol.INERT,
+        *protocol.WITHOUT_EFFECT,
     }
 )
 RAW = "\x00raw:"

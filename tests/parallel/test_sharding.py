@@ -33,12 +33,12 @@ from twolane.devices import DeviceSettings
 from twolane.lanes.load import load
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder, Weights
-from twolane.model.load.checkpoint import expected_tensors
+from twolane.model.load.checkpoint import WeightsError, expected_tensors
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
-from twolane.model.load.weights import WeightsError, _Loader, load_weights
+from twolane.model.load.weights import _Loader, load_weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Experts
 from twolane.model.sharding import Shard

@@ -102,7 +102,9 @@ class TestUnsupportedFields:
         assert (error.param, error.code) == ("temprature", "unknown_parameter")
 
     def test_bookkeeping_fields_are_accepted(self, kind, least):
-        kind.model_validate({**least, **{name: {"any": ["thing"]} for name in protocol.INERT}})
+        kind.model_validate(
+            {**least, **{name: {"any": ["thing"]} for name in protocol.WITHOUT_EFFECT}}
+        )
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load
-from twolane.kernels.sizes import (
-    BUCKET_STEP,
-    BUCKETS,
-    EMPTY_KEYS,
-    FILLED,
-    WHOLE,
-    padded,
-    tile_tokens,
-)
+from twolane.kernels import sizes
 
 STEPS = (16, 24, 32, 40, 48, 64, 96, 128)
 """Rows beyond which products of decode go another way, while their weights bind them; beyond the
@@ -64,19 +56,21 @@ class Computed:
             return cls(windows=windows)
         kernels = profile.machine == "cuda"  # simulated ones have no small tiles or several ways
         group = shape.heads // shape.kv_heads if kernels else 0
-        tile = tile_tokens(shape.head_dim)
+        tile = sizes.tile_tokens(shape.head_dim)
         heads = shape.heads / profile.key.tensor_parallel
-        empty = EMPTY_KEYS * profile.key.units * tile / heads
+        empty = sizes.EMPTY_KEYS * profile.key.units * tile / heads
         steps = STEPS if kernels else ()
-        return cls(tile, group, passes, BUCKETS, empty, steps, 0.0 if kernels else heads, windows)
+        return cls(
+            tile, group, passes, sizes.BUCKETS, empty, steps, 0.0 if kernels else heads, windows
+        )
 
     def tokens(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
-        return padded(load.new, self.passes) if self.passes else load.new
+        return sizes.padded(load.new, self.passes) if self.passes else load.new
 
     def rows(self, load: Load) -> int:
         """Rows of a decode step, with its padding."""
-        return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
+        return sizes.padded(load.requests, self.buckets, sizes.BUCKET_STEP if self.buckets else 1)
 
     def context(self, load: Load) -> float:
         """Σ r of a decode step, as far as windows show it in a mean layer."""
@@ -115,14 +109,14 @@ class Computed:
         if self.tile == 1:
             return squares, products
         whole = _whole(load, self.tile)
-        graph = 0 < rows <= WHOLE and sum(whole) <= self.empty
-        if graph or not self.group or squares + products >= FILLED * sum(whole):
+        graph = 0 < rows <= sizes.WHOLE and sum(whole) <= self.empty
+        if graph or not self.group or squares + products >= sizes.FILLED * sum(whole):
             return whole
         longest = max(load.n) * self.group
         small = next((each for each in SMALL_ROWS if each >= longest), SMALL_ROWS[-1])
         tile = small // self.group
         squares, products = _whole(load, tile)
-        return squares / FILLED, products / FILLED
+        return squares / sizes.FILLED, products / sizes.FILLED
 
     def turns(self, n: Sequence[int], units: int) -> float:
         """Time of attention over what it would take if its tiles kept all units busy to the end.

@@ -7,14 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 from yarl import URL
 
-from twolane.fleet.calls import (
-    NO_HEADERS,
-    ClientCall,
-    answer_headers,
-    forwarded_headers,
-    start_answer,
-    target,
-)
+from twolane.fleet import calls
 from twolane.fleet.lost import ReplicaLost, end_when, errors_of_replica, unless_lost
 from twolane.fleet.metrics import FleetMetrics, outcome_of
 from twolane.fleet.pool import Member, Pool
@@ -79,7 +72,7 @@ class Forwarder:
         self._metrics = metrics
 
     async def forward(
-        self, call: ClientCall, chosen: Chosen, sent: SentRequest, *, last: bool
+        self, call: calls.ClientCall, chosen: Chosen, sent: SentRequest, *, last: bool
     ) -> bool:
         """Forward a request and its answer; return False if another replica may be tried: one that
         is not the last answers no request that it is too full for.
@@ -89,12 +82,12 @@ class Forwarder:
         """
         member = self._pool.members[chosen.name]
         # The fleet's own gate has checked that the operator asks.
-        more = self._pool.operator if call.path.startswith(OPERATED) else NO_HEADERS
+        more = self._pool.operator if call.path.startswith(OPERATED) else calls.NO_HEADERS
         request = self._session.request(
             call.scope["method"],
-            URL(member.url + target(call.scope), encoded=True),
+            URL(member.url + calls.target(call.scope), encoded=True),
             data=call.body,
-            headers=forwarded_headers(call.scope, more),
+            headers=calls.forwarded_headers(call.scope, more),
             allow_redirects=False,
         )
         answer = await unless_lost(member.lost, request)
@@ -105,7 +98,7 @@ class Forwarder:
                 return False
             if answer.status < 400 and call.path in GENERATING_PATHS:
                 self._metrics.predicted.observe(chosen.ttft)
-            headers = answer_headers(answer.raw_headers)
+            headers = calls.answer_headers(answer.raw_headers)
             headers.append((b"x-replica", member.name.encode()))
             # Header of answers: predicted TTFT in milliseconds, 0 if unknown.
             headers.append((b"x-predicted-ttft-ms", b"%d" % round(1e3 * chosen.ttft)))
@@ -115,7 +108,7 @@ class Forwarder:
             # Nothing is sent before all of it has arrived, so that another replica can be tried.
             whole = await unless_lost(member.lost, answer.read())
             self._facts.note_response(call, member, whole[:RESPONSE_HEAD])
-            await start_answer(call.send, answer.status, headers)
+            await calls.start_answer(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
             self._metrics.count(outcome_of(answer.status, whole))
             return True
@@ -124,7 +117,7 @@ class Forwarder:
 
     async def _stream(
         self,
-        call: ClientCall,
+        call: calls.ClientCall,
         member: Member,
         sent: SentRequest,
         answer: aiohttp.ClientResponse,
@@ -142,7 +135,7 @@ class Forwarder:
 
     async def _send_on(
         self,
-        call: ClientCall,
+        call: calls.ClientCall,
         member: Member,
         sent: SentRequest,
         answer: aiohttp.ClientResponse,
@@ -156,7 +149,7 @@ class Forwarder:
         now = self._pool.clock()
         self._metrics.first_events.observe(now - call.arrived)
         self._pool.table.began(member.name, sent, now)
-        await start_answer(send, answer.status, headers)
+        await calls.start_answer(send, answer.status, headers)
         outcome = "answered"
         whole, rest = _whole_events(first)
         try:

@@ -17,18 +17,8 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
+from twolane.fleet import calls
 from twolane.fleet.broadcast import BROADCAST_PATHS, LOST
-from twolane.fleet.calls import (
-    ClientCall,
-    answer,
-    answer_json,
-    check_target,
-    forwarded_headers,
-    read_body,
-    retry_after,
-    start_answer,
-    target,
-)
 from twolane.fleet.forward import Forwarder
 from twolane.fleet.lost import ReplicaLost, ReplicaUnreachable
 from twolane.fleet.metrics import FleetMetrics, outcome_of
@@ -100,11 +90,11 @@ class Ingress:
         if path in PROBES:
             await self._probe(path, send)
         elif path == "/metrics":
-            await answer(send, 200, self.metrics.render(), CONTENT_TYPE)
+            await calls.answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
-            await answer_json(send, self.overview())
+            await calls.answer_json(send, self.overview())
         elif path in ("/load", "/v1/load"):
-            await answer_json(send, self.load())
+            await calls.answer_json(send, self.load())
         elif path == "/dashboard" or path.startswith("/dashboard/"):
             await refuse(ApiError(501, NO_DASHBOARD, code="not_served"), path, send)
         else:
@@ -136,7 +126,7 @@ class Ingress:
     async def _probe(self, path: str, send: Send) -> None:
         live = path in ("/livez", "/health/live")
         if live or self._pool.serving:
-            await answer_json(send, {"status": "ok"})
+            await calls.answer_json(send, {"status": "ok"})
         else:
             await refuse(ApiError(503, "no replica is ready", code="unavailable"), path, send)
 
@@ -150,9 +140,9 @@ class Ingress:
 
         path = scope["path"]
         try:
-            check_target(scope)
-            body = await read_body(receive)
-            call = ClientCall(scope, body, noted, self._pool.clock())
+            calls.check_target(scope)
+            body = await calls.read_body(receive)
+            call = calls.ClientCall(scope, body, noted, self._pool.clock())
             await unless_gone(Request(scope, receive), self._try_all(call))
         except ClientGone:
             self.metrics.count("disconnect")
@@ -167,7 +157,7 @@ class Ingress:
                 raise
             await refuse(ApiError(500, "internal error", code="internal_error"), path, send)
 
-    async def _try_all(self, call: ClientCall) -> None:
+    async def _try_all(self, call: calls.ClientCall) -> None:
         """Forward a request to one replica after the other until one answers.
 
         Raises:
@@ -213,12 +203,12 @@ class Ingress:
                 self._pool.table.ended(member.name, sent)
         raise _unavailable("no replica could answer", 1)
 
-    def _able(self, call: ClientCall) -> set[str]:
+    def _able(self, call: calls.ClientCall) -> set[str]:
         """Return the names of the replicas that may get a request."""
         serving = {member.name for member in self._pool.serving}
         return serving & call.homes or serving
 
-    async def _change_all(self, call: ClientCall) -> str:
+    async def _change_all(self, call: calls.ClientCall) -> str:
         """Make a change at all serving replicas now, and at the others before they serve; return
         its outcome.
 
@@ -226,7 +216,7 @@ class Ingress:
             ApiError: 503, there is none.
         """
         await self._awaited(lambda: self._pool.serving)
-        headers = forwarded_headers(call.scope, self._pool.operator)
+        headers = calls.forwarded_headers(call.scope, self._pool.operator)
         replies = await self._pool.broadcast.make(call.path, call.body, headers)
         for name, reply in replies.items():
             if reply.status == LOST and name in self._pool.members:
@@ -235,7 +225,7 @@ class Ingress:
         if not answers:
             raise _unavailable("no replica could answer", 1)
         worst = max(answers, key=lambda reply: reply.status)
-        await answer(call.send, worst.status, worst.body, "application/json")
+        await calls.answer(call.send, worst.status, worst.body, "application/json")
         return outcome_of(worst.status, worst.body)
 
     async def _choose(
@@ -285,19 +275,19 @@ def taken(choice: Chosen | NoReplica) -> Chosen:
         ApiError: 429, there is none.
     """
     if isinstance(choice, NoReplica):
-        headers = retry_after(choice.retry_after)
+        headers = calls.retry_after(choice.retry_after)
         raise ApiError(429, choice.reason, code="refused", headers=headers)
     return choice
 
 
 def _unavailable(problem: str, retry_seconds: int) -> ApiError:
-    return ApiError(503, problem, code="unavailable", headers=retry_after(retry_seconds))
+    return ApiError(503, problem, code="unavailable", headers=calls.retry_after(retry_seconds))
 
 
-async def _redirect(call: ClientCall, member: Member) -> None:
+async def _redirect(call: calls.ClientCall, member: Member) -> None:
     """Redirect the client to a replica."""
-    location = member.url + target(call.scope)
-    await start_answer(
+    location = member.url + calls.target(call.scope)
+    await calls.start_answer(
         call.send, 307, [(b"location", location.encode()), (b"content-length", b"0")]
     )
     await call.send({"type": "http.response.body", "body": b""})

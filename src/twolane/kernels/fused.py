@@ -20,13 +20,14 @@ from typing import TypeVar
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.pool import MirroredPool, RoundedPool, WrittenPool, exponents_of, values_of
 from twolane.kernels.runtime.launch import launch, power_of_2
 
-Out = TypeVar("Out", bound=torch.Tensor | Quantised)
+Out = TypeVar("Out", bound=Tensor | Quantised)
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
@@ -77,7 +78,7 @@ def rms_normal(value, scale, eps, HIDDEN: tl.constexpr) -> tl.tensor:
 class Norm:
     """An RMS norm."""
 
-    weight: torch.Tensor
+    weight: Tensor
     """[hidden]"""
     eps: float
 
@@ -108,7 +109,7 @@ def _rms_norm(
     tl.store(out + row * out_stride + column, normal, mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: Out) -> Out:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Out) -> Out:
     """`out` [T, hidden] = each row of `x` over its root mean square, times `weight` [hidden].
 
     Rows of `x` and of `out` may lie apart (`x.stride(0)`); `out` may be `x`.
@@ -117,9 +118,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: Out) -> Out
     return out
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: Out
-) -> Out:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Out) -> Out:
     """`residual` += `x`, then `out` = the RMS norm of `residual`; all [T, hidden].
 
     `out` may be `x`.
@@ -129,11 +128,7 @@ def add_rms_norm(
 
 
 def _launch_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    out: Activations,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Activations
 ) -> None:
     rows, hidden = x.shape
     block = power_of_2(hidden)
@@ -158,7 +153,7 @@ def _launch_norm(
     )
 
 
-def parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(out: Activations) -> tuple[Tensor, Tensor]:
     """Return the tensors that a kernel writes values and scales to; without scales, `out` twice."""
     return (out.values, out.scales) if isinstance(out, Quantised) else (out, out)
 
@@ -178,7 +173,7 @@ def _quantise(
     tl.store(out + row * WIDTH + column, values, mask=inside)
 
 
-def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
+def quantise(x: Tensor, out: Quantised) -> Quantised:
     """`out` [T, k] = `x` [T, k], contiguous, with a scale for each row.
 
     For what attention makes: a row's scale is a matter of all heads, which are computed apart.
@@ -199,9 +194,7 @@ def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
     return out
 
 
-def rotary_table(
-    frequencies: torch.Tensor, scales: torch.Tensor | float, positions: int
-) -> torch.Tensor:
+def rotary_table(frequencies: Tensor, scales: Tensor | float, positions: int) -> Tensor:
     """Cosines and sines, times `scales`, of all angles: float32 [positions, head_dim / 2, 2].
 
     The angles are float32 products of position and `frequencies` [head_dim / 2], as in
@@ -301,14 +294,14 @@ def _qkv_rope_write(
 
 
 def qkv_rope_write(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    qk_norm: torch.Tensor | None,
+    qkv: Tensor,
+    positions: Tensor,
+    qk_norm: Tensor | None,
     eps: float,
-    table: torch.Tensor,
-    q_out: torch.Tensor,
+    table: Tensor,
+    q_out: Tensor,
     pool: WrittenPool,
-    write_slots: torch.Tensor,
+    write_slots: Tensor,
     *,
     norm_last: bool = False,
     v_norm: bool = False,
@@ -342,16 +335,16 @@ def qkv_rope_write(
 
 
 def qkv_rope_write_decode(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    qk_norm: torch.Tensor | None,
+    qkv: Tensor,
+    positions: Tensor,
+    qk_norm: Tensor | None,
     eps: float,
-    table: torch.Tensor,
-    q_out: torch.Tensor,
+    table: Tensor,
+    q_out: Tensor,
     pool: WrittenPool,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
     *,
     norm_last: bool = False,
     v_norm: bool = False,
@@ -371,16 +364,16 @@ def qkv_rope_write_decode(
 
 
 def _launch_rope(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    qk_norm: torch.Tensor | None,
+    qkv: Tensor,
+    positions: Tensor,
+    qk_norm: Tensor | None,
     eps: float,
-    table: torch.Tensor,
-    q_out: torch.Tensor,
+    table: Tensor,
+    q_out: Tensor,
     pool: WrittenPool,
-    slots: torch.Tensor,
-    tables: torch.Tensor | None,
-    lengths: torch.Tensor | None,
+    slots: Tensor,
+    tables: Tensor | None,
+    lengths: Tensor | None,
     *,
     last: bool,
     v_norm: bool,
@@ -443,7 +436,7 @@ def _gate(
     tl.store(x + row * WIDTH + column, (value * opened).to(value.dtype), mask=inside)
 
 
-def gate(x: torch.Tensor, gates: torch.Tensor) -> None:
+def gate(x: Tensor, gates: Tensor) -> None:
     """Multiply `x` [T, width] in place with the sigmoid of `gates` [T, width], whose rows may lie
     apart."""
     width, options = x.shape[1], launch_options(x.device)
@@ -481,7 +474,7 @@ def _act_mul(
     tl.store(out + row * INNER + column, product, mask=inside)
 
 
-def act_mul(gate_up: torch.Tensor, out: Out, activation: str = "silu") -> Out:
+def act_mul(gate_up: Tensor, out: Out, activation: str = "silu") -> Out:
     """`out` [T, inner] = activation(gate) * up of `gate_up` [T, 2 * inner], the gate first.
 
     `activation`: of `ModelSpec.activation`; `clamped_swiglu` multiplies with up + 1.
@@ -518,7 +511,7 @@ def _side_by_side(
     tl.store(out + row * COLUMNS + part * WIDTH + column, values, mask=inside)
 
 
-def side_by_side(parts: torch.Tensor, out: torch.Tensor) -> None:
+def side_by_side(parts: Tensor, out: Tensor) -> None:
     """`out` [R, C] = the first C columns of all parts [parts, R, width], in their order."""
     count, rows, width = parts.shape
     block = min(_ELEMENTS, power_of_2(width))
@@ -550,14 +543,14 @@ def _embed(
 
 
 def embed(
-    last_token: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    embedding: torch.Tensor,
-    out: torch.Tensor,
+    last_token: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    embedding: Tensor,
+    out: Tensor,
     vocab_first: int = 0,
     scale: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """`out` [R, hidden] = the rows of `embedding` of the tokens last sampled in each row's slot.
 
     Rows that are not active become zeros, so that what follows computes with finite numbers, and
@@ -624,20 +617,20 @@ def _lay_out(
 
 
 def lay_out(
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    places: torch.Tensor,
-    last_token: torch.Tensor,
-    tables: torch.Tensor,
-    tokens: torch.Tensor,
-    token_places: torch.Tensor,
-    token_slots: torch.Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    last_token: Tensor,
+    tables: Tensor,
+    tokens: Tensor,
+    token_places: Tensor,
+    token_slots: Tensor,
     *,
     page_size: int,
-    embedding: torch.Tensor,
-    residual: torch.Tensor,
-    positions: torch.Tensor,
-    write_slots: torch.Tensor,
+    embedding: Tensor,
+    residual: Tensor,
+    positions: Tensor,
+    write_slots: Tensor,
     vocab_first: int = 0,
     scale: float = 1.0,
 ) -> None:
@@ -709,15 +702,15 @@ def _advance(
 
 
 def advance(
-    sampled: torch.Tensor,
-    slots: torch.Tensor,
-    steps: torch.Tensor,
-    step: torch.Tensor,
-    positions: torch.Tensor,
-    lengths: torch.Tensor,
-    last_token: torch.Tensor,
-    ring: torch.Tensor,
-    experts_read: torch.Tensor | None = None,
+    sampled: Tensor,
+    slots: Tensor,
+    steps: Tensor,
+    step: Tensor,
+    positions: Tensor,
+    lengths: Tensor,
+    last_token: Tensor,
+    ring: Tensor,
+    experts_read: Tensor | None = None,
 ) -> None:
     """End a decode step: hand out its tokens and make the rows ready for the next one.
 

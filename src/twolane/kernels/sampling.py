@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from twolane.kernels.runtime.launch import launch, power_of_2
 
@@ -104,7 +105,7 @@ def pack_params(
     return row.reshape(1).view(np.int64)
 
 
-def new_params(slots: int, device: torch.device | str) -> torch.Tensor:
+def new_params(slots: int, device: torch.device | str) -> Tensor:
     """Parameters of greedy slots, int64 [slots, WORDS]; fill rows from `pack_params`."""
     return torch.zeros(slots, WORDS, dtype=torch.int64, device=device)
 
@@ -531,7 +532,7 @@ def _winner(
     tl.store(out + row, tl.where(count > 0, -1 - token, token))
 
 
-def chosen(tokens: torch.Tensor) -> torch.Tensor:
+def chosen(tokens: Tensor) -> Tensor:
     """Return the tokens that `Sampler.sample` has chosen, of rows with broken logits too."""
     return torch.where(tokens < 0, ~tokens, tokens)
 
@@ -559,7 +560,7 @@ class Sampler:
         self._chunks = triton.cdiv(vocab, chunk)
         each = rows * self._chunks
 
-        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+        def buffer(size: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         self._peaks, self._floors, self._speeds = (buffer(each, torch.float32) for _ in range(3))
@@ -573,13 +574,13 @@ class Sampler:
 
     def sample(
         self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        params: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        params: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         """Sample the token after each active row, on the current stream, without a host round trip.
 
         Args:

@@ -1,8 +1,8 @@
 """Grammars' masks on the device: what may not be chosen is taken out of the logits."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from twolane.kernels.runtime.launch import launch
 
@@ -24,7 +24,7 @@ def _allow_only(
     tl.store(row + ids, float("-inf"), mask=inside & (allowed == 0) & sound)
 
 
-def allow_only(logits: torch.Tensor, board: torch.Tensor) -> None:
+def allow_only(logits: Tensor, board: Tensor) -> None:
     """Make the logits of all tokens that a mask does not allow minus infinity, in place.
 
     NaN and plus infinity stay, so that the sampler finds a row that the model has broken.

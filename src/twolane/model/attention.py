@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from twolane.kernels.delta_rule.rule import StatePart
@@ -35,24 +36,24 @@ tokens, or lacks at most `_GROUP_SLACK` of them: padding costs less than another
 class CpuRoundedPool:
     """A layer's keys and values in e4m3, with a power of two for each token and head."""
 
-    values: torch.Tensor
+    values: Tensor
     """e4m3 [slots, 2 * kv_heads, head_dim]"""
-    exponents: torch.Tensor
+    exponents: Tensor
     """Base-2 logarithms of the factors of the values, int8 [slots, 2 * kv_heads]."""
     dtype: torch.dtype
     """The type in which attention sees them."""
 
-    def index_select(self, dim: int, slots: torch.Tensor) -> torch.Tensor:
+    def index_select(self, dim: int, slots: Tensor) -> Tensor:
         """Keys and values of some slots, in the type that attention wants."""
         values = self.values.view(torch.int8).index_select(dim, slots).view(fp8.E4M3)
         return fp8.dequantise_heads(values, self.exponents.index_select(dim, slots), self.dtype)
 
 
-Pool = torch.Tensor | CpuRoundedPool
+Pool = Tensor | CpuRoundedPool
 """A layer's keys and values, [slots, 2 * kv_heads, head_dim]."""
 
 
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes a tensor of a shape and a type, uninitialised."""
 
 
@@ -104,10 +105,10 @@ class KVCache:
         first = {place: i for i, place in reversed([*enumerate(places)])}
         own = {place: layer(i, spec.each[i]) for place, i in sorted(first.items())}
         self.layers = [own[place] for place in places]
-        stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
+        stored = [pool if isinstance(pool, Tensor) else pool.values for pool in self.layers]
         self.k, self.v = zip(*(values.chunk(2, dim=1) for values in stored), strict=True)
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def write(self, layer: int, slots: Tensor, new: Tensor) -> Tensor:
         """Put keys, then values, [T, 2 * kv_heads, head_dim], of tokens into their slots, [T].
 
         Returns:
@@ -115,7 +116,7 @@ class KVCache:
             whether a token is new or reused.
         """
         pool = self.layers[layer]
-        if isinstance(pool, torch.Tensor):
+        if isinstance(pool, Tensor):
             pool.index_copy_(0, slots, new)
             return new
         values, exponents = fp8.quantise_heads(new)
@@ -142,15 +143,15 @@ class Segment:
     """Pages of further tables, which layers with a window have, as `pages`."""
 
 
-Slots = torch.Tensor | slice
+Slots = Tensor | slice
 """Slots to read, one after the other in memory where they are a slice."""
 
 
-def _read(pool: Pool, slots: Slots) -> torch.Tensor:
+def _read(pool: Pool, slots: Slots) -> Tensor:
     """Return keys and values of some slots; a slice shares the pool's memory."""
-    if isinstance(slots, torch.Tensor):
+    if isinstance(slots, Tensor):
         return pool.index_select(0, slots)
-    if isinstance(pool, torch.Tensor):
+    if isinstance(pool, Tensor):
         return pool[slots]
     return pool.index_select(0, torch.arange(slots.start, slots.stop))
 
@@ -162,12 +163,10 @@ class _PromptSegment:
     rows: slice
     slots: Slots | None
     """Slots read, [L]; None: only the segment's own new keys are seen."""
-    mask: torch.Tensor | None
+    mask: Tensor | None
     """Added to the scores, [n, L]; None: causal."""
 
-    def attend(
-        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, new: Tensor, pool: Pool, sinks: Tensor | None) -> Tensor:
         """[n, heads, head_dim]; arguments as in `Batch.attend`."""
         kv = new[self.rows] if self.slots is None else _read(pool, self.slots)
         k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
@@ -181,16 +180,14 @@ class _PromptSegment:
 class _SingleTokenRows:
     """Attention of several segments with one new token each, padded to the longest."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """Rows of the batch, [R]."""
     slots: Slots
     """Slots read, [R * L]; padding repeats a row's last slot, so that it reads finite numbers."""
-    mask: torch.Tensor | None
+    mask: Tensor | None
     """Added to the scores, [R, 1, 1, L]; None: no padding."""
 
-    def attend(
-        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, new: Tensor, pool: Pool, sinks: Tensor | None) -> Tensor:
         """[R, heads, head_dim]; arguments as in `Batch.attend`."""
         count, (_, heads, dim), kv_heads = len(self.rows), q.shape, new.shape[1] // 2
         query = q if count == len(q) else q.index_select(0, self.rows)
@@ -207,9 +204,7 @@ _Part = _PromptSegment | _SingleTokenRows
 
 
 @int8.scripted
-def _rows_attended(
-    q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None, kv_heads: int
-) -> torch.Tensor:
+def _rows_attended(q: Tensor, kv: Tensor, mask: Tensor | None, kv_heads: int) -> Tensor:
     """Return the attention of rows with the queries `q` [R, heads, head_dim] over keys and values
     [R * L, 2 * kv_heads, head_dim], [R, heads, head_dim]."""
     rows, heads, dim = q.size(0), q.size(1), q.size(2)
@@ -220,14 +215,14 @@ def _rows_attended(
 
 
 def _attended(
-    query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
     *,
     causal: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return softmax(query · kᵀ / sqrt(dim) + mask) · v of each batch and head.
 
     A sink is one more score without a value: it scales what the other scores give by their share of
@@ -248,7 +243,7 @@ def _attended(
         )
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(query, k, v, 0.0, causal, attn_mask=mask)
-    return cast(torch.Tensor, out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype))
+    return cast(Tensor, out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype))
 
 
 @dataclass(eq=False)
@@ -265,16 +260,16 @@ class Batch:
     device: torch.device
     offsets: tuple[int, ...]
     """First row of each segment, and the number of rows, [segments + 1]."""
-    positions: torch.Tensor
+    positions: Tensor
     """Place of each token in its sequence, int64 [T]."""
-    write_slots: Sequence[torch.Tensor]
+    write_slots: Sequence[Tensor]
     """Slot of each token in each table, int64 [T]."""
     _tables: Sequence[_Ints]
     """For each table the pages of each segment, [segments, most pages]; padded with zeros."""
     _parts: dict[tuple[int | None, int, torch.dtype], tuple[_Part, ...]] = field(
         default_factory=dict
     )
-    _turns: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
+    _turns: dict[RopeSpec, Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -315,7 +310,7 @@ class Batch:
         """The rows by the states that they move on in layers of linear attention."""
         return StateRows.of(SequenceStates(s.slot, s.start, s.n, s.parts) for s in self.segments)
 
-    def rotation(self, rotation: Rotation, rope: RopeSpec) -> torch.Tensor:
+    def rotation(self, rotation: Rotation, rope: RopeSpec) -> Tensor:
         """Scale * e^(i * angle) of each token and pair, complex64 [T, 1, head_dim / 2].
 
         Args:
@@ -331,13 +326,13 @@ class Batch:
 
     def attend(
         self,
-        q: torch.Tensor,
-        new: torch.Tensor,
+        q: Tensor,
+        new: Tensor,
         pool: Pool,
         window: int | None,
-        sinks: torch.Tensor | None = None,
+        sinks: Tensor | None = None,
         table: int = 0,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Causal attention of every token over its own sequence.
 
         Args:
@@ -429,7 +424,7 @@ class Batch:
         apart = bool((np.diff(slots) != 1).any())
         return self._put(slots) if apart else slice(int(slots[0]), int(slots[-1]) + 1)
 
-    def _put(self, values: _Ints) -> torch.Tensor:
+    def _put(self, values: _Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
 

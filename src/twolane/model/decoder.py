@@ -29,35 +29,35 @@ from twolane.parallel.group import Group, SingleRank
 class LayerWeights:
     """The weights of one layer; q, k and v are one matrix."""
 
-    input_norm: torch.Tensor | None
+    input_norm: Tensor | None
     """The norm of what attention reads, [hidden], or None."""
     qkv: Matrix
     """[qkv_rows, hidden]: the rows of q and k, in the order of `pair_rows`, of v, and of output
     gates; [q_rows, hidden] where the layer reads the keys and values of another one; in linear
     attention [projected, hidden]: those of q, k, v and gates; in a short
     convolution [3 * channels, hidden]: those of both gates and what is convolved."""
-    qkv_bias: torch.Tensor | None
+    qkv_bias: Tensor | None
     """[qkv_rows], in the order of the rows of `qkv`, or None."""
-    qk_norm: torch.Tensor | None
+    qk_norm: Tensor | None
     """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None; [heads, head_dim] where
     the layer has no keys of its own."""
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
     """Score of the token of value 0 that each head sees, float32 [heads], or None."""
-    attention_out_norm: torch.Tensor | None
+    attention_out_norm: Tensor | None
     """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
     """[hidden, q_size], in linear attention [hidden, value_size], in a short convolution
     [hidden, channels]."""
-    o_bias: torch.Tensor | None
+    o_bias: Tensor | None
     """[hidden] or None."""
-    mlp_norm: torch.Tensor | None
+    mlp_norm: Tensor | None
     """The norm of what the MLP reads, [hidden], or None."""
     mlp: Mlp
-    mlp_out_norm: torch.Tensor | None
+    mlp_out_norm: Tensor | None
     """The norm of what the MLP adds to the residual stream, [hidden], or None."""
     delta: DeltaWeights | None = None
     """What linear attention has beside `qkv` and `o`; None: the layer has none."""
-    taps: torch.Tensor | None = None
+    taps: Tensor | None = None
     """The taps of a short convolution in the place of attention, [channels, taps], the latest last;
     None: the layer has none."""
     gate: Matrix | None = None
@@ -66,7 +66,7 @@ class LayerWeights:
     """The experts of a layer that has a dense MLP, too."""
     inputs: "LayerInputs | None" = None
     """What adds the layer's own inputs of each token to the residual stream."""
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
     """The factor of what the layer returns, [1], or None."""
 
     @property
@@ -83,13 +83,13 @@ class SideExperts:
     """The experts beside a dense MLP, and the norms of both (see `MoeSpec.beside_dense`)."""
 
     experts: Experts
-    norm: torch.Tensor
+    norm: Tensor
     """The norm of what the experts read, [hidden]."""
-    router_norm: torch.Tensor
+    router_norm: Tensor
     """The norm of what the router reads, [hidden]."""
-    out_norm: torch.Tensor
+    out_norm: Tensor
     """The norm of the experts' output, [hidden]."""
-    mlp_out_norm: torch.Tensor
+    mlp_out_norm: Tensor
     """The norm of the dense MLP's output, [hidden]."""
 
 
@@ -102,7 +102,7 @@ class LayerInputs:
     """[layer_inputs, hidden]"""
     projection: Matrix
     """[hidden, layer_inputs]"""
-    norm: torch.Tensor
+    norm: Tensor
     """The norm of what is added, [hidden]."""
 
 
@@ -110,11 +110,11 @@ class LayerInputs:
 class TokenInputs:
     """The inputs of all layers that follow from a token and its embedding."""
 
-    embedding: torch.Tensor
+    embedding: Tensor
     """[vocab, layers * layer_inputs], times the embeddings' factor."""
     projection: Matrix
     """[layers * layer_inputs, hidden]"""
-    norm: torch.Tensor
+    norm: Tensor
     """The norm of the projection's part for each layer, [layer_inputs]."""
 
 
@@ -122,17 +122,17 @@ class TokenInputs:
 class Weights:
     """The weights of a whole model."""
 
-    embedding: torch.Tensor
+    embedding: Tensor
     """[vocab, hidden]; int8 where it has scales."""
     layers: Sequence[LayerWeights]
-    norm: torch.Tensor
+    norm: Tensor
     """The norm of what the head reads, [hidden], times `ModelSpec.logit_scale`."""
     head: Matrix
     """[vocab, hidden]; its values are the embedding itself where the two are tied, but for eight
     bits, of which products have a layout of their own."""
     inputs: TokenInputs | None = None
     """What makes the layers' own inputs, if they have any."""
-    embedding_scales: torch.Tensor | None = None
+    embedding_scales: Tensor | None = None
     """The factor of each row of the embedding, float32 [vocab], or None."""
 
     @property
@@ -257,7 +257,7 @@ class Decoder:
         self._int8 = [_int8_layer(self.spec, i, w) if alone else None for i, w in layers]
         """The layers that can be run in fewer calls, None in the place of others."""
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Hidden states [T, stream] of token ids, int64 [T]: the residual stream, and after it the
         layers' own inputs, if they have any."""
         scale = self.spec.stream_scale
@@ -271,7 +271,7 @@ class Decoder:
             rows = self.group.all_reduce(rows * ours[:, None] * scale)
         return rows if self.weights.inputs is None else self._with_inputs(tokens, rows)
 
-    def _with_inputs(self, tokens: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    def _with_inputs(self, tokens: Tensor, stream: Tensor) -> Tensor:
         """Return the residual stream with the layers' inputs after it, [T, stream]: the mean, times
         the square root of two, of a token's own and of those that its embedding is projected to."""
         w, spec = self.weights.inputs, self.spec
@@ -282,18 +282,13 @@ class Decoder:
         normal = self._normalised(parts, w.norm, spec.norm_eps).flatten(1)
         return torch.cat([stream, (normal + own) * 0.5**0.5], dim=1)
 
-    def _embedding_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embedding_rows(self, tokens: Tensor) -> Tensor:
         rows, scales = self.weights.embedding[tokens], self.weights.embedding_scales
         return rows if scales is None else rows * scales[tokens, None]
 
     def layer(
-        self,
-        i: int,
-        hidden: torch.Tensor,
-        batch: Batch,
-        kv: KVCache,
-        products: Products | None = None,
-    ) -> torch.Tensor:
+        self, i: int, hidden: Tensor, batch: Batch, kv: KVCache, products: Products | None = None
+    ) -> Tensor:
         """Run layer `i`: attention, then the MLP.
 
         Attention writes the batch's keys and values and attends over the pages; linear attention
@@ -330,9 +325,7 @@ class Decoder:
         hidden = hidden if w.scale is None else hidden * w.scale
         return torch.cat([hidden, inputs], dim=1) if inputs.shape[1] else hidden
 
-    def _attended(
-        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
-    ) -> torch.Tensor:
+    def _attended(self, i: int, x: Tensor, batch: Batch, kv: KVCache, products: Products) -> Tensor:
         """Return the softmax attention of the normalised rows `x` [T, hidden], [T, q_size]."""
         shape, w, own = self._shapes[i], self.weights.layers[i], not self.spec.kind(i).reads_earlier
         heads = products.linear(x, w.qkv, w.qkv_bias).view(len(x), -1, shape.head_dim)
@@ -354,9 +347,7 @@ class Decoder:
             return (attended.view(len(x), shape.heads, -1) * each).flatten(1)
         return attended * gates.flatten(1).sigmoid() if gated else attended
 
-    def _mlp_output(
-        self, w: LayerWeights, hidden: torch.Tensor, products: Products
-    ) -> torch.Tensor:
+    def _mlp_output(self, w: LayerWeights, hidden: Tensor, products: Products) -> Tensor:
         """Return what the MLP adds to the residual stream [T, hidden], of all ranks."""
         eps, side, nothing = self.spec.out_eps, w.side, torch.zeros_like(hidden)
         x = self._read(hidden, w.mlp_norm)
@@ -369,16 +360,16 @@ class Decoder:
         return self._normalised(out, w.mlp_out_norm, eps)
 
     def _of_inputs(
-        self, w: LayerInputs, hidden: torch.Tensor, inputs: torch.Tensor, products: Products
-    ) -> torch.Tensor:
+        self, w: LayerInputs, hidden: Tensor, inputs: Tensor, products: Products
+    ) -> Tensor:
         """Return what a layer's own inputs [T, layer_inputs] add to the residual stream."""
         gate = products.linear(hidden, w.gate)
         out = products.linear(ACTIVATIONS[self.spec.activation](gate, inputs), w.projection)
         return self._normalised(out, w.norm, self.spec.norm_eps)
 
     def _attended_linearly(
-        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
-    ) -> torch.Tensor:
+        self, i: int, x: Tensor, batch: Batch, kv: KVCache, products: Products
+    ) -> Tensor:
         """Return the linear attention of the normalised rows `x` [T, hidden], [T, value_size]."""
         spec, w = self.spec, self.weights.layers[i]
         assert spec.delta is not None
@@ -388,15 +379,15 @@ class Decoder:
         return attend(projected, rates, w.delta, spec.delta, rows, kv.states, i, spec.norm_eps)
 
     def _convolved(
-        self, i: int, x: torch.Tensor, batch: Batch, kv: KVCache, products: Products
-    ) -> torch.Tensor:
+        self, i: int, x: Tensor, batch: Batch, kv: KVCache, products: Products
+    ) -> Tensor:
         """Return the short convolution of the normalised rows `x` [T, hidden], [T, channels]."""
         w, rows = self.weights.layers[i], batch.state_rows
         assert w.taps is not None
         before, after, values = products.linear(x, w.qkv).chunk(3, dim=1)
         return after * convolve(before * values, w.taps, rows, kv.states.conv[i])
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, stream] after the last layer.
 
         On a rank other than 0 those of its part of the vocabulary.
@@ -406,22 +397,22 @@ class Decoder:
         logits, cap = logits[:, : self.spec.vocab_size], self.spec.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+    def last(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] after the last layer's norm, which the classifier reads."""
         return self._read(hidden[:, : self.spec.hidden_size], self.weights.norm)
 
-    def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def _read(self, stream: Tensor, weight: Tensor | None) -> Tensor:
         """Return a block's input from the residual stream."""
         return self._normalised(stream, weight, self.spec.stream_eps)
 
-    def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    def _normalised(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
-    def _normalised_heads(self, heads: torch.Tensor) -> torch.Tensor:
+    def _normalised_heads(self, heads: Tensor) -> Tensor:
         """Return each head [T, heads, head_dim] over its root mean square."""
         return functional.rms_norm(heads, heads.shape[-1:], None, self.spec.norm_eps)
 
-    def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
+    def _normalised_whole(self, qk: Tensor) -> Tensor:
         """Return all heads' queries, then keys, of all ranks, over their root mean squares."""
         parts = qk[:, : self.spec.heads], qk[:, self.spec.heads :]
         means = torch.stack(
@@ -435,7 +426,7 @@ class Decoder:
         normal = [part.float() * factors[:, i] for i, part in enumerate(parts)]
         return torch.cat(normal, dim=1).to(qk.dtype)
 
-    def _rotate(self, qk: torch.Tensor, i: int, batch: Batch) -> None:
+    def _rotate(self, qk: Tensor, i: int, batch: Batch) -> None:
         """Normalise and rotate, in place, `qk` [T, heads + kv_heads, head_dim] of layer `i`."""
         spec, weight, x = self.spec, self.weights.layers[i].qk_norm, qk
         if weight is not None and spec.norms_rotated:
@@ -452,7 +443,7 @@ class Decoder:
         if rope.query_beta:
             qk[:, : self._shapes[i].heads] *= query_scales(rope, batch.positions).to(qk.dtype)
 
-    def turn(self, i: int, batch: Batch) -> torch.Tensor:
+    def turn(self, i: int, batch: Batch) -> Tensor:
         """Return the rotation of each token in layer `i`, complex64 [T, 1, head_dim / 2]."""
         rope = self.spec.rope_of(i)
         return batch.rotation(self._rotations[rope, self._shapes[i].head_dim], rope)

@@ -114,7 +114,7 @@ def _raised(rope: RopeSpec, rotated: int, positions: int) -> float:
     return rope.theta * math.pow(raised, rotated / (rotated - 2))
 
 
-def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
+def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, a ramp between."""
     wavelength = 2 * math.pi / plain
     low = rope.original_positions / rope.low_freq_factor
@@ -128,7 +128,7 @@ def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     return torch.where(between, ramp, scaled)
 
 
-def _yarn(rope: RopeSpec, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _yarn(rope: RopeSpec, plain: Tensor, head_dim: int) -> Tensor:
     """YaRN (arXiv:2309.00071, section 3.2): interpolate by how often a dimension turns."""
 
     def dimension(turns: float) -> float:

@@ -14,6 +14,7 @@ from itertools import pairwise, product
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from twolane.devices import OnProgress
 from twolane.estimate.profile import ContendedProbe, Probe
@@ -134,7 +135,7 @@ def _batch_seconds(run: Callable[[], object], stream: torch.cuda.Stream) -> list
     return [before.elapsed_time(mark) * 1e-3 for before, mark in pairwise(marks)]
 
 
-def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     """Random numbers: zeros take less power, so that clocks would stay high."""
     return torch.randn(shape, device=device, dtype=dtype)
 

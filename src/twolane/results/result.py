@@ -10,14 +10,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.options import Nested, Option, milliseconds
-from twolane.results.metrics import (
-    DEFAULT_PERCENTILES,
-    SLO_NAMES,
-    TTFT_PER_1K,
-    Distribution,
-    Metrics,
-    measure,
-)
+from twolane.results import metrics
 from twolane.results.record import Record
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WHAT, WHEN, WorkloadSpec
@@ -79,7 +72,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of SLOs in seconds by name (`metrics.SLO_NAMES`, `TTFT_PER_1K`)."""
     percentiles: Annotated[
         tuple[float, ...], Option(MEASURE, name="metric_percentiles", alias="percentiles")
-    ] = DEFAULT_PERCENTILES
+    ] = metrics.DEFAULT_PERCENTILES
     """Percentiles to report, separated by commas."""
 
     @property
@@ -144,11 +137,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("playout", f"must be at least 0 and finite, not {self.playout}")
         if self.playout and "tbt" not in self.goodput:
             raise FieldError("playout", "needs a bound on TBT: --goodput tbt:MS")
-        if TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
+        if metrics.TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
             raise FieldError("goodput", "has ttft-per-1k, which is added to ttft: give that, too")
         for name, bound in self.goodput.items():
-            if name not in (*SLO_NAMES, TTFT_PER_1K):
-                known = ", ".join((*SLO_NAMES, "ttft-per-1k"))
+            if name not in (*metrics.SLO_NAMES, metrics.TTFT_PER_1K):
+                known = ", ".join((*metrics.SLO_NAMES, "ttft-per-1k"))
                 raise FieldError("goodput", f"has {name!r}, which is not one of {known}")
             if not 0 < bound < math.inf:
                 raise FieldError("goodput", f"needs a positive, finite bound of {name}")
@@ -211,7 +204,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     duration: float
     """Seconds from the start to the last outcome."""
     interrupted: bool
-    loop_lag: Distribution
+    loop_lag: metrics.Distribution
     """Lag of the client's event loop in seconds."""
     simulated: dict[str, object] | None = None
     """Description and counts of the simulated engine; empty for a real one."""
@@ -223,9 +216,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """None: NVML is not there, or the server is on another machine."""
 
     @cached_property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> metrics.Metrics:
         """Metrics of the run under its SLOs and percentiles."""
         config = self.config
-        return measure(
+        return metrics.measure(
             self.records, self.duration, config.goodput, config.percentiles, config.playout
         )

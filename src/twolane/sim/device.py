@@ -27,14 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from twolane.estimate.profile import ContendedProbe, Probe
-from twolane.kernels.sizes import (
-    BUCKET_STEP,
-    BUCKETS,
-    SIZES,
-    WHOLE,
-    padded,
-    worth_padding_to,
-)
+from twolane.kernels import sizes
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
 from twolane.sim.gpus import Gpu
@@ -85,7 +78,9 @@ class DeviceModel:
         self._noise: list[float] = []
         self._steps: dict[tuple[int, int], Cost] = {}
         if pass_sizes is None:
-            pass_sizes = worth_padding_to({size: self._multiplied(size) for size in SIZES})
+            pass_sizes = sizes.worth_padding_to(
+                {size: self._multiplied(size) for size in sizes.SIZES}
+            )
         self.pass_sizes = pass_sizes
 
     power_known = True
@@ -167,7 +162,7 @@ class DeviceModel:
         else:
             opens, layers, samples = True, self.spec.layers, True
             tokens = len(work.decode) + _count(work.prompts)
-            if work.decode and tokens <= WHOLE:
+            if work.decode and tokens <= sizes.WHOLE:
                 return HOST_PASS / 2, HOST_PASS
         first = HOST_SLICE + HOST_OPENS * opens
         return first, first + layers * _host_layer(tokens) + HOST_SAMPLES * samples
@@ -237,14 +232,14 @@ class DeviceModel:
 
     def _multiply(self, tokens: int, units: int) -> Cost:
         """Return the cost of a pass's layer without attention."""
-        computed = padded(tokens, self.pass_sizes)
+        computed = sizes.padded(tokens, self.pass_sizes)
         return self._operators.layer(computed, units, decode=False, routed=tokens)
 
     def _attend(self, layer: Cost, decode: int, prompts: Sequence[PromptRow], units: int) -> Cost:
         """Return the cost of attention over prompts in a layer, and the layer's extra seconds since
         it is launched separately; it is not faster than its launch."""
         gpu, tokens = self.gpu, decode + _count(prompts)
-        whole = gpu.large_tiles and decode and tokens <= WHOLE
+        whole = gpu.large_tiles and decode and tokens <= sizes.WHOLE
         tiles = self._operators.tiles(prompts, units) if whole else None
         if tiles is None:
             attention = self._operators.attend(prompts, units)
@@ -259,7 +254,7 @@ class DeviceModel:
         key = (rows, units)
         cost = self._steps.get(key)
         if cost is None:
-            computed = padded(rows, BUCKETS, BUCKET_STEP)
+            computed = sizes.padded(rows, sizes.BUCKETS, sizes.BUCKET_STEP)
             layer = self._operators.layer(computed, units, decode=True, routed=rows)
             cost = layer.times(self.spec.layers)
             cost = self._steps[key] = cost.plus(self._operators.head(computed, units))
@@ -315,13 +310,13 @@ class DeviceModel:
 
 def _host_layer(tokens: int) -> float:
     """Return the host seconds of a layer with this many tokens: by graphs, or kernel by kernel."""
-    return 4.0e-5 if tokens <= SIZES[-1] else 2.8e-4
+    return 4.0e-5 if tokens <= sizes.SIZES[-1] else 2.8e-4
 
 
 def _least_layer(tokens: int) -> float:
     """Return the least seconds of a layer with this many tokens when nothing was queued before
     it."""
-    return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
+    return 6.0e-5 + 3.5e-8 * tokens if tokens <= sizes.SIZES[-1] else 3.9e-4
 
 
 def _count(rows: Sequence[PromptRow]) -> int:

@@ -14,14 +14,8 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from twolane.common.resources import usable_cores, yield_processor
+from twolane.engine.constrained import matching
 from twolane.engine.constrained.bits import with_tokens
-from twolane.engine.constrained.matching import (
-    AMBIGUOUS,
-    Matching,
-    matcher_of,
-    matching_takes_too_long,
-    problem_of,
-)
 from twolane.engine.constrained.vocabulary import Vocabulary
 
 KEPT_MATCHERS = 128
@@ -132,7 +126,7 @@ class Constraint:
                 self.matcher.consume_token(token)
                 self._seconds += time.thread_time() - began
                 self._taken += 1
-                self.ambiguous = matching_takes_too_long(self._seconds, self._taken)
+                self.ambiguous = matching.matching_takes_too_long(self._seconds, self._taken)
 
     def mask(self, words: bytes) -> bytes | GrammarError:
         """Return a bit for each token of the model, the lowest first: whether it may be next.
@@ -143,7 +137,7 @@ class Constraint:
         Returns:
             The mask; an error if the grammar has become too complex for its limits.
         """
-        problem = AMBIGUOUS if self.ambiguous else problem_of(self.matcher)
+        problem = matching.AMBIGUOUS if self.ambiguous else matching.problem_of(self.matcher)
         if problem is not None:
             return GrammarError(problem)
         mask = words[: self._bytes].ljust(self._bytes, b"\0")
@@ -253,7 +247,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._notify = notify
-        self._vocabulary: Matching | None = None
+        self._vocabulary: matching.Matching | None = None
         self._compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, MaskPace]] = OrderedDict()
         """The matchers that those of a grammar's group are copied from."""
         self._paces: WeakValueDictionary[str, MaskPace] = WeakValueDictionary()
@@ -293,8 +287,8 @@ class Grammars:
             self._compiled.move_to_end((grammar, group))
             return found
         vocabulary, began = self._vocabulary_now(), time.thread_time()
-        matcher = matcher_of(vocabulary, grammar)
-        if (problem := problem_of(matcher)) is not None:
+        matcher = matching.matcher_of(vocabulary, grammar)
+        if (problem := matching.problem_of(matcher)) is not None:
             raise GrammarError(problem)
         pace = self._paces.setdefault(grammar, MaskPace())
         pace.note(time.thread_time() - began, SLOW_COMPILE_SECONDS)
@@ -305,7 +299,7 @@ class Grammars:
             self._kept_bytes -= len(oldest)
         return matcher, pace
 
-    def _vocabulary_now(self) -> Matching:
+    def _vocabulary_now(self) -> matching.Matching:
         """Return the vocabulary as matchers take it, made once.
 
         Raises:

@@ -9,13 +9,7 @@ import msgspec
 
 from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
-from twolane.frontend.structured.grammar import (
-    ANY_OBJECT,
-    TokenOf,
-    checked_schema,
-    lark_grammar,
-    terminal,
-)
+from twolane.frontend.structured import grammar
 from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import (
     KindFinder,
@@ -82,7 +76,7 @@ def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]
 def calls_grammar(
     call_format: str,
     tools: Sequence[Tool],
-    token_of: TokenOf,
+    token_of: grammar.TokenOf,
     *,
     several: bool,
     closes: bool = False,
@@ -104,13 +98,13 @@ def calls_grammar(
     more = f" ({marks.of(*between)} call)*" if several else ""
     start = f"start: {marks.of(*before)} call{more} {marks.of(*after)}"
     lark = "\n".join([start, f"call: {call}", rules, *marks.rules])
-    return lark_grammar(lark)
+    return grammar.lark_grammar(lark)
 
 
 def strict_grammar(
     call_format: str,
     tools: Sequence[Tool],
-    token_of: TokenOf,
+    token_of: grammar.TokenOf,
     *,
     several: bool,
     closes: bool = False,
@@ -133,7 +127,7 @@ def strict_grammar(
     if call_format == "pythonic":
         return _strict_lists(tools, marks, several=several)
     openings, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
-    known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
+    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
     calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     each_opens = not before and call_format not in BARE
@@ -151,7 +145,7 @@ def strict_grammar(
         "SPACE: /[ \\t\\r\\n]+/",
         *marks.rules,
     ]
-    return lark_grammar("\n".join(filter(None, lark)))
+    return grammar.lark_grammar("\n".join(filter(None, lark)))
 
 
 def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> str:
@@ -159,7 +153,7 @@ def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     begin = "\\n|" + re.escape(ASSISTANT) if marks.is_text(ASSISTANT) else "\\n"
     calls, lines = [], []
     for i, tool in enumerate(tools):
-        schema = tool.schema if tool.strict else ANY_OBJECT
+        schema = tool.schema if tool.strict else grammar.ANY_OBJECT
         calls.append(f"line_{i} {marks.json(schema)}")
         name = re.escape(tool.name).replace("/", "\\/")
         lines.append(rf"line_{i}[lazy]: /((.|\n)*({begin}))?[ \t]*{name}[ \t]*\n/")
@@ -167,12 +161,12 @@ def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     start = "start: (behind call)* TEXT?" if several else "start: TEXT? | behind call SPACE?"
     lark = [start, f"behind: {behind}", "call: " + " | ".join(calls), *lines]
     lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
-    return lark_grammar("\n".join(lark))
+    return grammar.lark_grammar("\n".join(lark))
 
 
 def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> str:
     """See `strict_grammar`: a list begins with a bracket and a tool's name, other ones are text."""
-    known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
+    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
     rules, lists = [], []
     for i, tool in enumerate(known):
         name = re.escape(tool.name).replace("/", "\\/")
@@ -186,7 +180,7 @@ def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     start = "start: list* TEXT?" if several else "start: TEXT? | list SPACE?"
     lark = [start, f"list: ({' | '.join(lists)}) {more}", f"call: {calls}", *rules]
     lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
-    return lark_grammar("\n".join(lark))
+    return grammar.lark_grammar("\n".join(lark))
 
 
 def _free_text(openings: Sequence[str], marks: "_Marks", text: str) -> list[str]:
@@ -201,13 +195,13 @@ def _free_text(openings: Sequence[str], marks: "_Marks", text: str) -> list[str]
 class _Marks:
     """Lark terminals of marks: special tokens by id, others as text."""
 
-    def __init__(self, token_of: TokenOf, closes: bool) -> None:
+    def __init__(self, token_of: grammar.TokenOf, closes: bool) -> None:
         self._token_of, self._closes = token_of, closes
         self.rules: list[str] = []
 
     def of(self, *marks: str) -> str:
         """Return the terminals of some marks in sequence."""
-        return " ".join(terminal(mark, self._token_of) for mark in marks if mark)
+        return " ".join(grammar.terminal(mark, self._token_of) for mark in marks if mark)
 
     def is_text(self, mark: str) -> bool:
         """Return whether a mark is text and not a special token."""
@@ -219,7 +213,7 @@ class _Marks:
         Raises:
             ValueError: it is too complex to compile.
         """
-        return json_expression(checked_schema(schema, closes=self._closes), self.rules)
+        return json_expression(grammar.checked_schema(schema, closes=self._closes), self.rules)
 
     def text_until(self, mark: str) -> str:
         """Return a rule for any text up to and including a mark."""

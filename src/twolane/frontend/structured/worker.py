@@ -23,20 +23,7 @@ from twolane.engine.constrained.matching import (
 )
 from twolane.frontend import sandboxed
 from twolane.frontend.structured import grammar as grammars
-from twolane.frontend.structured.jobs import (
-    Calls,
-    Choices,
-    ContextFree,
-    GrammarJob,
-    GrammarSetup,
-    InvalidGrammar,
-    MadeGrammar,
-    OutputConstraint,
-    Regex,
-    Result,
-    Schema,
-    SchemaText,
-)
+from twolane.frontend.structured import jobs
 from twolane.frontend.structured.tools import calls_grammar, strict_grammar
 
 TRIED_STEPS, TRIED_TOKENS = 3, 1024
@@ -48,20 +35,20 @@ STACK = 2 << 20
 
 def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     """Read the vocabulary."""
-    setup = msgspec.msgpack.decode(data, type=GrammarSetup)
+    setup = msgspec.msgpack.decode(data, type=jobs.GrammarSetup)
     try:
         vocabulary = setup.vocabulary.matching(setup.eos_token_ids)
     except ValueError as error:  # it does not go with the model
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
-        wrong = msgspec.msgpack.encode(InvalidGrammar(problem))
+        wrong = msgspec.msgpack.encode(jobs.InvalidGrammar(problem))
         return b"", lambda _: wrong
     longest = longest_tokens(vocabulary.tokenizer)
     token_of = setup.added_tokens.get
     threading.stack_size(STACK)
 
     def handle(job: bytes) -> bytes:
-        request = msgspec.msgpack.decode(job, type=GrammarJob)
-        results: list[Result] = []
+        request = msgspec.msgpack.decode(job, type=jobs.GrammarJob)
+        results: list[jobs.Result] = []
         thread = threading.Thread(
             target=lambda: results.append(result(request, token_of, vocabulary, longest))
         )
@@ -79,18 +66,18 @@ def longest_tokens(vocabulary: LLTokenizer) -> Sequence[int]:
 
 
 def result(
-    job: GrammarJob, token_of: grammars.TokenOf, vocabulary: Matching, longest: Sequence[int]
-) -> Result:
+    job: jobs.GrammarJob, token_of: grammars.TokenOf, vocabulary: Matching, longest: Sequence[int]
+) -> jobs.Result:
     """Return the grammar, or why it cannot be served."""
     try:
         grammar = grammars.made_grammar(maker(job, token_of), job.field)
         try_out(grammar, job.field, vocabulary, longest)
     except FieldError as error:
-        return InvalidGrammar(error.problem)
-    return MadeGrammar(grammar)
+        return jobs.InvalidGrammar(error.problem)
+    return jobs.MadeGrammar(grammar)
 
 
-def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
+def maker(job: jobs.GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return the maker of a job's grammar."""
     make = answer_maker(job.answer, token_of, closes=job.closes)
     if (thinking := job.thinking) is None:
@@ -99,23 +86,23 @@ def maker(job: GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
 
 
 def answer_maker(
-    answer: OutputConstraint | Calls, token_of: grammars.TokenOf, *, closes: bool
+    answer: jobs.OutputConstraint | jobs.Calls, token_of: grammars.TokenOf, *, closes: bool
 ) -> grammars.Maker:
     """Return the maker of the grammar of an answer without thinking; `closes`: see the job."""
-    if isinstance(answer, Schema | SchemaText) and answer.closes is not None:
+    if isinstance(answer, jobs.Schema | jobs.SchemaText) and answer.closes is not None:
         closes = answer.closes
     match answer:
-        case Schema(schema):
+        case jobs.Schema(schema):
             return lambda: grammars.json_schema_grammar(schema, closes=closes)
-        case SchemaText(text):
+        case jobs.SchemaText(text):
             return lambda: grammars.json_schema_grammar(msgspec.json.decode(text), closes=closes)
-        case Regex(regex):
+        case jobs.Regex(regex):
             return lambda: grammars.regex_grammar(regex)
-        case Choices(choices):
+        case jobs.Choices(choices):
             return lambda: grammars.choice_grammar(choices)
-        case ContextFree(text):
+        case jobs.ContextFree(text):
             return lambda: grammars.context_free_grammar(text, token_of)
-        case Calls(call_format, tools, several, free):
+        case jobs.Calls(call_format, tools, several, free):
             write: Callable[..., str] = strict_grammar if free else calls_grammar
             return lambda: write(call_format, tools, token_of, several=several, closes=closes)
 

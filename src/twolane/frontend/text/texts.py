@@ -8,25 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from twolane.frontend.sandbox import LONG_WORK_NICENESS, JobQueue, Limits, Sandbox, SandboxError
+from twolane.frontend.text import jobs
 from twolane.frontend.text.codec import TextCodec, TextError, no_tokenizer
-from twolane.frontend.text.jobs import (
-    Chat,
-    Decode,
-    Decoded,
-    Encode,
-    Encoded,
-    Job,
-    Listed,
-    Loaded,
-    Result,
-    Sequences,
-    TokenizerSetup,
-    Words,
-    WrongText,
-    packed,
-    read_result,
-    unpacked,
-)
 from twolane.frontend.text.tokenizer import read_file
 from twolane.model.load.hub import ModelSource
 
@@ -51,7 +34,7 @@ class Texts:
     """
 
     def __init__(
-        self, codec: TextCodec, sandbox: Sandbox | None = None, loaded: Loaded | None = None
+        self, codec: TextCodec, sandbox: Sandbox | None = None, loaded: jobs.Loaded | None = None
     ) -> None:
         self.codec = codec
         self.template_source = None if loaded is None else loaded.template
@@ -79,13 +62,15 @@ class Texts:
         if source.tokenizer is None:
             return cls(TextCodec(None))
         template = None if source.chat_template is None else str(source.chat_template)
-        setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer), template))
+        setup = msgspec.msgpack.encode(
+            jobs.TokenizerSetup(source.name, str(source.tokenizer), template)
+        )
         sandbox = Sandbox(
             "twolane.frontend.text.worker", setup, limits, "long texts wait to be tokenised"
         )
         try:
             await sandbox.start()
-            loaded = msgspec.msgpack.decode(sandbox.setup_result, type=Loaded)
+            loaded = msgspec.msgpack.decode(sandbox.setup_result, type=jobs.Loaded)
             file, tokenizer = await asyncio.to_thread(read_file, loaded.file, decodes_only=True)
         except SandboxError as error:
             raise ValueError(f"{source.name}: the tokenizer cannot be loaded: {error}") from error
@@ -113,7 +98,7 @@ class Texts:
             return False
         return name in (self._loaded.tool_variables if tools else self._loaded.variables)
 
-    async def tokens(self, job: Encode | Chat, client: str = "") -> list[int]:
+    async def tokens(self, job: jobs.Encode | jobs.Chat, client: str = "") -> list[int]:
         """Return the tokens of a text or a conversation.
 
         Args:
@@ -126,8 +111,8 @@ class Texts:
             QueueFull: too many texts wait.
         """
         encoded = await self._ask(job, client)
-        assert isinstance(encoded, Encoded)
-        return unpacked(encoded.tokens)
+        assert isinstance(encoded, jobs.Encoded)
+        return jobs.unpacked(encoded.tokens)
 
     async def sequences(self, words: tuple[str, ...], client: str = "") -> TokenSequences:
         """Return the token sequences of a request's `bad_words`; see `TextCodec.sequences`.
@@ -141,15 +126,15 @@ class Texts:
         known, sequences = self._sequences
         if words != known:
             try:
-                made = await self._ask(Words(words), client)
+                made = await self._ask(jobs.Words(words), client)
             except TextError as error:
                 raise TextError(f"bad_words: {error}", "bad_words") from error
-            assert isinstance(made, Sequences)
+            assert isinstance(made, jobs.Sequences)
             sequences = made.sequences
             self._sequences = words, sequences
         return sequences
 
-    async def listed(self, job: Encode | Chat, client: str = "") -> Listed:
+    async def listed(self, job: jobs.Encode | jobs.Chat, client: str = "") -> jobs.Listed:
         """Return the tokens of a text or conversation as its `listing` asks, in the queue of long
         texts.
 
@@ -157,7 +142,7 @@ class Texts:
             TextError, QueueFull: see `tokens`.
         """
         listed = await self._ask(job, client, long=True)
-        assert isinstance(listed, Listed)
+        assert isinstance(listed, jobs.Listed)
         return listed
 
     async def decode(self, tokens: Sequence[int], client: str = "") -> str:
@@ -167,8 +152,8 @@ class Texts:
             TextError: the model has no tokenizer, or the tokenizer failed or took too much.
             QueueFull: too many texts wait.
         """
-        decoded = await self._ask(Decode(packed(tokens)), client, long=True)
-        assert isinstance(decoded, Decoded)
+        decoded = await self._ask(jobs.Decode(jobs.packed(tokens)), client, long=True)
+        assert isinstance(decoded, jobs.Decoded)
         return decoded.text
 
     @property
@@ -181,7 +166,7 @@ class Texts:
         if self._sandbox is not None:
             await self._sandbox.close()
 
-    async def _ask(self, job: Job, client: str, *, long: bool = False) -> Result:
+    async def _ask(self, job: jobs.Job, client: str, *, long: bool = False) -> jobs.Result:
         if self._queues is None:
             raise no_tokenizer()
         try:
@@ -191,22 +176,22 @@ class Texts:
         try:
             reply = await self._queues[long or len(data) >= LONG_TEXT].run([data], client)
         except SandboxError as error:
-            what = "chat template or tokenizer" if isinstance(job, Chat) else "tokenizer"
+            what = "chat template or tokenizer" if isinstance(job, jobs.Chat) else "tokenizer"
             raise TextError(f"the model's {what} failed: {error}") from error
-        result: Result = read_result(reply)
-        if isinstance(result, WrongText):
+        result: jobs.Result = jobs.read_result(reply)
+        if isinstance(result, jobs.WrongText):
             raise TextError(result.message, result.param)
         return result
 
 
-def unencodable(job: Job, error: Exception) -> TextError:
+def unencodable(job: jobs.Job, error: Exception) -> TextError:
     """Return why a job cannot be sent to a sandbox, with the request field at fault."""
     reason = str(error)
     if isinstance(error, OverflowError):
         reason = "a number is beyond 64 bits"
     elif isinstance(error, UnicodeEncodeError):
         reason = "it is not Unicode text"
-    options = job.options if isinstance(job, Chat) else {}
+    options = job.options if isinstance(job, jobs.Chat) else {}
     for option, field in OPTION_FIELDS.items():
         try:
             msgspec.msgpack.encode(options.get(option))

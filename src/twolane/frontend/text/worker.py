@@ -6,24 +6,8 @@ from pathlib import Path
 import msgspec
 
 from twolane.frontend import sandboxed
+from twolane.frontend.text import jobs
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.jobs import (
-    Chat,
-    Decode,
-    Decoded,
-    Encoded,
-    Listed,
-    Listing,
-    Loaded,
-    Result,
-    Sequences,
-    TokenizerSetup,
-    Words,
-    WrongText,
-    packed,
-    read_job,
-    unpacked,
-)
 from twolane.frontend.text.tokenizer import load_both
 from twolane.model.load.hub import ModelSource
 
@@ -37,12 +21,12 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     Raises:
         ValueError: they cannot be read.
     """
-    setup = msgspec.msgpack.decode(data, type=TokenizerSetup)
+    setup = msgspec.msgpack.decode(data, type=jobs.TokenizerSetup)
     source = ModelSource("dir", setup.name, None, Path(setup.tokenizer))
     source = source.with_chat_template(setup.chat_template)
     file, tokenizer = load_both(source)
     codec = TextCodec(tokenizer)
-    loaded = Loaded(
+    loaded = jobs.Loaded(
         msgspec.json.encode(file),
         codec.template_source,
         # A template whose format could not be found in time is not tried once more.
@@ -58,32 +42,34 @@ def set_up(data: bytes) -> tuple[bytes, sandboxed.Handler]:
     return msgspec.msgpack.encode(loaded), handle
 
 
-def answer(codec: TextCodec, job: bytes) -> Result:
+def answer(codec: TextCodec, job: bytes) -> jobs.Result:
     """Run a job."""
-    request = read_job(job)
+    request = jobs.read_job(job)
     try:
-        if isinstance(request, Decode):
-            return Decoded(codec.decode(unpacked(request.tokens), skip_special_tokens=False))
-        if isinstance(request, Words):
-            return Sequences(tuple(codec.sequences(request.words)))
-        if isinstance(request, Chat):
+        if isinstance(request, jobs.Decode):
+            return jobs.Decoded(
+                codec.decode(jobs.unpacked(request.tokens), skip_special_tokens=False)
+            )
+        if isinstance(request, jobs.Words):
+            return jobs.Sequences(tuple(codec.sequences(request.words)))
+        if isinstance(request, jobs.Chat):
             tokens = codec.chat(request.messages, **request.options)
         else:
             tokens = codec.encode(request.text, add_special_tokens=request.add_special_tokens)
         return (
-            Encoded(packed(tokens))
+            jobs.Encoded(jobs.packed(tokens))
             if request.listing is None
             else listed(codec, tokens, request.listing)
         )
     except TextError as error:
-        return WrongText(str(error), error.param)
+        return jobs.WrongText(str(error), error.param)
 
 
-def listed(codec: TextCodec, tokens: list[int], listing: Listing) -> Listed:
+def listed(codec: TextCodec, tokens: list[int], listing: jobs.Listing) -> jobs.Listed:
     """Return the lists of tokens that an answer shows."""
     encode = msgspec.json.encode
     names = encode(codec.token_names(tokens)) if listing.names else None
-    return Listed(len(tokens), encode(tokens), names)
+    return jobs.Listed(len(tokens), encode(tokens), names)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, exponents_of, values_of
@@ -47,7 +48,7 @@ class _AttentionArguments(ctypes.Structure):
     )
 
 
-def serves(q: torch.Tensor, pool: Pool) -> bool:
+def serves(q: Tensor, pool: Pool) -> bool:
     """Return whether the kernel exists for these queries and this pool."""
     dims = (_LINE,) if isinstance(pool, RoundedPool) else (64, 128)
     known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in dims
@@ -94,19 +95,19 @@ def source() -> str:
 
 
 def arguments(
-    q: torch.Tensor,
+    q: Tensor,
     kv_heads: int,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    partial: torch.Tensor,
-    cuts: torch.Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    cuts: Tensor,
     *,
     window: int,
     scale: float,
-    exponents: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    exponents: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> ctypes.Structure:
     """Return the second parameter; `scale` and `sinks` are base e, `exponents` those of a rounded
     pool."""
@@ -163,7 +164,7 @@ def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype)
     return _TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
 
 
-def tensor_map(pool: torch.Tensor) -> _TensorMap:
+def tensor_map(pool: Tensor) -> _TensorMap:
     """Return the kernel's first parameter."""
     page, dim = pool.shape[3:]
     box = min(page, _HALF_BYTES // (dim * pool.element_size()))
@@ -171,9 +172,9 @@ def tensor_map(pool: torch.Tensor) -> _TensorMap:
 
 
 def attend(
-    q: torch.Tensor,
+    q: Tensor,
     pool: Pool,
-    *rest: torch.Tensor,
+    *rest: Tensor,
     units: int,
     scores: RowScores,
     tuned: Tuning,

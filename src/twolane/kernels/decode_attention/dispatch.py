@@ -20,6 +20,7 @@ No plan on the host, no data-dependent allocation: it lives in a CUDA graph.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
@@ -41,11 +42,11 @@ class DecodeScratch:
     heads: int
     dim: int
     units: int
-    partial: torch.Tensor
+    partial: Tensor
     """Weighted sums of values of runs that were cut, float32."""
-    sums: torch.Tensor
+    sums: Tensor
     """Their maxima (base 2) and sums of weights, float32."""
-    cuts: torch.Tensor
+    cuts: Tensor
     """For each worker, the unfinished run that it began and the last worker of that run, int32."""
 
 
@@ -62,18 +63,18 @@ def decode_scratch(
 
 
 def decode_attention(
-    q: torch.Tensor,
+    q: Tensor,
     pool: Pool,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    out: Tensor,
     scratch: DecodeScratch,
     *,
     units: int,
     window: int | None = None,
     scale: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Write softmax(q · Kᵀ * scale) · V of every row to `out`, on torch's current stream.
 
@@ -109,9 +110,7 @@ def decode_attention(
         portable.attend(q, pool, *rest, scratch.sums, units=units, scores=scores, tuned=chosen)
 
 
-def _scores(
-    q: torch.Tensor, window: int | None, scale: float | None, sinks: torch.Tensor | None
-) -> RowScores:
+def _scores(q: Tensor, window: int | None, scale: float | None, sinks: Tensor | None) -> RowScores:
     heads, dim = q.shape[1:]
     if window is not None and window < 1:
         raise ValueError(f"window={window}: at least 1")
@@ -122,12 +121,7 @@ def _scores(
 
 
 def _check(
-    q: torch.Tensor,
-    pool: Pool,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
+    q: Tensor, pool: Pool, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor
 ) -> None:
     rows, heads, dim = q.shape
     values, kind = values_of(pool), E4M3 if isinstance(pool, RoundedPool) else q.dtype
@@ -155,7 +149,7 @@ def _check(
         raise ValueError("out: must have q's shape and type, contiguous")
 
 
-def _check_scratch(scratch: DecodeScratch, q: torch.Tensor, units: int) -> None:
+def _check_scratch(scratch: DecodeScratch, q: Tensor, units: int) -> None:
     rows, heads, dim = q.shape
     asked = {"rows": rows, "heads": heads, "dim": dim, "units": units}
     short = [name for name, value in asked.items() if getattr(scratch, name) < value]

@@ -6,9 +6,9 @@ to an SM: what one waits for, the others fill. A second kernel combines the runs
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from twolane.kernels.decode_attention.row_scores import RowScores
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
@@ -203,14 +203,14 @@ def _combine(
 
 
 def attend(
-    q: torch.Tensor,
+    q: Tensor,
     pool: Pool,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    partial: torch.Tensor,
-    sums: torch.Tensor,
+    tables: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    partial: Tensor,
+    sums: Tensor,
     *,
     units: int,
     scores: RowScores,

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from twolane.kernels.prefill_attention.schedule import Ints, Segments
 
-NewKV = tuple[torch.Tensor, torch.Tensor]
+NewKV = tuple[Tensor, Tensor]
 """Keys and values of a batch's new tokens, each [T, kv_heads, dim]."""
 
 
@@ -18,9 +19,9 @@ class PrefillWorkspace:
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def take(self, name: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, name: str, elements: int, dtype: torch.dtype) -> Tensor:
         """Return `elements` elements or more, the same memory at each call; contents remain."""
         held = self._buffers.get((name, dtype))
         if held is None or held.numel() < elements:
@@ -36,7 +37,7 @@ class AttentionBatch:
     segments: Segments
     tokens: int
     """Rows up to the last segment's end: their new tokens, and what precedes them in the pass."""
-    pages: torch.Tensor
+    pages: Tensor
     """The segments' pages, end to end, int32 on the device."""
     page_size: int
     heads: int
@@ -121,7 +122,7 @@ class Block:
         self.memory[: len(host)].copy_(host, non_blocking=True)
 
 
-def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def upload(parts: Sequence[Ints], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """`parts`, flat, as int32 on the device: one copy from pinned memory on the current stream.
 
     Returns:
@@ -139,11 +140,11 @@ def places(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def _views(memory: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+def _views(memory: Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-def _on_host(parts: Sequence[Ints], starts: Sequence[int], device: torch.device) -> torch.Tensor:
+def _on_host(parts: Sequence[Ints], starts: Sequence[int], device: torch.device) -> Tensor:
     host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     values = host.numpy()
     for (start, end), part in zip(pairwise(starts), parts, strict=True):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
@@ -31,12 +32,7 @@ Backend = Literal["flashinfer", "triton"]
 
 class _Program(Protocol):
     def run(
-        self,
-        q: torch.Tensor,
-        pool: Pool,
-        out: torch.Tensor,
-        new: NewKV | None,
-        sinks: torch.Tensor | None,
+        self, q: Tensor, pool: Pool, out: Tensor, new: NewKV | None, sinks: Tensor | None
     ) -> None: ...
 
 
@@ -119,11 +115,11 @@ class PrefillPlan:
 
 def prefill_attention(
     plan: PrefillPlan,
-    q: torch.Tensor,
+    q: Tensor,
     pool: Pool,
-    out: torch.Tensor,
+    out: Tensor,
     new: NewKV | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of a batch's new tokens, whose keys and values are in the pool already.
 
@@ -157,7 +153,7 @@ def prefill_attention(
     plan._program.run(q, pool, out, new, sinks)
 
 
-def _check_rows(plan: PrefillPlan, q: torch.Tensor, out: torch.Tensor, new: NewKV | None) -> None:
+def _check_rows(plan: PrefillPlan, q: Tensor, out: Tensor, new: NewKV | None) -> None:
     """Refuse queries, output or new keys and values that are not the plan's."""
     batch = plan.batch
     named = [("q", q, batch.heads), ("out", out, batch.heads)]

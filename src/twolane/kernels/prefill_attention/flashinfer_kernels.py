@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from twolane.kernels.pool import Pool, RoundedPool
 from twolane.kernels.prefill_attention.batch import AttentionBatch, NewKV, upload
@@ -97,7 +98,7 @@ def _load(dtype: torch.dtype, dim: int) -> tuple[Any, str | None]:
 class _Launch:
     """Work lists of one launch, in FlashInfer's order."""
 
-    lists: torch.Tensor
+    lists: Tensor
     """FlashInfer's integer workspace."""
     plan_info: list[int]
     """Byte offsets of the lists in it, and that heads do not share them."""
@@ -106,10 +107,10 @@ class _Launch:
         self,
         module: Any,
         batch: AttentionBatch,
-        q: torch.Tensor,
-        pool: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
+        q: Tensor,
+        pool: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
         mask: int,
     ) -> None:
         """Attend to the pages; `lse` is float32 [rows of q, heads], in base 2."""
@@ -124,10 +125,10 @@ class _Launch:
         self,
         module: Any,
         batch: AttentionBatch,
-        q: torch.Tensor,
+        q: Tensor,
         new: NewKV,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
     ) -> None:
         """Attend to keys and values in the order of the rows; see `paged`."""
         unused = self.lists
@@ -136,7 +137,7 @@ class _Launch:
 
     @staticmethod
     def _common(
-        batch: AttentionBatch, out: torch.Tensor, lse: torch.Tensor | None, mask: int, layout: int
+        batch: AttentionBatch, out: Tensor, lse: Tensor | None, mask: int, layout: int
     ) -> tuple[Any, ...]:
         no_dependent_launch = False
         # Prefix lengths, positions and longest item of multi-item scoring; scales of v.
@@ -146,7 +147,7 @@ class _Launch:
         return out, lse, mask, layout, -1, no_dependent_launch, *tensors, *scalars
 
 
-def _lse(batch: AttentionBatch) -> torch.Tensor:
+def _lse(batch: AttentionBatch) -> Tensor:
     """Return room in the batch's workspace for log-sum-exps, float32 [T, heads]."""
     lse = batch.workspace.take("lse", batch.tokens * batch.heads, torch.float32)
     return lse[: batch.tokens * batch.heads].view(-1, batch.heads)
@@ -157,25 +158,20 @@ class _Fronts:
     """The launch of the split tiles' fronts, and what goes around it."""
 
     launch: _Launch
-    pieces: torch.Tensor
+    pieces: Tensor
     slots: int
-    slot_q: torch.Tensor
+    slot_q: Tensor
     """[rows, heads, dim]. Slot s of head h lies at row (first_place + s - h) * tile rows; heads are
     one slot apart, so they overlap, and each slot is used by the one that it was made for."""
-    slot_out: torch.Tensor
+    slot_out: Tensor
     """Alike."""
-    slot_lse: torch.Tensor
+    slot_lse: Tensor
     """[rows, heads], contiguous."""
     merge: Merge
 
     @classmethod
     def of(
-        cls,
-        batch: AttentionBatch,
-        pieces: int,
-        merges: int,
-        buffer: torch.Tensor,
-        sent: Sequence[torch.Tensor],
+        cls, batch: AttentionBatch, pieces: int, merges: int, buffer: Tensor, sent: Sequence[Tensor]
     ) -> "_Fronts":
         """`sent`: the lists of the launch, the pieces, the merges."""
         heads, rows = batch.heads, tile_tokens(batch.dim)
@@ -193,7 +189,7 @@ class _Fronts:
         launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
         return cls(launch, sent[_LISTS], pieces, slot_q, slot_out, slot_lse, merge)
 
-    def run(self, module: Any, batch: AttentionBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
+    def run(self, module: Any, batch: AttentionBatch, q: Tensor, pool: Tensor) -> None:
         """Fill the slots."""
         merge = self.merge
         launch(
@@ -232,15 +228,10 @@ class FlashInferProgram:
         return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
 
     def run(
-        self,
-        q: torch.Tensor,
-        pool: Pool,
-        out: torch.Tensor,
-        new: NewKV | None,
-        sinks: torch.Tensor | None,
+        self, q: Tensor, pool: Pool, out: Tensor, new: NewKV | None, sinks: Tensor | None
     ) -> None:
         """Launch it; as `prefill_attention`, with a pool that is not rounded."""
-        assert isinstance(pool, torch.Tensor)
+        assert isinstance(pool, Tensor)
         batch, fronts = self.batch, self.fronts
         if fronts is not None:
             fronts.run(self.module, batch, q, pool)
@@ -266,11 +257,11 @@ def unpackable(batch: AttentionBatch) -> bool:
 class Unpacked:
     """Room for the pages of a batch in its own type, which FA3 reads in the order of its lists."""
 
-    pages: torch.Tensor
+    pages: Tensor
     """int32 0, 1, 2, …: where each page of the lists is in the room."""
-    count: torch.Tensor
+    count: Tensor
     """The number of pages in the room, int32 [1]."""
-    room: torch.Tensor
+    room: Tensor
     """[pages, kv_heads, 2, page_size, dim]"""
 
     @classmethod
@@ -282,7 +273,7 @@ class Unpacked:
         numbers = torch.arange(max(count, most) + 1, dtype=torch.int32, device=room.device)
         return cls(numbers[:-1], numbers[count:][:1], room[: math.prod(shape)].view(shape))
 
-    def fill(self, pool: RoundedPool, pages: torch.Tensor, count: torch.Tensor) -> None:
+    def fill(self, pool: RoundedPool, pages: Tensor, count: Tensor) -> None:
         """Widen the first `count`, int32 [1], of these pages of the pool."""
         _, kv_heads, _, page_size, dim = self.room.shape
         launch(
@@ -302,7 +293,7 @@ class Unpacked:
 class UnpackingProgram:
     """A batch's attention by FA3 over a rounded pool, whose pages it widens before."""
 
-    pages: torch.Tensor
+    pages: Tensor
     """The batch's pages of the pool."""
     unpacked: Unpacked
     program: FlashInferProgram
@@ -315,12 +306,7 @@ class UnpackingProgram:
         return cls(batch.pages, unpacked, inner)
 
     def run(
-        self,
-        q: torch.Tensor,
-        pool: Pool,
-        out: torch.Tensor,
-        new: NewKV | None,
-        sinks: torch.Tensor | None,
+        self, q: Tensor, pool: Pool, out: Tensor, new: NewKV | None, sinks: Tensor | None
     ) -> None:
         """Launch it; as `prefill_attention`."""
         assert isinstance(pool, RoundedPool)
@@ -351,20 +337,14 @@ class Replayed:
         """Largest sizes of the lists that `parts` makes."""
         self._batch = replace(batch, tokens=rows)
         self._memory = self._pages = self._count = batch.pages
-        self._lists: Sequence[torch.Tensor] = ()
+        self._lists: Sequence[Tensor] = ()
         most = UNPACKED_TOKENS // batch.page_size
         self._unpacked = Unpacked.of(batch, most) if rounded else None
         self._listed = batch.pages
         self.max_pages = most if rounded else None
         """Most pages of a batch, where there is a bound."""
 
-    def read(
-        self,
-        memory: torch.Tensor,
-        lists: Sequence[torch.Tensor],
-        pages: torch.Tensor,
-        count: torch.Tensor,
-    ) -> None:
+    def read(self, memory: Tensor, lists: Sequence[Tensor], pages: Tensor, count: Tensor) -> None:
         """Set where a batch's lists, pages and their number, int32 [1], will be, as views of
         `memory`, for all that is captured."""
         self._memory, self._lists, self._listed, self._count = memory, lists, pages, count
@@ -387,7 +367,7 @@ class Replayed:
         nothing = [_NOTHING] * (len(self.sizes) - len(parts))
         return [*parts, *nothing], plan.slots > 0
 
-    def run(self, split: bool, q: torch.Tensor, pool: Pool, out: torch.Tensor) -> None:
+    def run(self, split: bool, q: Tensor, pool: Pool, out: Tensor) -> None:
         """Launch it, for a graph; q and out [rows of the pass, heads, dim]. Rows that are of no
         segment stay as they are in `out`."""
         if self._unpacked is not None:
@@ -424,12 +404,7 @@ class DenseProgram:
         return cls(batch, module, _Launch(buffer, _plan_info(sent)))
 
     def run(
-        self,
-        q: torch.Tensor,
-        pool: Pool,
-        out: torch.Tensor,
-        new: NewKV | None,
-        sinks: torch.Tensor | None,
+        self, q: Tensor, pool: Pool, out: Tensor, new: NewKV | None, sinks: Tensor | None
     ) -> None:
         """Launch it; as `prefill_attention`."""
         assert new is not None
@@ -484,7 +459,7 @@ def _lists(work: BlockSchedule, page_size: int) -> list[Ints]:
     return [items[:, ROW], pages, items[:, TOKENS], keys, items[:, HEAD], bounds, zeros]
 
 
-def _plan_info(lists: Sequence[torch.Tensor]) -> list[int]:
+def _plan_info(lists: Sequence[Tensor]) -> list[int]:
     """`PrefillPlanSM90Info`: byte offsets of the lists, and whether all heads share them.
 
     Each item is a sequence of one tile, so the tile's index in its sequence is 0 in all of them; so

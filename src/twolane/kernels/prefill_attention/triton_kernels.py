@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.prefill_attention.batch import AttentionBatch, NewKV, upload
@@ -290,9 +291,7 @@ def sink_kernel(
     tl.store(at, total, mask=there)
 
 
-def add_sinks(
-    batch: AttentionBatch, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
-) -> None:
+def add_sinks(batch: AttentionBatch, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add sinks, float32 [heads], to attention without them.
 
     Args:
@@ -338,21 +337,21 @@ def unpack_kernel(
 class Merge:
     """Combines the slots of split tiles with their tails; see `merge_kernel` for the layout."""
 
-    merges: torch.Tensor
+    merges: Tensor
     """The merges of `Schedule`, flat, on the device."""
     count: int
     rows: int
     """Rows of a tile."""
     group: int
     """Query heads of a tile."""
-    lse: torch.Tensor
-    slot_out: torch.Tensor
-    slot_lse: torch.Tensor
+    lse: Tensor
+    slot_out: Tensor
+    slot_lse: Tensor
     first_place: int
     lse_stride: int
     lse_shift: int
 
-    def run(self, batch: AttentionBatch, out: torch.Tensor) -> None:
+    def run(self, batch: AttentionBatch, out: Tensor) -> None:
         """Launch it."""
         launch(
             merge_kernel,
@@ -383,8 +382,8 @@ class TritonProgram:
     batch: AttentionBatch
     tiling: Tiling
     blocks: int
-    items: torch.Tensor
-    bounds: torch.Tensor
+    items: Tensor
+    bounds: Tensor
     merge: Merge
     """Merge buffers, which are passed where nothing is split, too."""
 
@@ -419,12 +418,7 @@ class TritonProgram:
         return cls(batch, shape, blocks, listed, bounds, merge)
 
     def run(
-        self,
-        q: torch.Tensor,
-        pool: Pool,
-        out: torch.Tensor,
-        new: NewKV | None,
-        sinks: torch.Tensor | None,
+        self, q: Tensor, pool: Pool, out: Tensor, new: NewKV | None, sinks: Tensor | None
     ) -> None:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge

@@ -7,7 +7,7 @@ compiled form of a kernel the arguments want. That is a matter of few properties
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 _ALIGNMENT = 16
 """Bytes of an address and multiples of a number that Triton compiles a kernel of its own for."""
@@ -46,7 +46,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 def _property(argument: Any) -> Any:
     """Return what Triton 3.6 specialises on: type, alignment; of ints 1, multiples, width."""
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
     if isinstance(argument, int):
         return argument == 1, argument % _ALIGNMENT == 0, -(2**31) <= argument < 2**31

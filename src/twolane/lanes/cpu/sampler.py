@@ -21,6 +21,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from twolane.sampling import SamplingParams, TokenLogprobs
 
@@ -72,14 +73,14 @@ class Adjustment:
         self._ids[place] = token
         return place
 
-    def apply(self, logits: torch.Tensor) -> None:
+    def apply(self, logits: Tensor) -> None:
         """Change logits, float32 [vocab], in place; they stay finite."""
         if len(self._biased):
             logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.device))
         if self._place:
             self._penalise(logits)
 
-    def _penalise(self, logits: torch.Tensor) -> None:
+    def _penalise(self, logits: Tensor) -> None:
         params, size = self._params, len(self._place)
         ids = torch.from_numpy(self._ids[:size]).to(logits.device)
         counts = torch.from_numpy(self._counts[:size]).to(logits.device)
@@ -106,12 +107,12 @@ class SampleRow:
     """A bit for each token of the vocabulary, the lowest first, that may be chosen; None: all."""
 
 
-def broken_rows(logits: torch.Tensor) -> list[int]:
+def broken_rows(logits: Tensor) -> list[int]:
     """Rows of logits [R, vocab] that hold NaN or plus infinity: there is no distribution."""
     return torch.nonzero(~(logits.amax(dim=-1) < torch.inf)).flatten().tolist()
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Sample one token a row, int64 [R], from logits, float32 [R, vocab].
 
     Greedy rows take the most likely token, the lowest id where several tie. Bias, penalties and
@@ -129,7 +130,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return chosen
 
 
-def score(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
     """Log-probabilities of one token a row, and of the most likely ones.
 
     Args:
@@ -151,7 +152,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> li
     ]
 
 
-def exponentials(seed: int, position: int, ids: torch.Tensor) -> torch.Tensor:
+def exponentials(seed: int, position: int, ids: Tensor) -> Tensor:
     """Exponentially distributed numbers, one a token, float32 [N], above 0.
 
     Args:
@@ -178,7 +179,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> _words(31))
 
 
-def _change(logits: torch.Tensor, row: SampleRow) -> None:
+def _change(logits: Tensor, row: SampleRow) -> None:
     """Apply bias, penalties and banned tokens to one row's logits [vocab]."""
     if row.adjustment is not None:
         row.adjustment.apply(logits)
@@ -189,19 +190,19 @@ def _change(logits: torch.Tensor, row: SampleRow) -> None:
 
 
 @lru_cache(KEPT_MASKS)
-def _largest_logits(allowed: bytes, vocab_size: int) -> torch.Tensor:
+def _largest_logits(allowed: bytes, vocab_size: int) -> Tensor:
     """Return minus infinity for the tokens that a mask does not allow, infinity for the others,
     float32 [vocab_size]. A minimum takes a thirtieth of the time of a masked fill."""
     return torch.where(token_mask(allowed, vocab_size), torch.inf, -torch.inf)
 
 
-def token_mask(allowed: bytes, vocab_size: int) -> torch.Tensor:
+def token_mask(allowed: bytes, vocab_size: int) -> Tensor:
     """Bits, one a token and the lowest first, as bool [vocab_size]."""
     bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little", count=vocab_size)
     return torch.from_numpy(bits).bool()
 
 
-def _draw(logits: torch.Tensor, row: SampleRow) -> int:
+def _draw(logits: Tensor, row: SampleRow) -> int:
     """Draw one token from logits [vocab]: the first of the candidates in an exponential race."""
     if not logits.max().isfinite():  # the model has overflowed: there is no distribution
         return int(logits.argmax())
@@ -210,7 +211,7 @@ def _draw(logits: torch.Tensor, row: SampleRow) -> int:
     return int(ids[winner])
 
 
-def _candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+def _candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Ids and weights of the tokens that pass min-p, top-k and top-p, in order of id.
 
     Weights are probabilities after temperature, up to a common factor; the largest is 1.
@@ -231,7 +232,7 @@ def _candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Ten
     return ids, weights
 
 
-def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
     """Places, in order, of the fewest weights that make up `top_p` of their sum.
 
     Among equal weights the earlier ones are kept.

@@ -25,6 +25,7 @@ from twolane.kernels.sizes import (
     SIZES,
     WORKSPACE_TOKENS,
 )
+from twolane.lanes import work
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -33,17 +34,6 @@ from twolane.lanes.cuda.layer_graphs import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.settings import LaneSizes, without_adapters
-from twolane.lanes.work import (
-    DecodeRow,
-    HybridWork,
-    PrefillWork,
-    PromptChunk,
-    PromptRow,
-    Sampling,
-    SlotUpdate,
-    TokenMask,
-    pack,
-)
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import (
     GpuDecoder,
@@ -254,21 +244,21 @@ class CudaMachine:
     def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
         it."""
-        units, step = self.partitions.units, DecodeRow(0, sizes.longest - 1, 1)
+        units, step = self.partitions.units, work.DecodeRow(0, sizes.longest - 1, 1)
         tickets = []
         for whole in self.first_prompts(sizes):
-            hybrid = HybridWork((step,), whole.rows, whole.chunks, whole.slots)
+            hybrid = work.HybridWork((step,), whole.rows, whole.chunks, whole.slots)
             tickets.append(lanes.launch("prefill", units, whole, ()))
             tickets.append(lanes.launch("device", units, hybrid, ()))
         # PyTorch keeps memory by stream: each share's gets what the longest of them takes.
         for share in self.partitions.prefill_units:
-            layer = PrefillWork(0, whole.rows, 0, 1, finishes=True, chunks=whole.chunks)
+            layer = work.PrefillWork(0, whole.rows, 0, 1, finishes=True, chunks=whole.chunks)
             tickets.append(lanes.launch("prefill", share, layer, ()))
         self._awaited(lanes.idle())
         for ticket in tickets:
             ticket.check()
 
-    def first_prompts(self, sizes: LaneSizes) -> Iterator[PrefillWork]:
+    def first_prompts(self, sizes: LaneSizes) -> Iterator[work.PrefillWork]:
         """Prompts that need every form of prefill's kernels, without and with an adapter; the last
         one is the longest. What they write to the pool is written again before it is read."""
         spec, most = self.decoder.spec, sizes.longest
@@ -277,16 +267,16 @@ class CudaMachine:
         windows = tuple(
             tuple(range(k * count, (k + 1) * count)) for k in range(1, 1 + sizes.window_tables)
         )
-        masks = (TokenMask(0, b"\xff" * -(-spec.vocab_size // 8)),)
+        masks = (work.TokenMask(0, b"\xff" * -(-spec.vocab_size // 8)),)
         kinds = (-1,) if self.adapters is None else (-1, 0)
         for adapter, (reused, new) in product(kinds, warm_up_prompts(spec, most)):
-            sampling = Sampling(SamplingParams(temperature=0.0), 0, reused + new, ())
-            slots = (SlotUpdate(0, 0, pages, sampling, adapter, windows),)
+            sampling = work.Sampling(SamplingParams(temperature=0.0), 0, reused + new, ())
+            slots = (work.SlotUpdate(0, 0, pages, sampling, adapter, windows),)
             rows, chunks = (
-                (PromptRow(0, reused, new, samples=True),),
-                (PromptChunk(pack([0] * new)),),
+                (work.PromptRow(0, reused, new, samples=True),),
+                (work.PromptChunk(work.pack([0] * new)),),
             )
-            yield PrefillWork(0, rows, 0, spec.layers, True, chunks, slots, masks)
+            yield work.PrefillWork(0, rows, 0, spec.layers, True, chunks, slots, masks)
 
     def _partitions(self, decode_units: Sequence[int] | None) -> GreenContexts:
         try:

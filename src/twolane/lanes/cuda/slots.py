@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from twolane.kernels.sampling import MAX_BANNED, new_params, pack_params
 from twolane.lanes.slot_table import SlotTable, named_by
@@ -117,7 +118,7 @@ def _packed(sampling: Sampling) -> npt.NDArray[np.int64]:
     )
 
 
-def upload(values: Ints, device: torch.device, into: torch.Tensor | None = None) -> torch.Tensor:
+def upload(values: Ints, device: torch.device, into: Tensor | None = None) -> Tensor:
     """Return the values on the device, int32, in order on the current stream, without waiting.
 
     PyTorch keeps the pinned copy until the stream has read it.

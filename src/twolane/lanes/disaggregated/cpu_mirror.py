@@ -6,6 +6,7 @@ that has ended; a launch has ended when all of its writes are made, in both pool
 """
 
 import torch
+from torch import Tensor
 
 from twolane.lanes.disaggregated.shared_memory import SharedMemory
 from twolane.model.attention import KVCache
@@ -50,12 +51,12 @@ class MirroredKVCache(KVCache):
         """Number of layers of passes that the other process has pushed."""
         return int(self._received)
 
-    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def write(self, layer: int, slots: Tensor, new: Tensor) -> Tensor:
         """See `KVCache.write`."""
         self.push(layer, slots, new)
         return super().write(layer, slots, new)
 
-    def push(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
+    def push(self, layer: int, slots: Tensor, new: Tensor) -> None:
         """Put keys and values of a layer, as for `write`, into the other process's pool."""
         self.other.write(layer, slots, new)
         self._pushed += 1

@@ -21,14 +21,8 @@ from twolane.lanes.cuda.runner import CudaRunner, End, LaunchPlace, Queued
 from twolane.lanes.cuda.slots import upload
 from twolane.lanes.disaggregated.arrivals import Arrival, send_arrival
 from twolane.lanes.disaggregated.cuda_decode import MirroredCudaMachine
+from twolane.lanes.ranks import log_reader
 from twolane.lanes.ranks.cuda_follower import FollowerLanes
-from twolane.lanes.ranks.log_reader import (
-    AdapterReports,
-    read_log,
-    read_sizes,
-    read_start,
-    reporting_failure,
-)
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import LaunchRecord, PrefillWork, Record
 from twolane.parallel.group import meeting_at
@@ -65,7 +59,7 @@ class PromptLanes(FollowerLanes):
         runner: CudaPromptRunner,
         machine: MirroredCudaMachine,
         log: Iterator[Record],
-        reports: AdapterReports,
+        reports: log_reader.AdapterReports,
         arrivals: int,
     ) -> None:
         super().__init__(runner, machine.partitions, log, reports)
@@ -108,20 +102,20 @@ class PromptMachine(MirroredCudaMachine):
 
 def main() -> int:
     """Compute prompts until the log ends; the exit code."""
-    if (start := read_start()) is None:
+    if (start := log_reader.read_start()) is None:
         return 0
     store = meeting_at(start.port)
-    with reporting_failure(start):
+    with log_reader.reporting_failure(start):
         machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
-    if (sizes := read_sizes()) is None:
+    if (sizes := log_reader.read_sizes()) is None:
         return 0
-    with reporting_failure(start):
+    with log_reader.reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     assert isinstance(runner, CudaPromptRunner)
     machine.meet_ready()
     garbage.freeze()
     try:
-        log, reports = read_log(start.answers), AdapterReports(start)
+        log, reports = log_reader.read_log(start.answers), log_reader.AdapterReports(start)
         PromptLanes(runner, machine, log, reports, start.files[0]).follow()
     except BaseException:
         traceback.print_exc()

@@ -9,14 +9,8 @@ import torch
 
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.ranks import log_reader
 from twolane.lanes.ranks.followers import FollowerStart
-from twolane.lanes.ranks.log_reader import (
-    AdapterReports,
-    read_log,
-    read_sizes,
-    read_start,
-    reporting_failure,
-)
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record
 from twolane.model.attention import KVCache
@@ -50,9 +44,9 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
 
 def follow(runner: Runner, start: FollowerStart) -> NoReturn:
     """Carry out the log on this process's lanes, and end the process where the log ends."""
-    lanes, reports = CpuLanes(runner, start.cores, lambda: None), AdapterReports(start)
+    lanes, reports = CpuLanes(runner, start.cores, lambda: None), log_reader.AdapterReports(start)
     lanes.explain = fail
-    for record in read_log(start.answers):
+    for record in log_reader.read_log(start.answers):
         if isinstance(record, AdapterRecord):
             reports.load(record, lanes)
         else:
@@ -62,15 +56,15 @@ def follow(runner: Runner, start: FollowerStart) -> NoReturn:
 
 def main() -> None:
     """Follow until the log ends."""
-    if (start := read_start()) is None:
+    if (start := log_reader.read_start()) is None:
         return
     torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
     settings = start.settings
-    with reporting_failure(start):
+    with log_reader.reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
     store = meeting_at(start.port)
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
-    if (sizes := read_sizes()) is None:
+    if (sizes := log_reader.read_sizes()) is None:
         return
     rounded = settings.kv_cache_dtype == "fp8"
     shape = decoder.spec, sizes.pages, sizes.page_size, decoder.dtype

@@ -15,28 +15,14 @@ from typing import NamedTuple
 import torch
 
 from twolane.common import garbage
+from twolane.lanes import work
 from twolane.lanes.cuda.device_clock import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.lanes import is_slice
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner, Queued
+from twolane.lanes.ranks import log_reader
 from twolane.lanes.ranks.cuda_machine import connect, load_rank
-from twolane.lanes.ranks.log_reader import (
-    AdapterReports,
-    read_log,
-    read_sizes,
-    read_start,
-    reporting_failure,
-)
-from twolane.lanes.work import (
-    AdapterRecord,
-    DropRecord,
-    FillRecord,
-    LaunchRecord,
-    PieceRecord,
-    Record,
-    used_by,
-)
 from twolane.parallel.group import meeting_at
 
 
@@ -62,8 +48,8 @@ class FollowerLanes:
         self,
         runner: CudaRunner,
         partitions: GreenContexts,
-        log: Iterator[Record],
-        reports: AdapterReports,
+        log: Iterator[work.Record],
+        reports: log_reader.AdapterReports,
     ) -> None:
         self._runner, self._partitions, self._log = runner, partitions, log
         self._reports = reports
@@ -79,27 +65,27 @@ class FollowerLanes:
         for record in self._log:
             self._carry_out(record)
 
-    def _carry_out(self, record: Record) -> None:
-        if isinstance(record, LaunchRecord):
+    def _carry_out(self, record: work.Record) -> None:
+        if isinstance(record, work.LaunchRecord):
             self._launch(record)
-        elif isinstance(record, DropRecord):
+        elif isinstance(record, work.DropRecord):
             self._runner.drop(record.batch)
-        elif isinstance(record, FillRecord):
+        elif isinstance(record, work.FillRecord):
             self._runner.kv.fill()
-        elif isinstance(record, AdapterRecord):
+        elif isinstance(record, work.AdapterRecord):
             self._reader.submit(self._load, record)
         else:
             raise ValueError(f"the log has {record}, and no slice is being launched")
 
-    def _load(self, record: AdapterRecord) -> None:
+    def _load(self, record: work.AdapterRecord) -> None:
         torch.cuda.set_device(self._partitions.device)
         self._reports.load(record, self._runner)
 
-    def _launch(self, record: LaunchRecord) -> None:
+    def _launch(self, record: work.LaunchRecord) -> None:
         while self._open and self._open[0].ended.query():  # type: ignore[no-untyped-call]
             self._open.popleft()
         stream = self._partitions.stream(record.lane, record.units)
-        used = used_by(record.lane, record.work)
+        used = work.used_by(record.lane, record.work)
         before = {self._last[name] for name in used if name in self._last} | set(record.after)
         ended = new_event()
         with torch.cuda.stream(stream), torch.inference_mode():
@@ -111,7 +97,7 @@ class FollowerLanes:
         self._open.append(_OpenLaunch(record.number, ended, queued.kept))
         self._last.update(dict.fromkeys(used, record.number))
 
-    def _run(self, record: LaunchRecord) -> Queued:
+    def _run(self, record: work.LaunchRecord) -> Queued:
         """Queue a launch on the current stream."""
         between = self._between if is_slice(record.lane, record.work) else None
         if between is not None:
@@ -122,7 +108,7 @@ class FollowerLanes:
         """Before a layer of a slice: what rank 0 has launched before it."""
         while self._layers == 0:
             record = next(self._log)
-            if isinstance(record, PieceRecord):
+            if isinstance(record, work.PieceRecord):
                 self._layers = record.layers
             else:
                 self._carry_out(record)
@@ -131,19 +117,19 @@ class FollowerLanes:
 
 def main() -> int:
     """Follow until the log ends; the exit code."""
-    if (start := read_start()) is None:
+    if (start := log_reader.read_start()) is None:
         return 0
-    with reporting_failure(start):
+    with log_reader.reporting_failure(start):
         machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))
     store = meeting_at(start.port)
     connect(machine, start.settings.all_reduce, store, lambda: None)
-    if (sizes := read_sizes()) is None:
+    if (sizes := log_reader.read_sizes()) is None:
         return 0
-    with reporting_failure(start):
+    with log_reader.reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     garbage.freeze()
     try:
-        log, reports = read_log(start.answers), AdapterReports(start)
+        log, reports = log_reader.read_log(start.answers), log_reader.AdapterReports(start)
         FollowerLanes(runner, machine.partitions, log, reports).follow()
     except BaseException:
         traceback.print_exc()

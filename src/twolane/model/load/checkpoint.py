@@ -27,6 +27,8 @@ INPUT_GATE, INPUT_PROJECTION = "per_layer_input_gate", "per_layer_projection"
 INPUT_NORM, LAYER_SCALE = "post_per_layer_input_norm.weight", "layer_scalar"
 """Names of what makes the layers' own inputs, of what each of them makes of its own, and of the
 factors of layers (Gemma 4)."""
+TOKEN_INPUTS = (INPUTS_EMBEDDING, INPUTS_PROJECTION, INPUTS_NORM)
+LAYER_INPUTS = (INPUT_GATE, INPUT_PROJECTION, INPUT_NORM, LAYER_SCALE)
 
 
 class WeightsError(ValueError):

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from twolane.model.sharding import Cut
 
@@ -50,7 +51,7 @@ class Dummy:
         """See `TensorSource.type`."""
         return "F32"
 
-    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def get(self, name: str, cut: Cut | None = None) -> Tensor:
         """See `TensorSource.get`; the whole tensor is drawn, so that parts fit together."""
         if name.endswith("correction_bias"):  # all experts are liked alike
             return torch.zeros(self._shapes[name], device=self._device)
@@ -63,7 +64,7 @@ class Dummy:
         return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
 
 
-def router_scales(shares: Sequence[float]) -> torch.Tensor:
+def router_scales(shares: Sequence[float]) -> Tensor:
     """Factors of a router's rows with which tokens go to the experts with these probabilities.
 
     The logits of a row times s are normal with a deviation of s. Where there are many experts, the
@@ -71,5 +72,5 @@ def router_scales(shares: Sequence[float]) -> torch.Tensor:
     probability q if that least logit is s times the normal distribution's (1 - q) quantile.
     """
     quantiles = torch.special.ndtri(1.0 - torch.tensor(shares, dtype=torch.float64))
-    scales: torch.Tensor = quantiles.max() / quantiles
+    scales: Tensor = quantiles.max() / quantiles
     return scales.float()

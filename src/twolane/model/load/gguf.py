@@ -14,16 +14,7 @@ from gguf.quants import dequantize
 
 from twolane.model.families.family import JOINED_QKV, PARTS, Family, GGUFKeys
 from twolane.model.families.registry import GGUF_ARCHITECTURES, unsupported
-from twolane.model.load.checkpoint import (
-    EMBEDDING,
-    INPUT_GATE,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUTS_EMBEDDING,
-    INPUTS_NORM,
-    INPUTS_PROJECTION,
-    LAYER_SCALE,
-)
+from twolane.model.load.checkpoint import EMBEDDING, LAYER_INPUTS, LAYER_SCALE, TOKEN_INPUTS
 from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.load.quantization import MX_GROUP, Format, ModuleGroup, Quantization
 from twolane.model.sharding import Cut
@@ -42,16 +33,18 @@ from twolane.model.spec import (
     merge_eos,
 )
 
+
+def _stem(tensor: str) -> str:
+    return tensor.removesuffix(".weight")
+
+
 _SINKS = "self_attn.sinks"
-_STEMS = (
-    *("model.norm", "lm_head", INPUTS_PROJECTION),
-    *(name.removesuffix(".weight") for name in (EMBEDDING, INPUTS_EMBEDDING, INPUTS_NORM)),
-)
+_STEMS = ("model.norm", "lm_head", *map(_stem, (EMBEDDING, *TOKEN_INPUTS)))
 """The modules outside of layers."""
 _LAYER_STEMS = (
     *("self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj"),
     *(f"short_conv.{name}" for name in ("in_proj", "conv", "out_proj")),
-    *(INPUT_GATE, INPUT_PROJECTION, INPUT_NORM.removesuffix(".weight"), LAYER_SCALE, _SINKS),
+    *(*map(_stem, LAYER_INPUTS), _SINKS),
 )
 """The modules of layers that have the same names in all families."""
 _ROPE_FREQS = "rope_freqs.weight"

@@ -11,13 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from twolane.model.load.checkpoint import (
-    LinearModule,
-    linears_of,
-    module_tensors,
-    refuse_tensors,
-    vectors_of,
-)
+from twolane.model.load import checkpoint
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.parts import of_stacked
 from twolane.model.load.quantization import Format, StoredTensor
@@ -50,14 +44,14 @@ def check_predictor(facts: ModelFacts, tensors: TensorSource) -> Found | None:
         return None
     numbers = {int(place[2]) for name in names if (place := name.split("."))[1] == "layers"}
     expected = dict(_expected(facts, max(numbers, default=0) + 1, names))
-    refuse_tensors(facts.name, "missing", sorted(expected.keys() - names.keys()))
+    checkpoint.refuse_tensors(facts.name, "missing", sorted(expected.keys() - names.keys()))
     wrong = [
         f"{name} {tensors.type(name)} {list(tensors.shape(name))} instead of "
         f"{' or '.join(stored.types)} {list(stored.shapes[0])}"
         for name, stored in expected.items()
         if tensors.shape(name) not in stored.shapes or tensors.type(name) not in stored.types
     ]
-    refuse_tensors(facts.name, "wrong", wrong)
+    checkpoint.refuse_tensors(facts.name, "wrong", wrong)
     bits = sum(
         math.prod(tensors.shape(name)) * _BITS.get(tensors.type(name), 8) for name in expected
     )
@@ -83,7 +77,7 @@ def as_model(facts: ModelFacts, tensors: TensorSource) -> tuple[ModelFacts, Tens
         formats = {
             f"model.layers.{i}.{name}": _format(facts, f"mtp.layers.{i}.{name}", module, names)
             for i in range(spec.layers)
-            for name, module in linears_of(own, i).items()
+            for name, module in checkpoint.linears_of(own, i).items()
         }
         own = replace(own, quantization=replace(facts.quantization, stored=formats))
     renamed = {
@@ -137,7 +131,7 @@ def _expected(
     for prefix in (f"mtp.layers.{i}." for i in range(layers)):
         for name in facts.family.norms.values():
             yield f"{prefix}{name}.weight", norm
-        for name, shape in vectors_of(spec, attends).items():
+        for name, shape in checkpoint.vectors_of(spec, attends).items():
             yield f"{prefix}{name}", StoredTensor((shape,))
         stack = f"{prefix}{facts.family.experts.stack}."
         stacked = spec.moe is not None and f"{stack}down_proj" in names
@@ -150,30 +144,30 @@ def _expected(
                 yield from _stored(facts, f"{prefix}{name}", module, names)
 
 
-def _modules(facts: ModelFacts, attends: int) -> dict[str, LinearModule]:
+def _modules(facts: ModelFacts, attends: int) -> dict[str, checkpoint.LinearModule]:
     """Return the linear modules of a layer that attends as this one does, and has experts if any
     has."""
     spec = facts.spec
     mixes = next((i for i in range(spec.layers) if spec.has_experts(i)), attends)
-    own, other = linears_of(facts, attends), linears_of(facts, mixes)
+    own, other = checkpoint.linears_of(facts, attends), checkpoint.linears_of(facts, mixes)
     attention = {name: module for name, module in own.items() if name.startswith("self_attn.")}
     return attention | {name: module for name, module in other.items() if name.startswith("mlp.")}
 
 
 def _stored(
-    facts: ModelFacts, name: str, module: LinearModule, names: Mapping[str, str]
+    facts: ModelFacts, name: str, module: checkpoint.LinearModule, names: Mapping[str, str]
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a module's tensors in its format."""
-    yield from module_tensors(name, module, _format(facts, name, module, names)).items()
+    yield from checkpoint.module_tensors(name, module, _format(facts, name, module, names)).items()
 
 
 def _format(
-    facts: ModelFacts, name: str, module: LinearModule, names: Mapping[str, str]
+    facts: ModelFacts, name: str, module: checkpoint.LinearModule, names: Mapping[str, str]
 ) -> Format | None:
     """Return the first format of a module that has a weight of this type; None: floats."""
     formats = [] if facts.quantization is None else facts.quantization.formats(name)
     for form in formats:
-        weight = module_tensors(name, module, form).get(f"{name}.weight")
+        weight = checkpoint.module_tensors(name, module, form).get(f"{name}.weight")
         if weight is not None and names.get(f"{name}.weight") in weight.types:
             return form
     return None

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from twolane.model.families.family import PARTS
 from twolane.model.load.checkpoint import WeightsError, part_rows, refuse_tensors
@@ -74,7 +75,7 @@ class InParts:
         """See `TensorSource.type`."""
         return self._source.type(self._parts.get(name, StoredPart(name)).stored)
 
-    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def get(self, name: str, cut: Cut | None = None) -> Tensor:
         """See `TensorSource.get`. All rows of an expert are read; joined modules are cut by rows
         alone."""
         part = self._parts.get(name, StoredPart(name))

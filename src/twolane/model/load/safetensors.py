@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import safe_open
 from safetensors.torch import load
+from torch import Tensor
 
 from twolane.common.checked_json import converted, read_json
 from twolane.model.families.family import text_name
@@ -46,12 +46,7 @@ class Safetensors:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        stack: ExitStack,
-        *,
-        vision: bool = False,
-        norms_less_1: str = "",
+        self, directory: Path, stack: ExitStack, *, vision: bool = False, norms_less_1: str = ""
     ) -> None:
         self._norms_less_1 = norms_less_1
         self._files: dict[str, tuple[Any, str]] = {}
@@ -93,10 +88,10 @@ class Safetensors:
         file, stored = self._files[name]
         return str(file.get_slice(stored).get_dtype())
 
-    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+    def get(self, name: str, cut: Cut | None = None) -> Tensor:
         """See `TensorSource.get`; of a part no more is read."""
         file, stored = self._files[name]
-        tensor: torch.Tensor
+        tensor: Tensor
         if cut is None:
             tensor = file.get_tensor(stored)
         elif cut.dim == 0:
@@ -108,14 +103,14 @@ class Safetensors:
         return tensor.float() + 1.0 if less_1 else tensor
 
 
-def loaded_tensors(path: Path, content: bytes) -> dict[str, torch.Tensor]:
+def loaded_tensors(path: Path, content: bytes) -> dict[str, Tensor]:
     """Return the tensors of a file that has been read.
 
     Raises:
         ValueError: it is broken.
     """
     try:
-        tensors: dict[str, torch.Tensor] = load(content)
+        tensors: dict[str, Tensor] = load(content)
     except Exception as error:  # safetensors raises its own type, derived from Exception
         raise ValueError(f"{path} {_broken(path)}: {error}") from error
     return tensors

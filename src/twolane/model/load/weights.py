@@ -28,22 +28,7 @@ from twolane.model.decoder import (
 )
 from twolane.model.families.family import JOINED_GATE_UP, JOINED_QKV, PARTS
 from twolane.model.linear_attention import DeltaWeights, convolution_rows, delta_rows
-from twolane.model.load.checkpoint import (
-    EMBEDDING,
-    INPUT_GATE,
-    INPUT_NORM,
-    INPUT_PROJECTION,
-    INPUTS_EMBEDDING,
-    INPUTS_NORM,
-    INPUTS_PROJECTION,
-    LAYER_SCALE,
-    Place,
-    WeightsError,
-    check_tensors,
-    linears_of,
-    place_of,
-    stored_form,
-)
+from twolane.model.load import checkpoint
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource
@@ -127,7 +112,7 @@ def load_weights(
             facts, tensors = dummy_tensors(facts, seed, router_skew, device)
         else:
             facts, tensors = open_tensors(source, facts, stack)
-        check_tensors(facts, tensors)
+        checkpoint.check_tensors(facts, tensors)
         if device.type == "cpu":
             _check_room(facts, floats, scheme, ranks, eight)
         shard = Shard(facts.spec, rank, ranks)
@@ -291,7 +276,7 @@ class _Loader:
 
     def weights(self, progress: OnProgress) -> Weights:
         """Load the rank's part of all weights, layer by layer."""
-        embedding = self._get(EMBEDDING)
+        embedding = self._get(checkpoint.EMBEDDING)
         if self.spec.norms_embeddings:
             shape, wide = embedding.shape[1:], embedding.float()
             wide = functional.rms_norm(wide, shape, None, self.spec.norm_eps)
@@ -303,15 +288,15 @@ class _Loader:
         tied, on_cpu = self.spec.tie_embeddings, self.device.type == "cpu"
         embedding, even = self._filled(embedding), self.spec.vocab_size % self.shard.size == 0
         if tied:
-            four = None if self.spec.norms_embeddings else self._four_bits(EMBEDDING)
+            four = None if self.spec.norms_embeddings else self._four_bits(checkpoint.EMBEDDING)
             head = four or Matrix.plain(embedding)
-            head = self._for_cpu(head, EMBEDDING.removesuffix(".weight"))
+            head = self._for_cpu(head, checkpoint.EMBEDDING.removesuffix(".weight"))
         else:
             head = self._alone("lm_head", plain=not (on_cpu and even))
         if not even:
             head = Matrix.plain(self._filled(head.values))
         norm, scales = self._get("model.norm.weight") * self.spec.logit_scale, None
-        if self.eight_bits and EMBEDDING in self.facts.rounded:
+        if self.eight_bits and checkpoint.EMBEDDING in self.facts.rounded:
             embedding, scales = int8.quantise_rows(embedding)
         inputs = self._token_inputs() if self.spec.layer_inputs else None
         weights = Weights(embedding, tuple(layers), norm, head, inputs, scales)
@@ -351,7 +336,7 @@ class _Loader:
         Raises:
             WeightsError: its numbers cannot be.
         """
-        form, place = stored_form(name, self.facts)
+        form, place = checkpoint.stored_form(name, self.facts)
         if form is None and (four := self._four_bits(f"{name}.weight")) is not None:
             return four
         if form is None:
@@ -360,7 +345,7 @@ class _Loader:
                 Matrix.plain(self._get(weight)) if scheme is None else self._rounded(weight, scheme)
             )
         rows, columns = self._shape(name)
-        at = place or Place(name, 0, rows)
+        at = place or checkpoint.Place(name, 0, rows)
         ends = form.tensors(at.rows, columns)
         parts = {
             end: self.tensors.get(f"{at.module}.{end}")
@@ -370,7 +355,7 @@ class _Loader:
         try:
             matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
-            raise WeightsError(f"{at.module}.{error}") from error
+            raise checkpoint.WeightsError(f"{at.module}.{error}") from error
         if matrix.scales is None and scheme is None:
             matrix = Matrix.plain(matrix.values.to(self.dtype))
             self.converted[f"{form.name} with act-order", matrix.scheme] += 1
@@ -414,7 +399,7 @@ class _Loader:
             return part(cut.start, cut.stop).contiguous()
         except ValueError as error:
             ranks = f"{self.shard.size} ranks cannot share it"
-            raise WeightsError(f"{name}: {ranks}: {error}") from error
+            raise checkpoint.WeightsError(f"{name}: {ranks}: {error}") from error
 
     def _rounded(self, name: str, scheme: Scheme) -> Matrix:
         """Load the rank's part of a tensor, rounded as the whole is: rows of which a rank has some
@@ -430,10 +415,10 @@ class _Loader:
     def _shape(self, name: str) -> tuple[int, int]:
         if name == "lm_head":
             return self.spec.vocab_size, self.spec.hidden_size
-        if name == INPUTS_PROJECTION:
+        if name == checkpoint.INPUTS_PROJECTION:
             return self.spec.layers * self.spec.layer_inputs, self.spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = linears_of(self.facts, int(layer))[rest]
+        linear = checkpoint.linears_of(self.facts, int(layer))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
@@ -475,7 +460,7 @@ class _Loader:
 
     def _for_cpu(self, matrix: Matrix, *modules: str) -> Matrix:
         """Return the matrix of modules in eight bits, if any of them is stored in few."""
-        places = [(place_of(module, self.facts), module) for module in modules]
+        places = [(checkpoint.place_of(module, self.facts), module) for module in modules]
         stored = {f"{module if place is None else place.module}.weight" for place, module in places}
         rounded = not stored.isdisjoint(self.facts.rounded)
         if not self.eight_bits or not (rounded or matrix.scales is not None):
@@ -511,7 +496,9 @@ class _Loader:
             stored = self.facts.quantization
             rounded = stored is not None and stored.four_bits
             other = "; --quantization fp8 makes them alike" if rounded else ""
-            raise WeightsError(f"{prefix}: {', '.join(names)}: {error}{other}") from error
+            raise checkpoint.WeightsError(
+                f"{prefix}: {', '.join(names)}: {error}{other}"
+            ) from error
         if self.device.type == "cpu":
             return joined
         served = for_gpu(joined, self.dtype, four_bits=four_bits)
@@ -541,7 +528,9 @@ class _Loader:
             delta=self._delta(prefix) if linear and not convolved else None,
             side=self._side(prefix) if spec.has_dense(i) and spec.has_experts(i) else None,
             inputs=self._layer_inputs(prefix) if spec.layer_inputs else None,
-            scale=self._get(f"{prefix}.{LAYER_SCALE}").view(1) if spec.layer_scales else None,
+            scale=self._get(f"{prefix}.{checkpoint.LAYER_SCALE}").view(1)
+            if spec.layer_scales
+            else None,
             taps=self._taps(prefix) if convolved else None,
             gate=self._gate(prefix) if spec.gate and not linear else None,
         )
@@ -554,9 +543,11 @@ class _Loader:
                 read for.
         """
         names = ("self_attn.q_proj", "self_attn.g_proj")
-        query, gate = (stored_form(f"{prefix}.{name}", self.facts)[0] for name in names)
+        query, gate = (checkpoint.stored_form(f"{prefix}.{name}", self.facts)[0] for name in names)
         if self.device.type != "cpu" and query != gate:
-            raise WeightsError(f"{prefix}: {', '.join(names)} must be stored alike for a GPU")
+            raise checkpoint.WeightsError(
+                f"{prefix}: {', '.join(names)} must be stored alike for a GPU"
+            )
         return self._fused(prefix, names[1])
 
     def _taps(self, prefix: str) -> Tensor:
@@ -611,18 +602,18 @@ class _Loader:
         return SideExperts(self._experts(prefix), **norms)
 
     def _layer_inputs(self, prefix: str) -> LayerInputs:
-        names = INPUT_GATE, INPUT_PROJECTION
+        names = checkpoint.INPUT_GATE, checkpoint.INPUT_PROJECTION
         if self.device.type == "cpu":
             gate, projection = (self._fused(prefix, name) for name in names)
         else:  # they are small, and read what is not rounded
             gate, projection = (self._alone(f"{prefix}.{name}", plain=True) for name in names)
-        return LayerInputs(gate, projection, self._get(f"{prefix}.{INPUT_NORM}"))
+        return LayerInputs(gate, projection, self._get(f"{prefix}.{checkpoint.INPUT_NORM}"))
 
     def _token_inputs(self) -> TokenInputs:
         """Load what makes the layers' own inputs."""
-        embedding = self._get(INPUTS_EMBEDDING) * self.spec.layer_inputs**0.5
-        projection = self._alone(INPUTS_PROJECTION, plain=True)
-        return TokenInputs(embedding, projection, self._get(INPUTS_NORM))
+        embedding = self._get(checkpoint.INPUTS_EMBEDDING) * self.spec.layer_inputs**0.5
+        projection = self._alone(checkpoint.INPUTS_PROJECTION, plain=True)
+        return TokenInputs(embedding, projection, self._get(checkpoint.INPUTS_NORM))
 
     def _dense(self, prefix: str) -> DenseMlp:
         biased, mlp = self.spec.mlp_bias, f"{prefix}.mlp"

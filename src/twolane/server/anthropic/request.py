@@ -7,21 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec.structs import replace
 from pydantic import Field, ValidationError, model_validator
 
+from twolane.frontend import fields
 from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import (
-    MAX_TOOLS,
-    AnswerTokens,
-    FunctionName,
-    Priority,
-    Rendering,
-    StopString,
-    Temperature,
-    TopK,
-    TopP,
-    check_tools,
-    read_turns,
-)
 from twolane.frontend.generate_request import (
     NO_DEFAULTS,
     ContextExceeded,
@@ -56,7 +44,7 @@ class AnthropicTool(Body):
     null_is_unset = True
 
     type: Literal["custom"] | None = None
-    name: FunctionName
+    name: fields.FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
@@ -153,7 +141,9 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: (
+        Annotated[list[AnthropicTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] | None
+    ) = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -170,7 +160,7 @@ class CountTokensRequest(Body):
         choice = self.tool_choice
         chosen = [choice.name] if choice is not None and choice.name is not None else []
         needed = choice is not None and choice.type in ("any", "tool")
-        check_tools(self._tools, chosen, needed=needed)
+        fields.check_tools(self._tools, chosen, needed=needed)
         return self
 
     @property
@@ -204,7 +194,7 @@ class CountTokensRequest(Body):
         for edit in self.context_management.edits if self.context_management else ():
             edit.apply(turns)
         messages = [{"role": "system", "content": system}, *turns] if system else turns
-        conversation = Rendering(continue_final_message=continues(turns)).conversation(
+        conversation = fields.Rendering(continue_final_message=continues(turns)).conversation(
             validated_turns(messages)
         )
         variables = self._variables(has_variable)
@@ -259,13 +249,13 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: AnswerTokens
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    priority: Priority | None = None
+    max_tokens: fields.AnswerTokens
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    priority: fields.Priority | None = None
     stop_sequences: (
-        Annotated[list[StopString], Field(max_length=MAX_STRINGS, fail_fast=True)] | None
+        Annotated[list[fields.StopString], Field(max_length=MAX_STRINGS, fail_fast=True)] | None
     ) = None
     stream: bool | None = None
 
@@ -300,7 +290,7 @@ def validated_turns(messages: Sequence[Turn]) -> list[Turn]:
         ApiError: 400, one cannot be served.
     """
     try:
-        return read_turns(messages)
+        return fields.read_turns(messages)
     except ValidationError as error:
         raise from_validation(error.errors(), "messages") from error
 

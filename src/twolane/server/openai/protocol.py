@@ -11,22 +11,9 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, model_validator
 
+from twolane.frontend import fields
 from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import (
-    INERT,
-    Count,
-    LimitedFields,
-    LogprobCount,
-    Priority,
-    Prompts,
-    Rendering,
-    TextFields,
-    TokenIds,
-    Whole,
-    check_tools,
-    prompt_list,
-)
 from twolane.frontend.generate_request import NO_DEFAULTS, GenerateRequest, sampling_params
 from twolane.frontend.messages import Messages, turns_of
 from twolane.sampling import SamplingParams
@@ -76,7 +63,7 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
     "web_search_options": "is not supported: tools run in the client",
 }
 
-WITHOUT_EFFECT = INERT | {"guided_decoding_backend"}
+WITHOUT_EFFECT = fields.INERT | {"guided_decoding_backend"}
 """Fields of both endpoints that are accepted with any value."""
 DEFAULT_MAX_TOKENS = 16
 """Default limit on a completion's tokens, as in OpenAI's API."""
@@ -91,20 +78,20 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(TextFields, LimitedFields, ConstraintFields):
+class GenerationBody(fields.TextFields, fields.LimitedFields, ConstraintFields):
     """Fields of both completion endpoints."""
 
     inert = WITHOUT_EFFECT
     why_unsupported = WHY_UNSUPPORTED
 
     model: str | None = None
-    best_of: Whole | None = None
-    priority: Priority | None = None
+    best_of: fields.Whole | None = None
+    priority: fields.Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_token_ids: TokenIds | None = None
+    prompt_token_ids: fields.TokenIds | None = None
     """Tokens of the prompt, from a router that had it rendered; it is not tokenised again."""
 
     @model_validator(mode="after")
@@ -156,9 +143,9 @@ class CompletionRequest(GenerationBody):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **UNSUPPORTED_COMPLETION}
 
-    prompt: Prompts
+    prompt: fields.Prompts
     echo: bool | None = None
-    logprobs: LogprobCount | None = None
+    logprobs: fields.LogprobCount | None = None
 
     @property
     def only_echo(self) -> bool:
@@ -187,20 +174,20 @@ class CompletionRequest(GenerationBody):
             ("max_tokens", 1 if self.only_echo else limit),  # what is made is not shown
             {"logprobs": self.logprobs, "prompt_logprobs": scored},
             limit_field="max_tokens" if given else None,
-            prompts=prompt_list(self.prompt),
+            prompts=fields.prompt_list(self.prompt),
             format=FormatOptions(constraint=self.constraint, reads=False),
         )
 
 
-class ChatRequest(GenerationBody, Rendering):
+class ChatRequest(GenerationBody, fields.Rendering):
     """The body of POST /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **UNSUPPORTED_CHAT}
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: fields.Count | None = None
     logprobs: bool | None = None
-    top_logprobs: LogprobCount | None = None
+    top_logprobs: fields.LogprobCount | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -233,11 +220,11 @@ class ChatRequest(GenerationBody, Rendering):
             raise wrong("top_logprobs", "needs logprobs = true")
         choice, tools = self.tool_choice, [tool.tool() for tool in self.tools or ()]
         chosen = choice.names if isinstance(choice, Body) else ()
-        check_tools(tools, chosen, needed=choice not in (None, "none", "auto"))
+        fields.check_tools(tools, chosen, needed=choice not in (None, "none", "auto"))
         return self
 
 
-class TokenizeRequest(Rendering):
+class TokenizeRequest(fields.Rendering):
     """The body of POST /tokenize: a text, or a conversation."""
 
     model_config = ConfigDict(
@@ -269,8 +256,8 @@ class TokenizeRequest(Rendering):
         """Require either a prompt or messages, and messages for the fields of a conversation."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
-        check_tools([tool.tool() for tool in self.tools or ()])
-        for name in (*Rendering.model_fields, "tools") if self.messages is None else ():
+        fields.check_tools([tool.tool() for tool in self.tools or ()])
+        for name in (*fields.Rendering.model_fields, "tools") if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise wrong(name, "needs messages")
         return self
@@ -280,4 +267,4 @@ class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: fields.TokenIds

@@ -5,14 +5,7 @@ from functools import partial
 from fastapi import FastAPI, Request, Response
 
 from twolane.frontend.prepare import Prepared
-from twolane.server.http.schemas import (
-    ERRORS,
-    NO_KEY,
-    QUEUE_FULL,
-    STREAM,
-    ChatCompletion,
-    Completion,
-)
+from twolane.server.http import schemas
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo, Kind
 from twolane.server.openai.logprobs import LogprobWriter
@@ -23,12 +16,12 @@ from twolane.server.service.service import Service
 
 def add_generation_routes(app: FastAPI, service: Service) -> None:
     """Add /v1/completions and /v1/chat/completions."""
-    described = {**ERRORS, **QUEUE_FULL, **NO_KEY}
+    described = {**schemas.ERRORS, **schemas.QUEUE_FULL, **schemas.NO_KEY}
 
     @app.post(
         "/v1/completions",
         response_class=Response,
-        responses={200: {"model": Completion, "content": STREAM}, **described},
+        responses={200: {"model": schemas.Completion, "content": schemas.STREAM}, **described},
     )
     async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
         """Continue one or more prompts."""
@@ -39,7 +32,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
         response_class=Response,
-        responses={200: {"model": ChatCompletion, "content": STREAM}, **described},
+        responses={200: {"model": schemas.ChatCompletion, "content": schemas.STREAM}, **described},
     )
     async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation."""

@@ -14,21 +14,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from twolane.frontend import fields
 from twolane.frontend.answer_formats import FormatOptions
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import (
-    INERT,
-    AnswerTokens,
-    CacheSalt,
-    Priority,
-    SamplingFields,
-    Schema,
-    Stop,
-    Whole,
-    ambiguous,
-    read_turns,
-    stop_strings,
-)
 from twolane.frontend.generate_request import (
     NO_DEFAULTS,
     Conversation,
@@ -96,7 +84,7 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")
+    schema_: fields.Schema | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
     """Without effect: answers follow the schema in any case."""
@@ -168,7 +156,7 @@ class InputTokensRequest(Body):
             if isinstance(item, ToolsItem):
                 lists[f"input[{place}].tools"] = item.tools
         for param, tools in lists.items():
-            if twice := ambiguous(by_name(tools)):
+            if twice := fields.ambiguous(by_name(tools)):
                 raise wrong(param, f"has two different tools of the name {twice}")
         choice = self.tool_choice
         chosen = [choice] if isinstance(choice, NamedTool) else []
@@ -240,7 +228,7 @@ class InputTokensRequest(Body):
         """
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         try:
-            turns = read_turns(joined([*first, *history, *self.turns]))
+            turns = fields.read_turns(joined([*first, *history, *self.turns]))
         except ValidationError as error:
             raise renamed(from_validation(error.errors(), "messages")) from error
         effort = None if self.reasoning is None else self.reasoning.effort
@@ -262,10 +250,10 @@ class InputTokensRequest(Body):
         return FormatOptions.of(tools, mode, constraint, named=named, several=several)
 
 
-class ResponsesRequest(SamplingFields, InputTokensRequest):
+class ResponsesRequest(fields.SamplingFields, InputTokensRequest):
     """The body of POST /v1/responses."""
 
-    inert = INERT.difference(REPEATED) | {"client_metadata"}
+    inert = fields.INERT.difference(REPEATED) | {"client_metadata"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **InputTokensRequest.unsupported,
         "access_programs": (),
@@ -278,10 +266,10 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
         "top_logprobs": (0,),
     }
 
-    max_output_tokens: AnswerTokens | None = None
-    stop: Stop | None = None
-    cache_salt: CacheSalt | None = None
-    priority: Priority | None = None
+    max_output_tokens: fields.AnswerTokens | None = None
+    stop: fields.Stop | None = None
+    cache_salt: fields.CacheSalt | None = None
+    priority: fields.Priority | None = None
     include: list[Included] | None = None
     """Without effect: thinking is shown as text, and the rest does not exist here."""
     stream: bool | None = None
@@ -291,7 +279,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    max_tool_calls: Whole | None = None
+    max_tool_calls: fields.Whole | None = None
     """Limit on calls of tools that OpenAI runs; without effect."""
 
     def request(
@@ -303,7 +291,7 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
         return replace(
             super().request(history, defaults),
             sampling=sampling_params(sampled, defaults, limit),
-            text=TextOptions(stop=stop_strings(self.stop)),
+            text=TextOptions(stop=fields.stop_strings(self.stop)),
             limit_field=limit,
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
