@@ -48,6 +48,7 @@ NEAR = 8.0
 
 SIMULATED = frozenset(
     {"tp", "link_bandwidth", "disaggregated", "estimator", "quantization", "kv_cache_dtype"}
+    | {"profile", "host_factor"}
 )
 """Settings of engines that a simulation has, by its own names."""
 

@@ -1,7 +1,9 @@
 """A card that takes as long as its own profile says."""
 
+import json
 import statistics
 
+import msgspec
 import pytest
 
 from twolane.common.errors import FieldError
@@ -83,3 +85,17 @@ def test_it_needs_a_profile_of_one_such_card():
         simulate(asked(tp=2))
     with pytest.raises(FieldError, match="is not of one a100-80gb"):
         simulate(asked(gpu="a100-80gb"))
+
+
+def test_a_profile_of_rounded_weights_emulates_its_card(tmp_path):
+    """Its matrices are a little wider than a simulation's: some rows are longer, routers float."""
+    content = json.loads(PROFILE.read_bytes())
+    content["key"]["weight_itemsize"] = 1.0008
+    there = tmp_path / "fp8.json"
+    there.write_text(json.dumps(content))
+    floats = asked(there)
+    rounded = msgspec.structs.replace(floats.engine, quantization="fp8")
+    served = simulate(msgspec.structs.replace(floats, engine=rounded)).result
+    assert served.metrics.completed == 8
+    with pytest.raises(FieldError, match=r"weights of 1\.0008 bytes"):
+        simulate(floats)

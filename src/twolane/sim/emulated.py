@@ -37,6 +37,8 @@ from twolane.sim.machine import SimulatedMachine
 
 SLOW_EVERY_SECONDS, SLOW_SECONDS = 7.0, 0.08
 """Seconds from one slow period to the next, and their duration in seconds."""
+STORED_ALIKE = 0.02
+"""Relative difference of the bytes of a weight up to which a profile is of the same settings."""
 ROWS_ALIKE, TOKENS_ALIKE = 8, 128
 """Widths in decode rows and new tokens of a configuration."""
 
@@ -165,6 +167,11 @@ class EmulatedMachine(SimulatedMachine):
         self._device = EmulatedDevice(gpu, spec, fitted(path, "calibrated"), uneven, seed)
         self.device = self._device
         self.name, self.revision = profile.key.device, profile.key.driver
+        # The card's own: scales and what stays in 16 bits differ from `storage_of` in a thousandth.
+        stored = profile.key.weight_itemsize or self.itemsize
+        if not math.isclose(stored, self.weight_itemsize, rel_tol=STORED_ALIKE):
+            raise FieldError("profile", f"is of weights of {stored:g} bytes, not of these settings")
+        self.weight_itemsize = stored
 
     def start(
         self,
