@@ -74,10 +74,12 @@ def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
     assert [each.logprob for each in ours] == pytest.approx(close, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4-inputs"])
 def test_pages_that_left_a_window_are_written_again_in_both_pools(
-    tmp_path: Path, tally: Tally
+    tmp_path: Path, tally: Tally, family: str
 ) -> None:
-    path = make_checkpoint("gemma3", tmp_path / "model", seed=1)
+    """Layers with inputs of their own have wider hidden states on the way, and not at the end."""
+    path = make_checkpoint(family, tmp_path / "model", seed=1)
     ranks, judge = apart(path, PAGES, PAGE, RUNNING), Judge(reference(path))
     served = ranks.serve(make_system("two-stream"), REQUESTS)
     compare(REQUESTS, served, judge, tally)

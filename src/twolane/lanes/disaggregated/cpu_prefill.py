@@ -39,7 +39,7 @@ class PromptRunner(Runner):
         send_arrival(self.arrivals, Arrival.of(work.batch, work.last, ends))
 
     def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
-        self._ends = hidden[ends.needed]
+        self._ends = hidden[ends.needed, : self._decoder.spec.hidden_size]
         return Step()
 
 
