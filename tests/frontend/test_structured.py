@@ -34,6 +34,7 @@ from twolane.frontend.structured.tools import (
 )
 from twolane.frontend.text.codec import TextCodec
 
+from .checkpoints import byte_level, codec, write
 from .test_parsers import DEEPSEEK, DEEPSEEK_31, GLM45, LLAMA, MINIMAX, MISTRAL, PYTHONIC, read
 
 WEATHER = Tool(
@@ -781,6 +782,71 @@ def test_values_of_gemma_4_are_enforced_as_the_parser_reads_them(
         parser = ToolCallParser(FORMATS["gemma4"], parameter_types([tool]))
         [(name, found)] = read(parser, [call])[2]
         assert (name, json.loads(found)) == ("f", value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "others"),
+    [
+        ({"pattern": "^[a-c]+$", "maxLength": 3}, ["abc"], ["abca", "abx", ""]),
+        ({"pattern": "b"}, ["abc\n"], ["aac"]),
+        ({"pattern": "a|b"}, ["xay"], ["xyz"]),
+        ({"pattern": "^(?=.*[0-9])(?=.*[a-z]).{2,}$"}, ["a1"], ["ab", "12"]),
+        ({"pattern": "(?i)^a\\/b$"}, ["A/b"], ["a"]),
+        ({"minLength": 1, "maxLength": 2}, ["é🙂"], ["", "abc"]),
+        ({"format": "date"}, ["2024-02-29"], ["2023-02-29", "x"]),
+    ],
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_text_outside_of_json_has_its_pattern_and_length(
+    tokenizer, takes, schema, fits, others, added
+):
+    properties = {"p": {"type": "string", **schema}, "q": {"type": ["string", "null"], **schema}}
+    tool = Tool("f", {"properties": properties, "required": ["p"]})
+    quote = "<|im_start|>" if added else '<|"|>'
+
+    def token_of(mark):
+        return tokenizer.backend.token_to_id(quote) if added and mark == '<|"|>' else None
+
+    forms = {
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm45": "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+        "gemma4": f"<|tool_call>call:f{{{{p:{quote}{{}}{quote}}}}}<tool_call|>",
+    }
+    for form, call in forms.items():
+        grammar = calls_grammar(form, [tool], token_of, several=False)
+        assert all(takes(grammar, call.format(text)) for text in fits), form
+        assert not any(takes(grammar, call.format(text)) for text in others), form
+
+
+def test_a_pattern_that_cannot_be_enforced_as_text_is_refused():
+    tool = Tool("f", {"properties": {"p": {"type": "string", "pattern": "^a|b$"}}})
+    with pytest.raises(ValueError, match="anchors in alternatives"):
+        calls_grammar("qwen3_coder", [tool], lambda _: None, several=False)
+    calls_grammar("hermes", [tool], lambda _: None, several=False)
+
+
+def test_values_of_gemma_4_that_spell_a_special_token_are_text():
+    tool = Tool("f", {"properties": {"p": {"enum": ["</s>", ""]}}, "required": ["p"]})
+    asked = []
+    calls_grammar("gemma4", [tool], asked.append, several=False)
+    assert "</s>" not in asked
+
+
+def test_gemma_4_may_think_before_an_answer_whose_form_is_enforced(tmp_path):
+    """Its opening mark is a special token and a word."""
+    thinking = next(each for each in KNOWN_MARKS if each.end == "<channel|>")
+    made = codec(write(tmp_path, byte_level(added=["<|channel>", thinking.end])))
+    grammar = after_thinking(json_schema_grammar({"type": "integer"}), made.token_of, thinking)
+
+    def takes(text):
+        matcher = matcher_of(made.vocabulary().matching([2]), check_grammar(grammar, "x"))
+        ids = made.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert takes(f"{thinking.begin}\nHm 1{thinking.end}12")
+    assert takes("12")
+    assert not takes(f"{thinking.begin}\nHm 1{thinking.end}x")
 
 
 def test_types_of_schemas_that_refer_to_each_other_are_found_in_bounded_time():

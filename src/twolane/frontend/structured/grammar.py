@@ -185,8 +185,8 @@ def terminal(mark: str, token_of: TokenOf) -> str:
     return " ".join(json.dumps(p) if each is None else f"<[{each}]>" for p, each in both)
 
 
-_SPECIAL = re.compile(r"(<\|[a-z]+\|>)")
-"""The form of special tokens within marks."""
+_SPECIAL = re.compile(r"(<\|?[a-z_]+\|?>)")
+"""The form of special tokens within marks; Gemma 4's have one bar."""
 
 
 def check_grammar(grammar: str, field: str) -> str:

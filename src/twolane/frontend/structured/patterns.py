@@ -28,6 +28,7 @@ MAX_SPLIT_LENGTH = 1024
 """Characters of an expression up to which it is searched for look-ahead: that takes quadratic time
 in the worst case."""
 AHEAD = "(?="
+ANY, IGNORE_CASE = r"[\s\S]*", "(?i)"
 STRUCTURE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 """Escapes and classes, which are skipped, and the marks of groups and alternatives."""
 
@@ -46,6 +47,21 @@ def without_look_ahead(expression: str) -> list[str]:
     if not parts or rest[:1] in ("*", "+", "?", "{") or _has_alternatives(rest):
         return [expression]
     return ["^" + rest, *parts]
+
+
+def as_whole(regex: str) -> str:
+    """Return an expression that matches whole texts in which one of `ecma.rust_regex` is found.
+
+    Raises:
+        ValueError: it has anchors in alternatives.
+    """
+    flags = IGNORE_CASE if regex.startswith(IGNORE_CASE) else ""
+    found = regex.removeprefix(flags)
+    begins, ends = found.startswith("^"), found.endswith("$")
+    if (begins or ends) and _has_alternatives(found):
+        raise ValueError("a pattern with anchors in alternatives is not enforced in calls as text")
+    core = found[begins : len(found) - ends]
+    return f"{'' if begins else ANY}(?:{flags}{core}){'' if ends else ANY}"
 
 
 def _has_alternatives(expression: str) -> bool:

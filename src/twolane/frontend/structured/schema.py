@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from twolane.common.checked_json import Json
 from twolane.frontend.structured.ecma import rust_regex
-from twolane.frontend.structured.patterns import EQUAL, without_look_ahead
+from twolane.frontend.structured.patterns import EQUAL, as_whole, without_look_ahead
 
 ONE = frozenset(
     {
@@ -91,6 +91,21 @@ def plain_schema(schema: object) -> Json:
     if plain is False:
         raise ValueError("the schema allows no value")
     return plain
+
+
+def text_patterns(schema: Mapping[str, Any]) -> list[str]:
+    """Return regular expressions of Rust's that a text which fits a schema matches as a whole:
+    those of its patterns, of formats that patterns stand for, and of its length.
+
+    Raises:
+        ValueError: see `plain_schema`; or a pattern has anchors in alternatives.
+    """
+    plain = plain_schema(schema)
+    parts = (plain, *plain.get("allOf", ()))
+    found = [as_whole(part["pattern"]) for part in parts if "pattern" in part]
+    if plain.keys() & {"minLength", "maxLength"}:
+        found.append(_of_length(plain).strip("^$"))
+    return found
 
 
 def with_objects_only(schema: Mapping[str, Any]) -> Json:

@@ -14,6 +14,7 @@ from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import (
     KindFinder,
     resolved,
+    text_patterns,
     values_of,
     with_objects_only,
 )
@@ -25,6 +26,7 @@ NO_PARAMETERS: Mapping[str, Any] = {
 }
 GEMMA_KEY = re.compile(r"[^\s:,{}\[\]\"<>\/]+")
 """Names of parameters that Gemma 4 writes as they are."""
+ANY_TEXT = (r"(.|\n)*",)
 NO_TEXT: Mapping[str, Any] = {"type": ["number", "boolean", "null", "object", "array"]}
 PLAIN = frozenset(("type", "properties", "required", "title", "description", "$defs", "$schema"))
 """Keywords of schemas whose objects need no other names than those of `properties`."""
@@ -215,16 +217,17 @@ class _Marks:
         """
         return json_expression(grammar.checked_schema(schema, closes=self._closes), self.rules)
 
-    def text_until(self, mark: str) -> str:
-        """Return a rule for any text up to and including a mark."""
+    def text_until(self, mark: str, patterns: Sequence[str] = ()) -> str:
+        """Return a rule for text up to and including a mark; it matches all patterns."""
         name = f"until_{len(self.rules)}"
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
-        self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
+        each = " & ".join(f"/{pattern}{escaped}/" for pattern in patterns or ANY_TEXT)
+        self.rules.append(f"{name}[lazy]: {each}")
         return name
 
-    def rule(self, matched: str) -> str:
-        """Add a rule; return its name."""
-        name = f"rule_{len(self.rules)}"
+    def rule(self, matched: str, kind: str = "rule") -> str:
+        """Add a rule, or a terminal if the kind is in upper case; return its name."""
+        name = f"{kind}_{len(self.rules)}"
         self.rules.append(f"{name}: {matched}")
         return name
 
@@ -372,19 +375,29 @@ def _gemma_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
         return marks.json(_alone(schema, whole))
     values = values_of(known)
     if values is None:
-        return _gemma_text(marks)
+        return _gemma_text(marks, _patterns(known, whole))
+    mark = marks.of(QUOTE)
     quoted = (
-        marks.of(QUOTE, value, QUOTE) if isinstance(value, str) else json.dumps(json.dumps(value))
+        f"{mark} {json.dumps(value) if value else ''} {mark}"
+        if isinstance(value, str)
+        else json.dumps(json.dumps(value))
         for value in values
     )
     return f"({' | '.join(quoted)})"
 
 
-def _gemma_text(marks: _Marks) -> str:
-    """Return a rule for any text between marks."""
+def _gemma_text(marks: _Marks, patterns: Sequence[str] = ()) -> str:
+    """Return a rule for text between marks that matches all patterns."""
     if marks.is_text(QUOTE):
-        return f"{marks.of(QUOTE)} {marks.text_until(re.escape(QUOTE))}"
-    return f"{marks.of(QUOTE)} /(.|\\n)*/ {marks.of(QUOTE)}"
+        return f"{marks.of(QUOTE)} {marks.text_until(re.escape(QUOTE), patterns)}"
+    text = " & ".join(f"/{pattern}/" for pattern in patterns or ANY_TEXT)
+    return f"{marks.of(QUOTE)} {marks.rule(text, 'TEXT')} {marks.of(QUOTE)}"
+
+
+def _patterns(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of a value that can only be text; see `text_patterns`."""
+    only_text = KindFinder().kinds_of(schema, whole) == {"string"}
+    return text_patterns(schema) if only_text else []
 
 
 def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
@@ -415,7 +428,7 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks, end: str) -
         return f"{marks.json(_alone(schema, whole))} {json.dumps(end)}"
     values = values_of(known)
     if values is None:
-        return marks.text_until(end)
+        return marks.text_until(end, _patterns(known, whole))
     written = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return f"({' | '.join(json.dumps(each) for each in written)}) {json.dumps(end)}"
 
