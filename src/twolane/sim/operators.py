@@ -42,7 +42,7 @@ STATE_UNIT, STATE_REACH, STATE_CORNER = 0.37, 0.82, 3.0
 the exponent that says how round the corner between them is."""
 STATE_SECONDS, RULE_SECONDS = 8.0e-6, 2.0e-5
 """Seconds that the kernels of linear attention add to a layer of a decode step, and of a pass."""
-GROUPED_BYTES, GROUPED_MXFP4_BYTES = 4.6e10, 1.9e10
+GROUPED_BYTES, GROUPED_MXFP4_BYTES = 4.6e10, 2.3e10
 """Bytes/s of experts' matrices that an SM multiplies in a decode step by the kernels for experts
 with biases: from steps of gpt-oss-20b on 32 SMs of an H200."""
 TILE = 64
