@@ -209,11 +209,7 @@ class Client:
     """
 
     def __init__(
-        self,
-        url: str,
-        headers: Mapping[str, str],
-        timeout: float,
-        clock: Clock = time.perf_counter,
+        self, url: str, headers: Mapping[str, str], timeout: float, clock: Clock = time.perf_counter
     ) -> None:
         self._connections = Connections(url, {"Content-Type": "application/json", **headers}, clock)
         self._timeout = timeout

@@ -148,8 +148,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         one = {tbt: {**self.slos, "tbt": tbt} for tbt in sorted(set(self.tbts), reverse=True)}
         return [
             BoundSearch(
-                msgspec.structs.replace(self, slos=slos, tbts=()),
-                folder / f"tbt{tbt * 1e3:g}ms",
+                msgspec.structs.replace(self, slos=slos, tbts=()), folder / f"tbt{tbt * 1e3:g}ms"
             )
             for tbt, slos in one.items()
         ]

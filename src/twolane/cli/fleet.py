@@ -49,8 +49,7 @@ class FleetCommand(Command):
 
 
 @app.command(
-    cls=FleetCommand,
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    cls=FleetCommand, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
 )
 @takes(FleetOptions, "options")
 def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any]) -> None:

@@ -38,8 +38,7 @@ app = command_app()
 def generate(
     model: ModelArgument,
     prompt: Annotated[
-        str,
-        typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.'),
+        str, typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.')
     ],
     config: EngineConfig,
     sampling: dict[str, Any],

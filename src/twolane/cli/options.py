@@ -24,8 +24,7 @@ MODEL_HELP = (
     "(with --load-format dummy) or a Hugging Face id."
 )
 ModelArgument = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", autocompletion=models, help=MODEL_HELP, show_default=False),
+    str, typer.Argument(metavar="MODEL", autocompletion=models, help=MODEL_HELP, show_default=False)
 ]
 
 

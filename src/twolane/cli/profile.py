@@ -44,11 +44,7 @@ class Measuring(msgspec.Struct, frozen=True):
 @app.command(cls=Command)
 @takes(Measuring, "measuring")
 @takes_engine_settings(*UNPROFILED)
-def profile(
-    model: ModelArgument,
-    config: EngineConfig,
-    measuring: dict[str, Any],
-) -> None:
+def profile(model: ModelArgument, config: EngineConfig, measuring: dict[str, Any]) -> None:
     """Measure how long launches of a model take here, for predictions."""
     with one_line_errors():
         run(config, **measuring)

@@ -208,12 +208,7 @@ class Intake:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
         # Lanes get masks instead.
-        params = replace(
-            message.params,
-            grammar=None,
-            bad_words=(),
-            thinking_token_budget=None,
-        )
+        params = replace(message.params, grammar=None, bad_words=(), thinking_token_budget=None)
         return Sampling(params, seed, len(message.prompt), self._ends(message))
 
     def _lookup(self, request: Request) -> Lookup:

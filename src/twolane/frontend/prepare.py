@@ -14,11 +14,7 @@ from twolane.common.errors import FieldError
 from twolane.engine.messages import TokenRules, Vocabulary
 from twolane.frontend.answer_formats import FREE_TEXT, AnswerFormat, ModelFormats
 from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.generate_request import (
-    ContextExceeded,
-    GenerateRequest,
-    PromptError,
-)
+from twolane.frontend.generate_request import ContextExceeded, GenerateRequest, PromptError
 from twolane.frontend.structured.jobs import GrammarSetup
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import SWITCHES, TextCodec

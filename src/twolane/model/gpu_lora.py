@@ -10,14 +10,7 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
-from twolane.kernels.lora import (
-    MIN_RANK,
-    AdapterMatrices,
-    RowTiles,
-    expand,
-    expand_silu,
-    shrink,
-)
+from twolane.kernels.lora import MIN_RANK, AdapterMatrices, RowTiles, expand, expand_silu, shrink
 from twolane.kernels.products.dispatch import GpuProducts, Stored
 from twolane.kernels.runtime.launch import power_of_2
 from twolane.model.decoder import Weights
@@ -197,12 +190,6 @@ def _of_layer(spec: ModelSpec, layer: int) -> Sequence[_Product]:
     at, hidden = spec.at(layer), spec.hidden_size
     inner, q, kv = at.intermediate_size, at.q_size, at.kv_size
     rows = (q,) if spec.kind(layer).reads_earlier else (q, kv, kv)
-    attention = (
-        _Product("qkv", hidden, tuple(accumulate(rows))),
-        _Product("o", q, (hidden,)),
-    )
-    mlp = (
-        _Product("gate_up", hidden, (inner, 2 * inner)),
-        _Product("down", inner, (hidden,)),
-    )
+    attention = (_Product("qkv", hidden, tuple(accumulate(rows))), _Product("o", q, (hidden,)))
+    mlp = (_Product("gate_up", hidden, (inner, 2 * inner)), _Product("down", inner, (hidden,)))
     return attention + mlp if spec.has_dense(layer) else attention

@@ -12,15 +12,7 @@ from twolane.kernels.delta_rule.rule import DeltaRule
 from twolane.kernels.experts.rule import RoutingRule
 
 RopeType = Literal[
-    "default",
-    "linear",
-    "dynamic",
-    "llama3",
-    "yarn",
-    "factors",
-    "longrope",
-    "proportional",
-    "none",
+    "default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope", "proportional", "none"
 ]
 LayerNorm = Literal["input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"]
 """Places of norms in a layer, by the fields of `LayerWeights`: before and after each block."""

@@ -52,11 +52,7 @@ class TwoShot:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        store: dist.Store,
-        methods: Sequence[SumMethod],
-        flag_bytes: int = 0,
+        self, channel: Channel, store: dist.Store, methods: Sequence[SumMethod], flag_bytes: int = 0
     ) -> None:
         self.rank, self.size = channel.rank, channel.size
         self._flag_bytes, self._addresses = flag_bytes, (0,) * self.size

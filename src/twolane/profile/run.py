@@ -12,12 +12,7 @@ from twolane.engine.build import make_kv_manager, running
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
 from twolane.engine.settings import check_settings, context_length
-from twolane.estimate.profile import (
-    Key,
-    Profile,
-    ProfileError,
-    cached_profile,
-)
+from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile
 from twolane.lanes.base import Machine
 from twolane.lanes.load import load
 from twolane.lanes.settings import LaneSizes, memory_errors

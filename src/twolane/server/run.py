@@ -456,8 +456,7 @@ def warn_of_open_address(listener: socket.socket, options: ServerOptions) -> Non
     host = listener.getsockname()[0].partition("%")[0]
     if not options.api_keys and not ipaddress.ip_address(host).is_loopback:
         log.warning(
-            "ANYBODY WHO REACHES %s MAY USE THIS SERVER: it has no --api-key",
-            address_of(listener),
+            "ANYBODY WHO REACHES %s MAY USE THIS SERVER: it has no --api-key", address_of(listener)
         )
 
 

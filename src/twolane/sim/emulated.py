@@ -173,12 +173,7 @@ class EmulatedMachine(SimulatedMachine):
             raise FieldError("profile", f"is of weights of {stored:g} bytes, not of these settings")
         self.weight_itemsize = stored
 
-    def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
-    ) -> SimLanes:
+    def start(self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress) -> SimLanes:
         """See `Machine.start`."""
         lanes = super().start(sizes, notify, progress)
         self._device.clock = lanes.clock

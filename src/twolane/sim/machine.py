@@ -65,13 +65,7 @@ class SimulatedMachine:
     page_sizes: Sequence[int] = (32, 16, 64)
 
     def __init__(
-        self,
-        gpu: Gpu,
-        spec: ModelSpec,
-        config: EngineConfig,
-        *,
-        tp: int = 1,
-        seed: int = 0,
+        self, gpu: Gpu, spec: ModelSpec, config: EngineConfig, *, tp: int = 1, seed: int = 0
     ) -> None:
         if spec.convolution is not None:
             raise FieldError("model", "layers of short convolutions are not simulated yet")
@@ -118,12 +112,7 @@ class SimulatedMachine:
         taken = weights + 2 * lane + GRAPH_BYTES + 2.6e9
         return max(0, int(self._utilization * device.gpu.memory - taken))
 
-    def start(
-        self,
-        sizes: LaneSizes,
-        notify: Callable[[], None],
-        progress: OnProgress,
-    ) -> SimLanes:
+    def start(self, sizes: LaneSizes, notify: Callable[[], None], progress: OnProgress) -> SimLanes:
         """See `Machine.start`."""
         device = self.device
         known = device.power_known and device.gpu.cap_watts

@@ -30,12 +30,7 @@ def device_digest() -> str:
 
 
 def simulated_profile(
-    gpu: Gpu,
-    spec: ModelSpec,
-    tp: int,
-    config: EngineConfig | None = None,
-    *,
-    rounds: int = ROUNDS,
+    gpu: Gpu, spec: ModelSpec, tp: int, config: EngineConfig | None = None, *, rounds: int = ROUNDS
 ) -> Path:
     """Return the file of the profile of a model on such GPUs, measured once and cached.
 
@@ -45,9 +40,7 @@ def simulated_profile(
     """
     formats = config or EngineConfig(model="simulated")
     config = EngineConfig(
-        model="simulated",
-        quantization=formats.quantization,
-        kv_cache_dtype=formats.kv_cache_dtype,
+        model="simulated", quantization=formats.quantization, kv_cache_dtype=formats.kv_cache_dtype
     )
     # Seed of the device's noise while it is measured.
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=0x50524F46)

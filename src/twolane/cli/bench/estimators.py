@@ -64,16 +64,7 @@ def _table(title: str, rows: "list[Errors]") -> "Table":
     from rich.table import Table
 
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, show_edge=False)
-    for name in (
-        "estimator",
-        "launches",
-        "count",
-        "mean",
-        "P95",
-        "worst",
-        "bound covers",
-        "over",
-    ):
+    for name in ("estimator", "launches", "count", "mean", "P95", "worst", "bound covers", "over"):
         names = name in ("estimator", "launches")
         table.add_column(name, justify="left" if names else "right", no_wrap=names)
     for row in rows:

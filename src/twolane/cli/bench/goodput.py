@@ -45,10 +45,7 @@ app = command_app()
 @takes(WorkloadSpec, "workload", without=("request_rate", "scale_rate", "seed"))
 @takes(Search, "search")
 @takes(
-    BenchConfig,
-    "load",
-    only=("api_key", "vocab_range", "num_warmups"),
-    defaults={"num_warmups": 4},
+    BenchConfig, "load", only=("api_key", "vocab_range", "num_warmups"), defaults={"num_warmups": 4}
 )
 def goodput(
     target: dict[str, Any],

@@ -109,10 +109,7 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
             again=ascii_letters + "_",
         ),
         "olmo3": CallFormat(
-            PythonicCall,
-            ("<function_calls>",),
-            ("</function_calls>",),
-            again=ascii_letters + "_",
+            PythonicCall, ("<function_calls>",), ("</function_calls>",), again=ascii_letters + "_"
         ),
         "pythonic": CallFormat(
             PythonicCall,

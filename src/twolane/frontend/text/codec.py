@@ -611,9 +611,7 @@ def rendered_somehow(
 
 
 def check_calls(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
+    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
 ) -> None:
     """Refuse tools and tool calls that the template does not show.
 

@@ -246,11 +246,7 @@ def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixe
 
 
 def _move_states(
-    rates: Tensor,
-    layer: LinearLayer,
-    prompts: PromptStates,
-    room: PromptRoom,
-    out: Tensor,
+    rates: Tensor, layer: LinearLayer, prompts: PromptStates, room: PromptRoom, out: Tensor
 ) -> None:
     """Move the states of the rule over the convolved rows, `room.mixed`; see `prompt_pass`."""
     parameters, delta = layer.parameters, layer.delta

@@ -80,11 +80,7 @@ class CudaMachine:
     what it does."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        settings: DeviceSettings,
-        rank: int = 0,
+        self, spec: ModelSpec, weights: Weights, settings: DeviceSettings, rank: int = 0
     ) -> None:
         self.tp = settings.tensor_parallel_size
         self.pass_sizes: Sequence[int] = SIZES

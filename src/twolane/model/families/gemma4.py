@@ -149,8 +149,7 @@ def _config_of(file: GGUFKeys) -> dict[str, Any]:
         return found[:layers]
 
     slides, heads, widths = map(
-        each,
-        ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length"),
+        each, ("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length")
     )
     full = [i for i, slide in enumerate(slides) if not slide]
     usual = next((n for n, slide in zip(heads, slides, strict=True) if slide), heads[0])

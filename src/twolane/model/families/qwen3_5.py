@@ -44,6 +44,6 @@ FAMILY = Family(
         "qwen3.5": {
             **{"model_type": "qwen3_5", "vision_config": TINY_IMAGES_35},
             "text_config": {**TINY_LINEAR, "rope_parameters": MROPE_35},
-        },
+        }
     },
 )

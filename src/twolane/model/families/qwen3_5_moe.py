@@ -30,6 +30,6 @@ FAMILY = Family(
         "qwen3.5-moe": {
             **{"model_type": "qwen3_5_moe", "vision_config": TINY_IMAGES_35},
             "text_config": {**TINY_LINEAR, **TINY_EXPERTS, "rope_parameters": MROPE_35},
-        },
+        }
     },
 )

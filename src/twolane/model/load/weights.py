@@ -671,10 +671,7 @@ class _Loader:
         return dict(zip(modules, scales, strict=True))
 
     def _modules(
-        self,
-        prefix: str,
-        names: Iterable[str],
-        scales: Mapping[str, float] = MappingProxyType({}),
+        self, prefix: str, names: Iterable[str], scales: Mapping[str, float] = MappingProxyType({})
     ) -> list[Matrix]:
         """Load modules of a layer, times the factors that some of them have."""
         experts_alone = self.scheme == "mxfp4"

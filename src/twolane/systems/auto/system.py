@@ -143,11 +143,7 @@ class Auto(System, msgspec.Struct, frozen=True):
         return Prompts(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
 
     def _next_launches(
-        self,
-        view: View,
-        memory: AutoMemory,
-        order: Sequence[RequestView],
-        prompts: Prompts | None,
+        self, view: View, memory: AutoMemory, order: Sequence[RequestView], prompts: Prompts | None
     ) -> tuple[Plan, AutoMemory]:
         """Return the next launches, by the choice that stands or by a new one."""
         joining = [request for lane in LANES for request in view.joining[lane]]
