@@ -134,23 +134,11 @@ def _launch_norm(
     block = power_of_2(hidden)
     values, scales = parts(out)
     launch(
-        _rms_norm,
-        (rows,),
-        x,
-        x if residual is None else residual,
-        weight,
-        values,
-        scales,
-        x.stride(0),
-        values.stride(0),
-        eps,
-        HIDDEN=hidden,
-        BLOCK=block,
-        ADD=residual is not None,
-        QUANTISED=isinstance(out, Quantised),
-        num_warps=warps(block),
-        **launch_options(x.device),
-    )
+        _rms_norm, (rows,), x, x if residual is None else residual, weight, values, scales,
+        x.stride(0), values.stride(0), eps,
+        HIDDEN=hidden, BLOCK=block, ADD=residual is not None, QUANTISED=isinstance(out, Quantised),
+        num_warps=warps(block), **launch_options(x.device),
+    )  # fmt: skip
 
 
 def parts(out: Activations) -> tuple[Tensor, Tensor]:
@@ -181,16 +169,9 @@ def quantise(x: Tensor, out: Quantised) -> Quantised:
     rows, width = x.shape
     block = power_of_2(width)
     launch(
-        _quantise,
-        (rows,),
-        x,
-        out.values,
-        out.scales,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=warps(block),
-        **launch_options(x.device),
-    )
+        _quantise, (rows,), x, out.values, out.scales,
+        WIDTH=width, BLOCK=block, num_warps=warps(block), **launch_options(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -385,39 +366,16 @@ def _launch_rope(
     kv_heads, page_size = values.shape[1] if own else 0, values.shape[3]
     block = power_of_2(dim)
     launch(
-        _qkv_rope_write,
-        (rows, -(-(heads + 2 * kv_heads) // _HEADS)),
-        qkv,
-        positions,
-        qkv if qk_norm is None else qk_norm,
-        table,
-        q_out,
-        values,
-        exponents_of(here),
-        values_of(copy),
-        exponents_of(copy),
-        slots,
-        slots if tables is None else tables,
-        slots if lengths is None else lengths,
-        qkv.stride(0),
-        q_out.stride(0),
-        0 if tables is None else tables.stride(0),
-        eps,
-        Q_HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PAGE=page_size,
-        NORM=qk_norm is not None,
-        LAST=last and qk_norm is not None,
-        V_NORM=v_norm,
-        PAGED=tables is not None,
-        ROUNDED=isinstance(here, RoundedPool),
-        MIRRORED=isinstance(pool, MirroredPool),
-        HEADS=_HEADS,
-        BLOCK=block,
-        num_warps=warps(_HEADS * block),
-        **launch_options(qkv.device),
-    )
+        _qkv_rope_write, (rows, -(-(heads + 2 * kv_heads) // _HEADS)), qkv, positions,
+        qkv if qk_norm is None else qk_norm, table, q_out, values, exponents_of(here),
+        values_of(copy), exponents_of(copy), slots, slots if tables is None else tables,
+        slots if lengths is None else lengths, qkv.stride(0), q_out.stride(0),
+        0 if tables is None else tables.stride(0), eps,
+        Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, NORM=qk_norm is not None,
+        LAST=last and qk_norm is not None, V_NORM=v_norm, PAGED=tables is not None,
+        ROUNDED=isinstance(here, RoundedPool), MIRRORED=isinstance(pool, MirroredPool),
+        HEADS=_HEADS, BLOCK=block, num_warps=warps(_HEADS * block), **launch_options(qkv.device),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -484,19 +442,10 @@ def act_mul(gate_up: Tensor, out: Out, activation: str = "silu") -> Out:
     block = power_of_2(inner) if quantised else min(_ELEMENTS, power_of_2(inner))
     values, scales = parts(out)
     launch(
-        _act_mul,
-        (rows, -(-inner // block)),
-        gate_up,
-        values,
-        scales,
-        GELU=activation == "gelu_pytorch_tanh",
-        CLAMPED=activation == "clamped_swiglu",
-        INNER=inner,
-        BLOCK=block,
-        QUANTISED=quantised,
-        num_warps=warps(block),
-        **launch_options(gate_up.device),
-    )
+        _act_mul, (rows, -(-inner // block)), gate_up, values, scales,
+        GELU=activation == "gelu_pytorch_tanh", CLAMPED=activation == "clamped_swiglu", INNER=inner,
+        BLOCK=block, QUANTISED=quantised, num_warps=warps(block), **launch_options(gate_up.device),
+    )  # fmt: skip
     return out
 
 
@@ -517,13 +466,9 @@ def side_by_side(parts: Tensor, out: Tensor) -> None:
     block = min(_ELEMENTS, power_of_2(width))
     sizes = {"WIDTH": width, "COLUMNS": out.shape[1], "BLOCK": block}
     launch(
-        _side_by_side,
-        (rows, count, -(-width // block)),
-        parts,
-        out,
-        **sizes,
-        num_warps=warps(block),
-    )
+        _side_by_side, (rows, count, -(-width // block)), parts, out,
+        **sizes, num_warps=warps(block),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -568,20 +513,10 @@ def embed(
     rows, hidden = out.shape
     block = min(1024, power_of_2(hidden))
     launch(
-        _embed,
-        (rows, -(-hidden // block)),
-        last_token,
-        slots,
-        lengths,
-        embedding,
-        out,
-        vocab_first,
-        len(embedding),
-        scale,
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=warps(block),
-    )
+        _embed, (rows, -(-hidden // block)), last_token, slots, lengths, embedding, out,
+        vocab_first, len(embedding), scale,
+        HIDDEN=hidden, BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
     return out
 
 
@@ -659,19 +594,12 @@ def lay_out(
     rows, hidden = residual.shape
     block = min(1024, power_of_2(hidden))
     launch(
-        _lay_out,
-        (rows, -(-hidden // block)),
+        _lay_out, (rows, -(-hidden // block)),
         *(counts, slots, places, last_token, tables, tokens, token_places, token_slots),
-        *(embedding, residual, positions, write_slots),
-        tables.stride(0),
-        vocab_first,
-        len(embedding),
-        scale,
-        HIDDEN=hidden,
-        PAGE=page_size,
-        BLOCK=block,
-        num_warps=warps(block),
-    )
+        *(embedding, residual, positions, write_slots), tables.stride(0), vocab_first,
+        len(embedding), scale,
+        HIDDEN=hidden, PAGE=page_size, BLOCK=block, num_warps=warps(block),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -734,19 +662,7 @@ def advance(
     rows = len(sampled)
     block = min(256, max(32, power_of_2(rows)))
     launch(
-        _advance,
-        (1,),
-        sampled,
-        slots,
-        steps,
-        step,
-        positions,
-        lengths,
-        last_token,
-        ring,
-        step if experts_read is None else experts_read,
-        rows,
-        BLOCK=block,
-        EXPERTS=int(experts_read is not None),
-        num_warps=1,
-    )
+        _advance, (1,), sampled, slots, steps, step, positions, lengths, last_token, ring,
+        step if experts_read is None else experts_read, rows,
+        BLOCK=block, EXPERTS=int(experts_read is not None), num_warps=1,
+    )  # fmt: skip

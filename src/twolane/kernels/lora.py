@@ -126,16 +126,10 @@ class RowTiles:
             adapters: the adapter slot of each request slot, int32; -1: none.
         """
         launch(
-            _arrange,
-            (self.slots + 1,),
-            slots,
-            adapters,
-            self.rows,
-            self.owners,
-            self.count,
+            _arrange, (self.slots + 1,), slots, adapters, self.rows, self.owners, self.count,
             ROWS=self.rows.shape[1],
             BLOCK=min(1024, power_of_2(max(self.count, 2 * self.rows.shape[1]))),
-        )
+        )  # fmt: skip
         self.owners.clamp_(max=self.slots)  # no change, but kernels that start early wait for it
 
 
@@ -381,30 +375,12 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
     if groups > 1 and block > inputs // groups:
         steps, block = steps * block * groups // inputs, inputs // groups
     launch(
-        _shrink,
-        (len(tiles.owners), splits, -(-width // columns)),
-        values,
-        scales,
-        matrices.a,
-        matrices.ranks,
-        tiles.rows,
-        tiles.owners,
-        tiles.sums,
-        tiles.first,
-        tiles.end,
+        _shrink, (len(tiles.owners), splits, -(-width // columns)), values, scales, matrices.a,
+        matrices.ranks, tiles.rows, tiles.owners, tiles.sums, tiles.first, tiles.end,
         values.stride(0),
-        K=inputs,
-        WIDTH=width,
-        RANK=matrices.rank,
-        SLOTS=tiles.slots,
-        ROWS=size,
-        STEPS=steps,
-        BLOCK=block,
-        COLUMNS=columns,
-        GROUPS=groups,
-        num_warps=4,
-        **launch_options(values.device),
-    )
+        K=inputs, WIDTH=width, RANK=matrices.rank, SLOTS=tiles.slots, ROWS=size, STEPS=steps,
+        BLOCK=block, COLUMNS=columns, GROUPS=groups, num_warps=4, **launch_options(values.device),
+    )  # fmt: skip
 
 
 def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
@@ -416,30 +392,12 @@ def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
     parts = (ends[0], ends[1] - ends[0], outputs - ends[1])
     blocks = sum(-(-part // block) for part in parts)
     launch(
-        _expand,
-        (blocks, len(tiles.owners)),
-        tiles.sums,
-        matrices.b,
-        matrices.ranks,
-        tiles.rows,
-        tiles.owners,
-        out,
-        tiles.first,
-        tiles.end,
-        out.stride(0),
-        END0=ends[0],
-        END1=ends[1],
-        OUTPUTS=outputs,
-        WIDTH=matrices.a.shape[1],
-        RANK=matrices.rank,
-        SLOTS=tiles.slots,
-        ROWS=size,
-        SPLITS=splits,
-        MAX_SPLITS=power_of_2(splits),
-        BLOCK=block,
-        num_warps=4,
-        **launch_options(out.device),
-    )
+        _expand, (blocks, len(tiles.owners)), tiles.sums, matrices.b, matrices.ranks, tiles.rows,
+        tiles.owners, out, tiles.first, tiles.end, out.stride(0),
+        END0=ends[0], END1=ends[1], OUTPUTS=outputs, WIDTH=matrices.a.shape[1], RANK=matrices.rank,
+        SLOTS=tiles.slots, ROWS=size, SPLITS=splits, MAX_SPLITS=power_of_2(splits), BLOCK=block,
+        num_warps=4, **launch_options(out.device),
+    )  # fmt: skip
 
 
 def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out: Tensor) -> None:
@@ -455,24 +413,8 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
     splits, _, _ = _cut(tiles.count, matrices)
     block = _block(size, matrices)
     launch(
-        _expand_silu,
-        (-(-inner // block), len(tiles.owners)),
-        tiles.sums,
-        matrices.b,
-        matrices.ranks,
-        tiles.rows,
-        tiles.owners,
-        gate_up,
-        out,
-        tiles.first,
-        tiles.end,
-        INNER=inner,
-        RANK=matrices.rank,
-        SLOTS=tiles.slots,
-        ROWS=size,
-        SPLITS=splits,
-        MAX_SPLITS=power_of_2(splits),
-        BLOCK=block,
-        num_warps=4,
-        **launch_options(out.device),
-    )
+        _expand_silu, (-(-inner // block), len(tiles.owners)), tiles.sums, matrices.b,
+        matrices.ranks, tiles.rows, tiles.owners, gate_up, out, tiles.first, tiles.end,
+        INNER=inner, RANK=matrices.rank, SLOTS=tiles.slots, ROWS=size, SPLITS=splits,
+        MAX_SPLITS=power_of_2(splits), BLOCK=block, num_warps=4, **launch_options(out.device),
+    )  # fmt: skip

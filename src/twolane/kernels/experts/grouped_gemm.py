@@ -172,25 +172,11 @@ def _launch_plain(
     wide = w.dtype == torch.float32
     of_x, of_w = (values, w) if scales is None else scales
     launch(
-        _grouped_gemm,
-        (2 * units if rows == ROWS[0] else units,),
-        values,
-        w,
-        of_x,
-        of_w,
-        w if bias is None else bias,
-        routing.groups,
-        out,
-        N=n,
-        K=k,
-        ROWS=rows,
-        COLUMNS=_COLUMNS // (2 if wide else 1),
-        DEPTH=_DEPTH * 2 // w.itemsize,
-        SCALED=scales is not None,
-        BIASED=bias is not None,
-        num_warps=rows // 16,
-        num_stages=3,
-    )
+        _grouped_gemm, (2 * units if rows == ROWS[0] else units,), values, w, of_x, of_w,
+        w if bias is None else bias, routing.groups, out,
+        N=n, K=k, ROWS=rows, COLUMNS=_COLUMNS // (2 if wide else 1), DEPTH=_DEPTH * 2 // w.itemsize,
+        SCALED=scales is not None, BIASED=bias is not None, num_warps=rows // 16, num_stages=3,
+    )  # fmt: skip
 
 
 def _launch_int4(
@@ -205,22 +191,9 @@ def _launch_int4(
     """See `grouped_gemm`. Weights become bfloat16 in registers, and each is read once a tile."""
     assert weight.scales is not None and weight.shape[1] % INT4_RUN == 0
     launch(
-        _grouped_int4,
-        (units if rows == FOUR_BIT_ROWS[-1] else 2 * units,),
-        x,
-        weight.values.view(torch.int32),
-        weight.scales,
-        out if bias is None else bias,
-        routing.groups,
-        out,
-        weight.shape[0],
-        _BITS_OF_128,
-        N=out.shape[1],
-        K=weight.shape[1],
-        GROUP=INT4_GROUPS[weight.scheme],
-        ROWS=rows,
-        COLUMNS=_COLUMNS,
-        BIASED=bias is not None,
-        num_warps=8,
-        num_stages=3,
-    )
+        _grouped_int4, (units if rows == FOUR_BIT_ROWS[-1] else 2 * units,), x,
+        weight.values.view(torch.int32), weight.scales, out if bias is None else bias,
+        routing.groups, out, weight.shape[0], _BITS_OF_128,
+        N=out.shape[1], K=weight.shape[1], GROUP=INT4_GROUPS[weight.scheme], ROWS=rows,
+        COLUMNS=_COLUMNS, BIASED=bias is not None, num_warps=8, num_stages=3,
+    )  # fmt: skip

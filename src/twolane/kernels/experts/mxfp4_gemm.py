@@ -151,21 +151,10 @@ def grouped_mxfp4(
     """
     assert weight.scales is not None
     launch(
-        _grouped_mxfp4,
-        (_PROGRAMS[rows] * units,),
-        x,
-        weight.values.view(torch.int16),
-        weight.scales.view(torch.int32),
-        out if bias is None else bias,
-        routing.groups,
-        out,
+        _grouped_mxfp4, (_PROGRAMS[rows] * units,), x, weight.values.view(torch.int16),
+        weight.scales.view(torch.int32), out if bias is None else bias, routing.groups, out,
         weight.shape[0],
-        N=out.shape[1],
-        K=x.shape[1],
-        ROWS=rows,
-        COLUMNS=_COLUMNS if x.itemsize < 4 else _COLUMNS // 2,
-        BIASED=bias is not None,
-        PTX=x.dtype == torch.bfloat16 and x.is_cuda,
-        num_warps=4,
-        num_stages=3,
-    )
+        N=out.shape[1], K=x.shape[1], ROWS=rows,
+        COLUMNS=_COLUMNS if x.itemsize < 4 else _COLUMNS // 2, BIASED=bias is not None,
+        PTX=x.dtype == torch.bfloat16 and x.is_cuda, num_warps=4, num_stages=3,
+    )  # fmt: skip

@@ -286,50 +286,23 @@ def route(
         bias: float32 [rule.experts], if the rule has one.
     """
     launch(
-        _choose,
-        (len(logits),),
-        logits,
-        logits if bias is None else bias,
-        active.marks,
-        routing.chosen,
-        routing.weights,
-        routing.positions,
-        active.least,
-        rule.scale,
-        EXPERTS=rule.experts,
-        CHOSEN=rule.chosen,
-        SHARED=rule.shared,
-        NORMALISED=rule.normalised,
-        SIGMOID=rule.sigmoid,
-        BIASED=rule.biased,
-        GATED=rule.gated,
-        BLOCK=power_of_2(rule.experts),
-        RANKS=power_of_2(rule.entries),
-        num_warps=1,
-        **launch_options(logits.device),
-    )
+        _choose, (len(logits),), logits, logits if bias is None else bias, active.marks,
+        routing.chosen, routing.weights, routing.positions, active.least, rule.scale,
+        EXPERTS=rule.experts, CHOSEN=rule.chosen, SHARED=rule.shared, NORMALISED=rule.normalised,
+        SIGMOID=rule.sigmoid, BIASED=rule.biased, GATED=rule.gated, BLOCK=power_of_2(rule.experts),
+        RANKS=power_of_2(rule.entries), num_warps=1, **launch_options(logits.device),
+    )  # fmt: skip
     _sort_entries(routing, len(logits) * rule.entries, group_rows)
 
 
 def _sort_entries(routing: Routing, count: int, group_rows: int) -> None:
     """Sort the first `count` entries by expert, and list the groups."""
     launch(
-        _sort,
-        (routing.experts,),
-        routing.chosen,
-        routing.positions,
-        routing.tokens,
-        routing.ends,
-        routing.groups,
-        count,
-        EXPERTS=routing.experts,
-        PER_TOKEN=routing.per_token,
-        ROWS=group_rows,
-        BLOCK=1024,  # entries that a program looks at a time
-        ALL=power_of_2(routing.experts),
-        num_warps=4,
-        **launch_options(routing.chosen.device),
-    )
+        _sort, (routing.experts,), routing.chosen, routing.positions, routing.tokens, routing.ends,
+        routing.groups, count,
+        EXPERTS=routing.experts, PER_TOKEN=routing.per_token, ROWS=group_rows, BLOCK=1024,
+        ALL=power_of_2(routing.experts), num_warps=4, **launch_options(routing.chosen.device),
+    )  # fmt: skip
 
 
 def gather(x: Tensor, routing: Routing, out: Activations) -> None:
@@ -337,19 +310,10 @@ def gather(x: Tensor, routing: Routing, out: Activations) -> None:
     hidden, whole = x.shape[1], isinstance(out, Quantised)
     block = power_of_2(hidden) if whole else min(_ELEMENTS, power_of_2(hidden))
     launch(
-        _gather,
-        (len(out), -(-hidden // block)),
-        x,
-        routing.tokens,
-        routing.ends,
-        *parts(out),
-        EXPERTS=routing.experts,
-        HIDDEN=hidden,
-        BLOCK=block,
-        QUANTISED=whole,
-        num_warps=warps(block) if whole else 4,
-        **launch_options(x.device),
-    )
+        _gather, (len(out), -(-hidden // block)), x, routing.tokens, routing.ends, *parts(out),
+        EXPERTS=routing.experts, HIDDEN=hidden, BLOCK=block, QUANTISED=whole,
+        num_warps=warps(block) if whole else 4, **launch_options(x.device),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,22 +354,9 @@ class Combination:
         block = power_of_2(hidden)
         values, scales = parts(out)
         launch(
-            _combine,
-            (rows,),
-            self.outs,
-            self.routing.positions,
-            self.routing.weights,
-            residual,
-            residual if weight is None else weight,
-            values,
-            scales,
-            eps,
-            PER_TOKEN=self.routing.per_token,
-            HIDDEN=hidden,
-            BLOCK=block,
-            ADD=add,
-            NORM=weight is not None,
-            QUANTISED=isinstance(out, Quantised),
-            num_warps=warps(block),
+            _combine, (rows,), self.outs, self.routing.positions, self.routing.weights, residual,
+            residual if weight is None else weight, values, scales, eps,
+            PER_TOKEN=self.routing.per_token, HIDDEN=hidden, BLOCK=block, ADD=add,
+            NORM=weight is not None, QUANTISED=isinstance(out, Quantised), num_warps=warps(block),
             **launch_options(residual.device),
-        )
+        )  # fmt: skip

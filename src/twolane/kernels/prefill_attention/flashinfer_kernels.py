@@ -193,17 +193,10 @@ class _Fronts:
         """Fill the slots."""
         merge = self.merge
         launch(
-            gather_kernel,
-            (self.slots, merge.rows // _PART),
-            q,
-            q.stride(0),
-            self.slot_q,
+            gather_kernel, (self.slots, merge.rows // _PART), q, q.stride(0), self.slot_q,
             self.pieces,
-            DIM=batch.dim,
-            ROWS=merge.rows,
-            FIRST_PLACE=merge.first_place,
-            PART=_PART,
-        )
+            DIM=batch.dim, ROWS=merge.rows, FIRST_PLACE=merge.first_place, PART=_PART,
+        )  # fmt: skip
         self.launch.paged(module, batch, self.slot_q, pool, self.slot_out, self.slot_lse, _FULL)
 
 
@@ -277,16 +270,10 @@ class Unpacked:
         """Widen the first `count`, int32 [1], of these pages of the pool."""
         _, kv_heads, _, page_size, dim = self.room.shape
         launch(
-            unpack_kernel,
-            (len(self.room), kv_heads),
-            pool.values,
-            pool.exponents,
-            pages,
-            count,
+            unpack_kernel, (len(self.room), kv_heads), pool.values, pool.exponents, pages, count,
             self.room,
-            TOKENS=2 * page_size,
-            DIM=dim,
-        )
+            TOKENS=2 * page_size, DIM=dim,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

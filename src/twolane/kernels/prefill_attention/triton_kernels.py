@@ -301,18 +301,10 @@ def add_sinks(batch: AttentionBatch, out: Tensor, lse: Tensor, sinks: Tensor) ->
         sinks: Scores, base e.
     """
     launch(
-        sink_kernel,
-        (batch.tokens,),
-        out,
-        out.stride(0),
-        lse,
-        sinks,
-        HEADS=batch.heads,
-        DIM=batch.dim,
-        BLOCK=power_of_2(batch.heads),
-        WIDTH=power_of_2(batch.dim),
-        num_warps=8,
-    )
+        sink_kernel, (batch.tokens,), out, out.stride(0), lse, sinks,
+        HEADS=batch.heads, DIM=batch.dim, BLOCK=power_of_2(batch.heads),
+        WIDTH=power_of_2(batch.dim), num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -354,25 +346,12 @@ class Merge:
     def run(self, batch: AttentionBatch, out: Tensor) -> None:
         """Launch it."""
         launch(
-            merge_kernel,
-            (self.count, self.rows // _MERGE_ROWS),
-            out,
-            out.stride(0),
-            self.lse,
-            self.slot_out,
-            self.slot_lse,
-            self.merges,
-            HEADS=batch.heads,
-            GROUP=self.group,
-            DIM=batch.dim,
-            WIDTH=power_of_2(batch.dim),
-            ROWS=self.rows,
-            FIRST_PLACE=self.first_place,
-            LSE_STRIDE=self.lse_stride,
-            LSE_SHIFT=self.lse_shift,
-            PART=_MERGE_ROWS,
-            SLOTS=8,
-        )
+            merge_kernel, (self.count, self.rows // _MERGE_ROWS), out, out.stride(0), self.lse,
+            self.slot_out, self.slot_lse, self.merges,
+            HEADS=batch.heads, GROUP=self.group, DIM=batch.dim, WIDTH=power_of_2(batch.dim),
+            ROWS=self.rows, FIRST_PLACE=self.first_place, LSE_STRIDE=self.lse_stride,
+            LSE_SHIFT=self.lse_shift, PART=_MERGE_ROWS, SLOTS=8,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -423,35 +402,14 @@ class TritonProgram:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge
         launch(
-            prefill_kernel,
-            (self.blocks,),
-            q,
-            q.stride(0),
-            values_of(pool),
-            exponents_of(pool),
-            out,
-            out.stride(0),
-            merge.lse,
-            merge.slot_out,
-            merge.slot_lse,
-            batch.pages,
-            self.items,
-            self.bounds,
-            merge.lse if sinks is None else sinks,
-            batch.scale * math.log2(math.e),
-            HEADS=batch.heads,
-            GROUP=batch.group,
-            DIM=batch.dim,
-            WIDTH=power_of_2(batch.dim),
-            PAGE=batch.page_size,
-            WINDOW=batch.window or 0,
-            ROWS=self.tiling.rows,
-            KEYS=self.tiling.keys,
-            ROUNDED=isinstance(pool, RoundedPool),
-            SINKS=sinks is not None,
+            prefill_kernel, (self.blocks,), q, q.stride(0), values_of(pool), exponents_of(pool),
+            out, out.stride(0), merge.lse, merge.slot_out, merge.slot_lse, batch.pages, self.items,
+            self.bounds, merge.lse if sinks is None else sinks, batch.scale * math.log2(math.e),
+            HEADS=batch.heads, GROUP=batch.group, DIM=batch.dim, WIDTH=power_of_2(batch.dim),
+            PAGE=batch.page_size, WINDOW=batch.window or 0, ROWS=self.tiling.rows,
+            KEYS=self.tiling.keys, ROUNDED=isinstance(pool, RoundedPool), SINKS=sinks is not None,
             PRECISION="ieee" if batch.dtype == torch.float32 else "tf32",
-            num_warps=self.tiling.warps,
-            num_stages=self.tiling.stages,
-        )
+            num_warps=self.tiling.warps, num_stages=self.tiling.stages,
+        )  # fmt: skip
         if merge.count:
             merge.run(batch, out)
