@@ -2,6 +2,7 @@
 
 import json
 
+from twolane.frontend.parsers.json_call import CallReader
 from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
 from twolane.frontend.parsers.pythonic import value_of
 from twolane.frontend.parsers.readers import Types
@@ -12,8 +13,8 @@ _HEAD = "call:"
 _CLOSING = {"{": "}", "[": "]"}
 
 
-class GemmaCall:
-    """Parses one call, whose arguments are passed on as JSON.
+class GemmaCall(CallReader):
+    """Parses one call, whose arguments are passed on as JSON; one that is cut off stays open.
 
     Keys are bare words. Strings are between `QUOTE`, or between quotes as in JSON, which models
     write at times; other values are literals, and what is no literal is text.
@@ -23,9 +24,7 @@ class GemmaCall:
     """
 
     def __init__(self, types: Types) -> None:
-        self.name: str | None = None
-        self.done = self.broken = False
-        self.spare = ""
+        super().__init__()
         self._head = ""
         """Text before the arguments."""
         self._open: list[str] = []
@@ -44,7 +43,6 @@ class GemmaCall:
         """Whether the last character of a string as in JSON was an escape's backslash."""
         self._held = ""
         """Text that may become `QUOTE`."""
-        self._pieces: list[str] = []
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -64,14 +62,6 @@ class GemmaCall:
             self._held = ""
             self._mark()
 
-    def end(self) -> None:
-        """See `CallReader.end`: a call that is cut off stays open."""
-
-    def take(self) -> str:
-        """See `CallReader.take`."""
-        new, self._pieces = "".join(self._pieces), []
-        return new
-
     def _begin(self, char: str) -> None:
         """Process a character before the arguments."""
         if char == "{":
@@ -88,18 +78,18 @@ class GemmaCall:
         """Process `QUOTE`."""
         if self._quote:
             self._quote = ""
-            self._pieces += [] if self._key else ['"']
+            self._arguments += [] if self._key else ['"']
             return
         self._quote, self._word = QUOTE, []
         if not self._key:
             self._entry()
-            self._pieces.append('"')
+            self._arguments.append('"')
 
     def _string(self, char: str) -> None:
         if self._key:
             self._word.append(char)
         else:
-            self._pieces.append(json.dumps(char, ensure_ascii=False)[1:-1])
+            self._arguments.append(json.dumps(char, ensure_ascii=False)[1:-1])
 
     def _in_json(self, char: str) -> None:
         """Process a character of a string as in JSON, which begins with the first of `_word`."""
@@ -111,7 +101,7 @@ class GemmaCall:
         if closes:
             value, self._quote = value_of("".join(self._word)), ""
             self._word = [str(value)] if self._key else []
-            self._pieces += [] if self._key else [json.dumps(value, ensure_ascii=False)]
+            self._arguments += [] if self._key else [json.dumps(value, ensure_ascii=False)]
 
     def _structure(self, char: str) -> None:
         """Process a character outside of strings."""
@@ -142,15 +132,15 @@ class GemmaCall:
         self._open.append(bracket)
         self._counts.append(0)
         self._key, self._word, self._filled = bracket == "{", [], bracket == "{"
-        self._pieces.append(bracket)
+        self._arguments.append(bracket)
 
     def _entry(self, key: str | None = None) -> None:
         """Begin an entry of an object by its key, or a value."""
         if key is not None or self._open[-1] == "[":
-            self._pieces += [", "] if self._counts[-1] else []
+            self._arguments += [", "] if self._counts[-1] else []
             self._counts[-1] += 1
         if key is not None:
-            self._pieces.append(f"{json.dumps(key, ensure_ascii=False)}: ")
+            self._arguments.append(f"{json.dumps(key, ensure_ascii=False)}: ")
         self._key, self._word, self._filled = False, [], key is None
 
     def _ended(self, bare: str) -> None:
@@ -160,11 +150,11 @@ class GemmaCall:
             return
         if bare or self._open[-1] == "{":
             self._entry() if self._open[-1] == "[" else None
-            self._pieces.append(json.dumps(value_of(bare) if bare else None, ensure_ascii=False))
+            self._arguments.append(json.dumps(value_of(bare) if bare else None, ensure_ascii=False))
         self._word, self._filled = [], True
 
     def _closed(self) -> None:
         """Close the innermost bracket."""
-        self._pieces.append(_CLOSING[self._open.pop()])
+        self._arguments.append(_CLOSING[self._open.pop()])
         self._counts.pop()
         self._key, self._filled, self.done = False, True, not self._open

@@ -151,7 +151,38 @@ class PlainJson:
         return "".join(held)
 
 
-class JsonCall:
+class CallReader:
+    """Parses one call, character by character; its state depends on the text so far alone.
+
+    A reader that is done without a name has read a list that has no calls.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        """Tool's name, once it is known."""
+        self.done = False
+        """Whether the call is complete."""
+        self.broken = False
+        """Whether the text cannot become a call any more."""
+        self.spare = ""
+        """Text that was fed and does not belong to the call."""
+        self._arguments: list[str] = []
+        """Characters of the arguments, as JSON."""
+
+    def feed(self, char: str) -> None:
+        """Process the next character."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Finish: the text has ended; what was held back is released."""
+
+    def take(self) -> str:
+        """Return the arguments' characters since the last call, once the name is known."""
+        new, self._arguments = "".join(self._arguments), []
+        return new
+
+
+class JsonCall(CallReader):
     """Parses one object such as {"name": "f", "arguments": {…}} character by character.
 
     It may be the value of "function" in another object, as in OpenAI's API.
@@ -167,16 +198,10 @@ class JsonCall:
     """
 
     def __init__(self, tools: Collection[str] | None = None) -> None:
+        super().__init__()
         self._tools = tools
         self._text = JsonText()
         self._plain = PlainJson()
-        self.name: str | None = None
-        self.done = False
-        """Whether the object is complete."""
-        self.broken = False
-        """Whether the text cannot become such an object any more."""
-        self.spare = ""
-        """Text that was fed and does not belong to the call."""
         self._depth = 0
         self._around = False
         """Whether the object is in another one."""
@@ -186,11 +211,10 @@ class JsonCall:
         """Top-level key whose value is being read."""
         self._scalar: list[str] = []
         """Characters of the top-level string or value being read."""
-        self._arguments: list[str] = []
         self._taken = 0
 
     def feed(self, char: str) -> None:
-        """Process the next character."""
+        """See `CallReader.feed`."""
         if self.done or self.broken:
             return
         if settled := self._text.settle(char):
@@ -205,11 +229,11 @@ class JsonCall:
             self._structure(written)
 
     def end(self) -> None:
-        """Finish: release what was held back."""
+        """See `CallReader.end`."""
         self._arguments += self._plain.rest()
 
     def take(self) -> str:
-        """Return the arguments' characters since the last call, once the name is known."""
+        """See `CallReader.take`."""
         if self.name is None or self._held:
             return ""
         if self.done and not self._arguments:

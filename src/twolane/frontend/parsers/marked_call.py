@@ -4,8 +4,9 @@ import json
 import re
 from typing import NamedTuple
 
+from twolane.frontend.parsers.json_call import CallReader
 from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
-from twolane.frontend.parsers.readers import CallReader, ChosenCall, Types, typed
+from twolane.frontend.parsers.readers import ChosenCall, Types, typed
 
 
 class CallMarks(NamedTuple):
@@ -41,7 +42,7 @@ MINIMAX_M2 = CallMarks(
 """The call of MiniMax M2, in a list between `<minimax:tool_call>` and its end."""
 
 
-class MarkedCall:
+class MarkedCall(CallReader):
     """Parses one call whose arguments are plain text, each passed on when it has ended.
 
     Values of parameters that are no strings are read as JSON where they can be. Of two arguments by
@@ -53,16 +54,13 @@ class MarkedCall:
     """
 
     def __init__(self, marks: CallMarks, types: Types) -> None:
-        self.name: str | None = None
-        self.done = self.broken = False
-        self.spare = ""
+        super().__init__()
         self._marks, self._types = marks, types
         self._text: list[str] = []
         """Characters that are not parsed yet."""
         self._last = ""
         """The last of them, as many as the longest mark has."""
         self._known: set[str] = set()
-        self._pieces: list[str] = []
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -79,12 +77,7 @@ class MarkedCall:
         """See `CallReader.end`. A call that is cut off after its name has no arguments."""
         name = "".join(self._text).strip()
         if self.name is None and name in self._types:
-            self.name, self._pieces = name, ["{}"]
-
-    def take(self) -> str:
-        """See `CallReader.take`."""
-        new, self._pieces = "".join(self._pieces), []
-        return new
+            self.name, self._arguments = name, ["{}"]
 
     def _mark(self) -> None:
         """Process the end of a possible mark."""
@@ -100,7 +93,7 @@ class MarkedCall:
             if found is not None:
                 self._argument(found["key"].strip(), found["value"])
         elif self._ends_here:
-            self._pieces.append("}" if self._known else "{}")
+            self._arguments.append("}" if self._known else "{}")
             self.done = True
 
     @property
@@ -117,7 +110,7 @@ class MarkedCall:
         kinds = self._types.get(str(self.name), {}).get(key)
         begin = ", " if self._known else "{"
         read = json.dumps(typed(value, kinds), ensure_ascii=False)
-        self._pieces.append(f"{begin}{json.dumps(key, ensure_ascii=False)}: {read}")
+        self._arguments.append(f"{begin}{json.dumps(key, ensure_ascii=False)}: {read}")
         self._known.add(key)
 
 

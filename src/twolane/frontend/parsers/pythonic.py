@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from twolane.frontend.parsers.json_call import WHITE, parsed
+from twolane.frontend.parsers.json_call import WHITE, CallReader, parsed
 from twolane.frontend.parsers.readers import MAX_LITERAL_LENGTH, Types
 
 ARGUMENT_NAME = re.compile(r"[^\s=(),'\"\[\]{}]+")
@@ -20,7 +20,7 @@ WORDS: Mapping[str, bool | None] = {"true": True, "false": False, "null": None}
 """Python's values of JSON's literals, which models mix."""
 
 
-class PythonicCall:
+class PythonicCall(CallReader):
     """Parses one call of such a list, which must be of a known tool and name its arguments.
 
     Arguments are passed on as JSON, each when it has ended. Values are literals of Python or JSON;
@@ -31,9 +31,7 @@ class PythonicCall:
     """
 
     def __init__(self, types: Types) -> None:
-        self.name: str | None = None
-        self.done = self.broken = False
-        self.spare = ""
+        super().__init__()
         self._names = tuple(types)
         self._begun = ""
         """Name so far."""
@@ -54,7 +52,6 @@ class PythonicCall:
         self._spoilt = False
         """Whether something was no argument; the object is then left open, like that of a call cut
         off."""
-        self._pieces: list[str] = []
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -66,14 +63,6 @@ class PythonicCall:
             self._string(char)
         else:
             self._structure(char)
-
-    def end(self) -> None:
-        """See `CallReader.end`: nothing is held back."""
-
-    def take(self) -> str:
-        """See `CallReader.take`."""
-        new, self._pieces = "".join(self._pieces), []
-        return new
 
     def _head(self, char: str) -> None:
         """Process a character before the arguments."""
@@ -126,13 +115,13 @@ class PythonicCall:
         if name not in self._known:
             key = json.dumps(name, ensure_ascii=False)
             value = json.dumps(value_of(match["value"].strip()), ensure_ascii=False)
-            self._pieces.append(f"{', ' if self._known else '{'}{key}: {value}")
+            self._arguments.append(f"{', ' if self._known else '{'}{key}: {value}")
             self._known.add(name)
 
     def _close(self) -> None:
         self.name, self.done = self._begun, True
         if not self._spoilt:
-            self._pieces.append("}" if self._known else "{}")
+            self._arguments.append("}" if self._known else "{}")
 
 
 class _JsonWords(ast.NodeTransformer):

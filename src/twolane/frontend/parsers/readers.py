@@ -4,48 +4,22 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
 
-from twolane.frontend.parsers.json_call import WHITE, JsonCall, JsonText, PlainJson, parsed
+from twolane.frontend.parsers.json_call import (
+    WHITE,
+    CallReader,
+    JsonCall,
+    JsonText,
+    PlainJson,
+    parsed,
+)
 from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
 
 Types = Mapping[str, Mapping[str, frozenset[str]]]
 """JSON types by tool and parameter, where a schema states them."""
 
 
-class CallReader(Protocol):
-    """Parses one call, character by character; its state depends on the text so far alone.
-
-    A reader that is done without a name has read a list that has no calls.
-    """
-
-    @property
-    def name(self) -> str | None:
-        """Tool's name, once it is known."""
-
-    @property
-    def done(self) -> bool:
-        """Whether the call is complete."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether the text cannot become a call any more."""
-
-    @property
-    def spare(self) -> str:
-        """Text that was fed and does not belong to the call."""
-
-    def feed(self, char: str) -> None:
-        """Process the next character."""
-
-    def end(self) -> None:
-        """Finish: the text has ended."""
-
-    def take(self) -> str:
-        """Return the arguments' characters since the last call, once the name is known."""
-
-
-class NamedCall:
+class NamedCall(CallReader):
     """A name, a mark, and the arguments as a JSON object: `name[ARGS]{…}`, or without the mark.
 
     Args:
@@ -54,13 +28,10 @@ class NamedCall:
     """
 
     def __init__(self, header: str, end: str | None = None) -> None:
-        self.name: str | None = None
-        self.done = self.broken = False
-        self.spare = ""
+        super().__init__()
         self._header, self._end_mark = re.compile(header), end
         self._head: list[str] = []
-        self._object: list[str] = []
-        self._taken = self._depth = 0
+        self._depth = 0
         self._text, self._plain = JsonText(), PlainJson()
 
     def feed(self, char: str) -> None:
@@ -74,9 +45,9 @@ class NamedCall:
             self.name = self._named_by("".join(self._head))
             self.broken = self.name is None
         if settled := self._text.settle(char):
-            self._object += self._plain.feed(settled, quoted=True)
+            self._arguments += self._plain.feed(settled, quoted=True)
         within = self._text.in_string
-        self._object += self._plain.feed(self._text.feed(char), quoted=within)
+        self._arguments += self._plain.feed(self._text.feed(char), quoted=within)
         if not within:
             self._depth += (char in "{[") - (char in "}]")
             self.done = self._depth == 0
@@ -93,16 +64,11 @@ class NamedCall:
         head = "".join(self._head)
         if head.endswith(self._end_mark):
             self.name = self._named_by(head.removesuffix(self._end_mark))
-            self.done, self._object = self.name is not None, ["{}"]
+            self.done, self._arguments = self.name is not None, ["{}"]
 
     def end(self) -> None:
         """See `CallReader.end`."""
-        self._object += self._plain.rest()
-
-    def take(self) -> str:
-        """See `CallReader.take`."""
-        new, self._taken = "".join(self._object[self._taken :]), len(self._object)
-        return new
+        self._arguments += self._plain.rest()
 
 
 class NamedLine(NamedCall):
@@ -145,7 +111,7 @@ class NamedLine(NamedCall):
         return any(each == name or each.startswith(self._line) for each in self._names)
 
 
-class ChosenCall:
+class ChosenCall(CallReader):
     """A call that is read as one of two kinds by its first character: JSON's object, or another.
 
     Args:
@@ -160,30 +126,11 @@ class ChosenCall:
         before: str = WHITE,
         tools: Collection[str] | None = None,
     ) -> None:
+        super().__init__()
         self._other, self._before, self._tools = other, before, tools
         self._reader: CallReader | None = None
-        self._listed = self._empty = False
-        """Whether a list has begun, and ended without any call."""
-
-    @property
-    def name(self) -> str | None:
-        """See `CallReader.name`."""
-        return None if self._reader is None else self._reader.name
-
-    @property
-    def done(self) -> bool:
-        """See `CallReader.done`."""
-        return self._empty or (self._reader is not None and self._reader.done)
-
-    @property
-    def broken(self) -> bool:
-        """See `CallReader.broken`."""
-        return self._reader is not None and self._reader.broken
-
-    @property
-    def spare(self) -> str:
-        """See `CallReader.spare`."""
-        return "" if self._reader is None else self._reader.spare
+        self._listed = False
+        """Whether a list has begun."""
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -191,20 +138,26 @@ class ChosenCall:
             if char in self._before:
                 self._listed |= char == "["
                 return
-            self._empty = char == "]" and self._listed and self._tools is None
-            if self._empty:
+            if char == "]" and self._listed and self._tools is None:
+                self.done = True
                 return
             self._reader = JsonCall(self._tools) if char == "{" else self._other()
         self._reader.feed(char)
+        self._follow(self._reader)
 
     def end(self) -> None:
         """See `CallReader.end`."""
         if self._reader is not None:
             self._reader.end()
+            self._follow(self._reader)
 
     def take(self) -> str:
         """See `CallReader.take`."""
         return self._reader.take() if self._reader else ""
+
+    def _follow(self, reader: CallReader) -> None:
+        self.name, self.done = reader.name, reader.done
+        self.broken, self.spare = reader.broken, reader.spare
 
 
 def listed_call(_: Types) -> CallReader:
@@ -265,7 +218,7 @@ MAX_LITERAL_LENGTH = 1 << 16
 """Most characters of a value that is parsed as Python."""
 
 
-class XmlCall:
+class XmlCall(CallReader):
     """Qwen3-Coder's call: `<function=name>`, parameters between marks, `</function>`.
 
     Values are plain text. Those of parameters that are no strings are read as JSON where they can
@@ -275,9 +228,7 @@ class XmlCall:
     """
 
     def __init__(self, types: Types) -> None:
-        self.name: str | None = None
-        self.done = self.broken = False
-        self.spare = ""
+        super().__init__()
         self._begun_name: str | None = None
         """Name of the function, which is a call's if the text continues as one."""
         self._types = types
@@ -291,7 +242,6 @@ class XmlCall:
         """Whether part of its value has been emitted."""
         self._known: list[str] = []
         """Parameters so far."""
-        self._arguments: list[str] = []
 
     def feed(self, char: str) -> None:
         """See `CallReader.feed`."""
@@ -319,8 +269,7 @@ class XmlCall:
         """See `CallReader.take`."""
         if self._parameter is not None and self._is_text:
             self._pass_on()
-        new, self._arguments = "".join(self._arguments), []
-        return new
+        return super().take()
 
     @property
     def _kinds(self) -> frozenset[str] | None:

@@ -6,7 +6,7 @@ from string import ascii_letters
 from types import MappingProxyType
 
 from twolane.frontend.parsers.gemma_call import GemmaCall
-from twolane.frontend.parsers.json_call import WHITE
+from twolane.frontend.parsers.json_call import WHITE, CallReader
 from twolane.frontend.parsers.marked_call import glm45_call, minimax_call
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -18,7 +18,6 @@ from twolane.frontend.parsers.pieces import (
 )
 from twolane.frontend.parsers.pythonic import PythonicCall
 from twolane.frontend.parsers.readers import (
-    CallReader,
     NamedLine,
     Types,
     deepseek_call,
