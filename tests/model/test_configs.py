@@ -404,8 +404,8 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
         ),
         (
             {"architectures": ["GPT9ForCausalLM"]},
-            "architecture 'GPT9ForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
-            ".*Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "architecture 'GPT9ForCausalLM'; these work: Ernie4_5_MoeForCausalLM, "
+            ".*LlamaForCausalLM, .*Qwen3ForCausalLM",
         ),
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),
         (
@@ -515,8 +515,8 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
     assume(architecture != "Phi3ForCausalLM" or "yarn" not in str(rope))
     assume(architecture != "Phi3ForCausalLM" or "rope_scaling" not in rope)
     # These have a rotation for each type of layers.
-    by_type = "MellumForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", *GEMMA_4
-    assume(not rope or architecture not in by_type)
+    by_type = ARCHITECTURES[architecture].config.ropes_by_type
+    assume(not (rope and by_type))
     # Without inputs of each layer, for they are those of the default vocabulary.
     assume("vocab_size" not in said or architecture not in GEMMA_4)
     read = AutoConfig.for_model(ARCHITECTURES[architecture].name, **copy.deepcopy(raw)).to_dict()
@@ -532,6 +532,14 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
     ("wrong", "message"),
     [
         ({"architectures": ["MambaNextForCausalLM"]}, "'MambaNextForCausalLM'"),
+        (
+            {
+                "architectures": ["LagunaForCausalLM"],
+                "model_type": "laguna",
+                "rope_scaling": {"a": 2},
+            },
+            "rope_scaling",
+        ),
         ({"quantization_config": {"quant_method": "exl2"}}, "quantisation 'exl2'"),
         ({"model_type": "mistral"}, "model_type of LlamaForCausalLM 'mistral'"),
         ({"hidden_size": "64 or so"}, r"hidden_size"),

@@ -44,7 +44,8 @@ class LagunaConfig(HFConfig, kw_only=True):
     def check(self) -> None:
         """See `HFConfig.check`."""
         super().check()
-        for name in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
+        added = "moe_apply_router_weight_on_input", "moe_router_logit_softcapping"
+        for name in ("rope_scaling", *added):  # rotations are those of `rope_parameters` alone
             if value := getattr(self, name):
                 raise UnsupportedModel.because(name, value, ("none",))
         if self.gating not in _GATINGS:
