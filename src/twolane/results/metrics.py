@@ -21,6 +21,7 @@ the end of the warm-up (the longest E2E) to the last arrival.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -169,7 +170,7 @@ def measure(
         duration=duration,
         sent=len(records),
         completed=len(done),
-        outcomes=_count(record.outcome for record in records),
+        outcomes=Counter(record.outcome for record in records),
         input_tokens=sum(record.prompt_tokens for record in done),
         cached_tokens=sum(record.usage_cached or 0 for record in done),
         output_tokens=tokens,
@@ -329,10 +330,3 @@ def max_output_rate(records: Sequence[Record]) -> float:
             share = record.output_tokens / len(record.token_times)
             seconds[math.floor(at)] = seconds.get(math.floor(at), 0.0) + share
     return max(seconds.values(), default=0.0)
-
-
-def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

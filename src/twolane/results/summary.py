@@ -213,17 +213,16 @@ def _statistics(name: str, values: Distribution) -> dict[str, object]:
 
 def _ours(result: Result) -> dict[str, object]:
     metrics = result.metrics
+    known = {
+        "simulated": result.simulated,
+        "server": result.server,
+        "engine_itl_ms": result.engine_gaps and _engine_gaps(result.engine_gaps),
+        "energy": result.energy and _energy(result.energy, metrics),
+    }
     return {
         "twolane_version": __version__,
         "interrupted": result.interrupted,
-        **({} if result.simulated is None else {"simulated": result.simulated}),
-        **({} if result.server is None else {"server": result.server}),
-        **(
-            {}
-            if result.engine_gaps is None
-            else {"engine_itl_ms": _engine_gaps(result.engine_gaps)}
-        ),
-        **({} if result.energy is None else {"energy": _energy(result.energy, metrics)}),
+        **{name: value for name, value in known.items() if value is not None},
         "sent": metrics.sent,
         "total_cached_tokens": metrics.cached_tokens,
         "outcomes": metrics.outcomes,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from twolane.model.families.family import PARTS
+from twolane.model.families.family import PARTS, ExpertNames
 from twolane.model.load.facts import ModelFacts
 from twolane.model.load.quantization import Format, StoredTensor
 from twolane.model.load.source import TensorSource
@@ -82,28 +82,31 @@ def linears_of(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:
         linears[INPUT_GATE] = LinearModule(inputs, hidden, bias=False)
         linears[INPUT_PROJECTION] = LinearModule(hidden, inputs, bias=False)
     if facts.spec.has_dense(layer):
-        mlp, bias = spec.intermediate_size, spec.mlp_bias
-        linears |= {
-            "mlp.gate_proj": LinearModule(mlp, hidden, bias),
-            "mlp.up_proj": LinearModule(mlp, hidden, bias),
-            "mlp.down_proj": LinearModule(hidden, mlp, bias),
-        }
+        linears |= _mlp("mlp", _USUAL, spec.intermediate_size, hidden, spec.mlp_bias)
     if spec.moe is None or not spec.has_experts(layer):
         return linears
     names, width = facts.family.experts, spec.moe.intermediate_size
     for expert in map(names.expert.format, range(spec.moe.experts)):
-        linears[f"{expert}.{names.gate}"] = LinearModule(width, hidden, spec.moe.biases)
-        linears[f"{expert}.{names.up}"] = LinearModule(width, hidden, spec.moe.biases)
-        linears[f"{expert}.{names.down}"] = LinearModule(hidden, width, spec.moe.biases)
+        linears |= _mlp(expert, names, width, hidden, spec.moe.biases)
     linears[names.router] = LinearModule(spec.moe.experts, hidden, spec.moe.biases)
     if spec.moe.shared:
-        wide = width * spec.moe.shared
-        linears[f"{names.shared}.gate_proj"] = LinearModule(wide, hidden, bias=False)
-        linears[f"{names.shared}.up_proj"] = LinearModule(wide, hidden, bias=False)
-        linears[f"{names.shared}.down_proj"] = LinearModule(hidden, wide, bias=False)
+        linears |= _mlp(names.shared, _USUAL, width * spec.moe.shared, hidden, bias=False)
     if spec.moe.gated:
         linears[names.shared_gate] = LinearModule(1, hidden, bias=False)
     return linears
+
+
+_USUAL = ExpertNames()
+"""Names of the modules of an MLP, which some families call otherwise in experts."""
+
+
+def _mlp(
+    stem: str, names: ExpertNames, width: int, hidden: int, bias: bool
+) -> dict[str, LinearModule]:
+    """Return the linear modules of one MLP."""
+    wide = LinearModule(width, hidden, bias)
+    down = LinearModule(hidden, width, bias)
+    return {f"{stem}.{names.gate}": wide, f"{stem}.{names.up}": wide, f"{stem}.{names.down}": down}
 
 
 def _attention(facts: ModelFacts, layer: int) -> dict[str, LinearModule]:

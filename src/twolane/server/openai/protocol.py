@@ -24,11 +24,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "guided_whitespace_pattern": (),
     "logits_processors": ([],),
-    "kv_transfer_params": (),
     "vllm_xargs": ({},),
-    "request_id": (),
+    **dict.fromkeys(("guided_whitespace_pattern", "kv_transfer_params", "request_id"), ()),
 }
 """Refused fields of both endpoints, with their neutral values; null is always neutral."""
 
@@ -36,17 +34,13 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "moderation": (),
-    "audio": (),
-    "prediction": (),
     "include_reasoning": (True,),
     "verbosity": ("medium",),
-    "web_search_options": (),
     "echo": (False,),
     "documents": ([],),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), ({},)),
+    **dict.fromkeys(("moderation", "audio", "prediction", "web_search_options"), ()),
     "chat_template": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
 }
 UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_embeds": ()}
 TEXT_ALONE = "is not supported: answers are text"

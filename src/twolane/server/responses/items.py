@@ -33,14 +33,9 @@ STATUSES = ("in_progress", "completed", "incomplete")
 class TextPart(Body):
     """A piece of text in a message, in thinking or in a tool's output."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "image_url": (),
-        "file_id": (),
-        "file_data": (),
-        "file_url": (),
-        "detail": (),
-        "input_audio": (),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(
+        ("image_url", "file_id", "file_data", "file_url", "detail", "input_audio"), ()
+    )
     why_unsupported = dict.fromkeys(unsupported, "is not supported: prompts are text")
     inert = PROXIES | {"annotations", "logprobs", "prompt_cache_breakpoint"}
     null_is_unset = True

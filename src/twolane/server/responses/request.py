@@ -256,14 +256,11 @@ class ResponsesRequest(fields.SamplingFields, InputTokensRequest):
     inert = fields.INERT.difference(REPEATED) | {"client_metadata"}
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **InputTokensRequest.unsupported,
-        "access_programs": (),
         "background": (False,),
-        "background_options": (),
         "context_management": ([],),
-        "image": (),
-        "moderation": (),
-        "prompt": (),
         "top_logprobs": (0,),
+        **dict.fromkeys(("access_programs", "background_options"), ()),
+        **dict.fromkeys(("image", "moderation", "prompt"), ()),
     }
 
     max_output_tokens: fields.AnswerTokens | None = None
