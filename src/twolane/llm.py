@@ -8,9 +8,10 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
+from typing_extensions import TypeIs  # in typing from Python 3.13 on
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import open_standard_files
@@ -36,9 +37,6 @@ from twolane.frontend.text.output_reader import CollectedAnswer, Delta
 from twolane.frontend.text.texts import Texts
 from twolane.params import LLMSamplingParams
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs  # in typing from Python 3.13 on
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)

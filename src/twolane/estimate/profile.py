@@ -35,14 +35,8 @@ _SIZES = (
 )
 _SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
 _NEWER_OF_EXPERTS = (
-    "skew",
-    "sigmoid",
-    "biased",
-    "scale",
-    "shared",
-    "gated",
-    "beside_dense",
-    "biases",
+    *("skew", "sigmoid", "biased", "scale", "shared", "gated"),
+    *("beside_dense", "biases"),
 )
 _ROPE_FIELDS = (
     *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
@@ -350,17 +344,12 @@ def model_digest(shape: ModelSpec) -> str:
         }
     if any(kind not in (FULL, LayerKind(window=window)) for kind in kinds):
         fields["kinds"] = kinds
-    if shape.delta is not None:
-        fields["delta"] = shape.delta
-    if shape.convolution is not None:
-        fields["convolution"] = shape.convolution
-    if shape.gate is not None:
-        fields["gate"] = shape.gate
-    if shape.output_gate:
-        fields["output_gate"] = True
-    if shape.activation != "silu":
-        fields["activation"] = shape.activation
-    more = {name: getattr(shape, name) for name in ("v_norm", "layer_scales", "layer_inputs")}
+    own_activation = None if shape.activation == "silu" else shape.activation
+    more = {
+        **{name: getattr(shape, name) for name in ("delta", "convolution", "gate", "output_gate")},
+        "activation": own_activation,
+        **{name: getattr(shape, name) for name in ("v_norm", "layer_scales", "layer_inputs")},
+    }
     fields |= {name: value for name, value in more.items() if value}
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
 

@@ -10,6 +10,7 @@ at every moment
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -130,43 +131,33 @@ def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> 
     state["refused"] = status, (code, message)
 
 
+@dataclass(frozen=True, eq=False)
 class CallMiddleware:
-    """Outermost ASGI middleware: counts every HTTP request, and settles every call.
+    """Outermost ASGI middleware: counts every HTTP request, and settles every call."""
 
-    Args:
-        app: the ASGI application that this one wraps.
-        observer: counts requests and calls.
-        paths: those whose POSTs are calls.
-        quiet: awaited before an arrived call is handled, so that due tokens leave first.
-        unread: Returns the seconds for which the latest bytes of a request waited to be read.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        observer: CallObserver,
-        paths: Container[str],
-        quiet: Callable[[], Awaitable[None]],
-        unread: Callable[[Scope], float] = lambda scope: 0.0,
-    ) -> None:
-        self._app = app
-        self._observer = observer
-        self._paths = paths
-        self._quiet = quiet
-        self._unread = unread
+    app: ASGIApp
+    """The ASGI application that this one wraps."""
+    observer: CallObserver
+    """Counts requests and calls."""
+    paths: Container[str]
+    """Paths whose POSTs are calls."""
+    quiet: Callable[[], Awaitable[None]]
+    """Awaited before an arrived call is handled, so that due tokens leave first."""
+    unread: Callable[[Scope], float] = lambda scope: 0.0
+    """Returns the seconds for which the latest bytes of a request waited to be read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        is_call = scope["method"] == "POST" and scope["path"] in self._paths
+        is_call = scope["method"] == "POST" and scope["path"] in self.paths
         tracked = TrackedRequest(
-            self._observer, self._observer.begin_call() if is_call else None, scope
+            self.observer, self.observer.begin_call() if is_call else None, scope
         )
-        receive = tracked.receiving(receive, self._quiet, self._unread)
+        receive = tracked.receiving(receive, self.quiet, self.unread)
         try:
-            await self._app(scope, receive, tracked.sending(send))
+            await self.app(scope, receive, tracked.sending(send))
         except asyncio.CancelledError:
             tracked.settle(503, broken_off="shutdown")
             raise

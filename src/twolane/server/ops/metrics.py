@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,46 +94,34 @@ class RefusalGroup(msgspec.Struct):
     count: int = 1
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
-    """Collects gauges and counters that the engine keeps.
+    """Collects gauges and counters that the engine keeps."""
 
-    Args:
-        stats: returns the latest ones.
-        liveness: the engine's signs of life.
-        model_name: the label of all figures.
-        page_size: tokens in a KV page.
-        kv_cache_dtype: the format of the KV cache.
-        prefix_cache: Whether prompts reuse what earlier ones have computed.
-        state_bytes: Bytes of the states of a request; 0: the model has none.
-    """
-
-    def __init__(
-        self,
-        stats: Callable[[], Stats],
-        liveness: Liveness,
-        model_name: str,
-        page_size: int,
-        kv_cache_dtype: str,
-        prefix_cache: bool,
-        state_bytes: int,
-    ) -> None:
-        self._stats = stats
-        self._liveness = liveness
-        self._model_name = model_name
-        self._page_size = page_size
-        self._kv_cache_dtype = kv_cache_dtype
-        self._prefix_cache = prefix_cache
-        self._state_bytes = state_bytes
+    stats: Callable[[], Stats]
+    """Returns the latest ones."""
+    liveness: Liveness
+    """The engine's signs of life."""
+    model_name: str
+    """The label of all figures."""
+    page_size: int
+    """Tokens in a KV page."""
+    kv_cache_dtype: str
+    """The format of the KV cache."""
+    prefix_cache: bool
+    """Whether prompts reuse what earlier ones have computed."""
+    state_bytes: int
+    """Bytes of the states of a request; 0: the model has none."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest values."""
-        stats, alive, gauge, counter = self._stats(), self._liveness, self._gauge, self._counter
+        stats, alive, gauge, counter = self.stats(), self.liveness, self._gauge, self._counter
         held = stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached
         yield gauge("num_requests_running", stats.running + stats.prefilling)
         yield gauge("num_requests_prefilling", stats.prefilling)
         yield gauge("num_requests_waiting", stats.waiting)
         yield gauge("kv_cache_usage_perc", held / stats.kv_pages if stats.kv_pages else 0.0)
-        sizes = self._page_size, stats.kv_pages, self._kv_cache_dtype, self._prefix_cache
+        sizes = self.page_size, stats.kv_pages, self.kv_cache_dtype, self.prefix_cache
         yield self._family(GaugeMetricFamily, "cache_config_info", {sizes: 1})
         yield counter("prefix_cache_queries", stats.prefix_queries)
         yield counter("prefix_cache_hits", stats.prefix_hits)
@@ -155,7 +144,7 @@ class EngineCollector(Collector):
             ("snapshots", "held"): stats.snapshots_held,
             ("snapshots", "free"): stats.snapshots - stats.snapshots_held,
         }
-        size = self._state_bytes
+        size = self.state_bytes
         pool = {labels: count * size for labels, count in counts.items() if size}
         hits = {(): stats.snapshot_hits} if size else {}
         yield self._family(GaugeMetricFamily, "state_pool_bytes", pool)
@@ -177,7 +166,7 @@ class EngineCollector(Collector):
         about = ABOUT[name]
         family = kind(PREFIX + name, about.help, labels=["model_name", *about.labels])
         for values, value in series.items():
-            family.add_metric([self._model_name, *map(str, values)], value)
+            family.add_metric([self.model_name, *map(str, values)], value)
         return family
 
 
