@@ -185,9 +185,7 @@ class Experiment:
 
 
 def beside(
-    loads: Mapping[str, Load],
-    systems: Mapping[str, str],
-    search: bool = False,
+    loads: Mapping[str, Load], systems: Mapping[str, str], search: bool = False
 ) -> dict[str, Run]:
     """Return every system under every load, named `load: system`.
 
