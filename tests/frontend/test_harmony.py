@@ -16,7 +16,7 @@ from twolane.frontend.structured.grammar import (
     json_schema_grammar,
 )
 from twolane.frontend.structured.jobs import Schema
-from twolane.frontend.structured.tools import Tool, calls_grammar
+from twolane.frontend.structured.tools import Tool, calls_grammar, strict_grammar
 from twolane.frontend.text.template import ChatTemplate
 
 THOUGHT = "<|channel|>analysis<|message|>We add.<|end|>"
@@ -141,14 +141,16 @@ def test_the_format_is_found_from_the_template() -> None:
     assert formats().of(FormatOptions(), PROMPT + "<|channel|>final<|message|>").thinking is None
 
 
-def test_enforced_calls_come_one_at_a_time_and_strict_ones_need_a_choice() -> None:
+def test_enforced_calls_come_one_at_a_time() -> None:
     form = formats().of(FormatOptions([ADD], [ADD]), PROMPT)
     assert form.grammar_job is not None and not form.grammar_job.answer.several
     assert form.grammar_job.thinking.end == BEFORE_CALL
     strict = Tool("add", ADD.parameters, strict=True)
     assert formats().of(FormatOptions([strict], [strict]), PROMPT).grammar_job is not None
-    with pytest.raises(FieldError, match=r"tools.*tool_choice asks for one"):
-        formats().of(FormatOptions([strict]), PROMPT)
+    form = formats().of(FormatOptions([strict]), PROMPT)
+    assert form.grammar_job is not None and form.grammar_job.thinking is None
+    with pytest.raises(FieldError, match=r"tools.*continues a message"):
+        formats().of(FormatOptions([strict]), PROMPT, "It")
     form = formats().of(FormatOptions(constraint=("response_format", Schema({}))), PROMPT)
     assert form.grammar_job is not None and form.grammar_job.thinking == THINKING
 
@@ -187,6 +189,27 @@ def test_grammars_of_calls_and_schemas_follow_the_analysis(made, takes) -> None:
     assert takes(schema, THOUGHT + FINAL + "12")
     assert not takes(schema, THOUGHT + FINAL + "twelve")
     assert not takes(schema, "12")
+
+
+def test_strict_calls_follow_their_schemas_where_the_model_may_choose(made, takes) -> None:
+    """As the Agents SDK asks, which makes all tools strict."""
+    tools = [Tool("add", ADD.parameters, strict=True), Tool("any", ADD.parameters)]
+    grammar = strict_grammar("harmony", tools, made.token_of, several=True)
+    call = CALL.removeprefix("<|start|>assistant")
+    said = "<|channel|>commentary<|message|>I call.<|end|><|start|>assistant"
+    for text, fits in (
+        (THOUGHT + FINAL + "It is *3*.", True),
+        ("<|channel|>final<|message|>3", True),
+        (call + '{"a": 1}', True),
+        (call + '{"b": 1}', False),
+        (f"{THOUGHT}<|start|>assistant{THOUGHT}<|start|>assistant{said}{call}" + '{"a": 1}', True),
+        (THOUGHT + "<|start|>assistant" + call.replace("add", "any") + '{"b": 1}', True),
+        (call.replace("add", "other") + "{}", False),
+        (call.replace("commentary", "analysis") + "{}", False),
+    ):
+        assert takes(grammar, text) is fits, text
+    with pytest.raises(ValueError, match="special tokens"):
+        strict_grammar("harmony", tools, lambda _: None, several=True)
 
 
 def test_thinking_before_a_call_goes_back_into_the_template() -> None:

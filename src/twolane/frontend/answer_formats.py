@@ -167,14 +167,14 @@ class ModelFormats:
         marks = None if ended else harmony.THINKING
         if options.enforced and marks is not None:
             marks = msgspec.structs.replace(marks, end=harmony.BEFORE_CALL)
-        strict = any(tool.strict for tool in options.tools)
-        if strict and not (options.enforced or options.constraint):
-            problem = "strict is enforced for this model's calls where tool_choice asks for one"
-            raise FieldError("tools", problem)
+        free = any(tool.strict for tool in options.tools)
+        free = free and not (options.enforced or options.constraint)
+        if free and ended:
+            raise FieldError("tools", "strict is not enforced where an answer continues a message")
         has_tools, reasons = bool(options.tools), self.thinking is not None
         parser = partial(harmony.HarmonyParser, prompt, reasons=reasons, calls=has_tools)
         return AnswerFormat(
-            grammar_job=self._grammar_job(options, marks),
+            grammar_job=self._grammar_job(options, None if free else marks),
             reader=lambda: AnswerReader(parser(), several=options.several),
             shows_special=True,
             forced_call=options.named,

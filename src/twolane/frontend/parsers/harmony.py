@@ -34,7 +34,7 @@ _HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "assistant", "to=")
 """Beginnings of what follows the role in a header."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
-_CHANNELS = ("analysis", "commentary", "final")
+CHANNELS = ("analysis", "commentary", "final")
 _MAX_HEADER = 256
 """Characters after which what has no end is no header."""
 
@@ -104,7 +104,7 @@ class HarmonyParser:
         """Begin a message whose header is missing or, as models write at times, has no end."""
         channel = _IN_CHANNEL.match(begun)
         thinks = channel is not None and channel[1] != "final"
-        named = channel is not None and channel[1] in _CHANNELS
+        named = channel is not None and channel[1] in CHANNELS
         self._text = begun[channel.end() :] if channel and named else begun.removeprefix(CHANNEL)
         self._begin("thinking" if thinks else "answer")
 
@@ -159,4 +159,4 @@ def _is_cut(begun: str) -> bool:
     if not begun.startswith(CHANNEL):
         return not begun or begun.startswith(("<|", "to=")) or CHANNEL.startswith(begun)
     channel = begun.removeprefix(CHANNEL).lstrip()
-    return any(name.startswith(channel) or channel.startswith(name) for name in _CHANNELS)
+    return any(name.startswith(channel) or channel.startswith(name) for name in CHANNELS)

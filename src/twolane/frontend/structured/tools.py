@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.frontend.parsers import harmony
 from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.structured import grammar
@@ -128,6 +129,8 @@ def strict_grammar(
         return _strict_lines(tools, marks, several=several)
     if call_format == "pythonic":
         return _strict_lists(tools, marks, several=several)
+    if call_format == harmony.NAME:
+        return _strict_channels(tools, marks)
     openings, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
     known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
     calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
@@ -182,6 +185,29 @@ def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     start = "start: list* TEXT?" if several else "start: TEXT? | list SPACE?"
     lark = [start, f"list: ({' | '.join(lists)}) {more}", f"call: {calls}", *rules]
     lark += [r"TEXT: /(.|\n)+/", r"SPACE: /[ \t\r\n]+/", *marks.rules]
+    return grammar.lark_grammar("\n".join(lark))
+
+
+def _strict_channels(tools: Sequence[Tool], marks: "_Marks") -> str:
+    """See `strict_grammar`: messages of gpt-oss, the last of which may be a call.
+
+    Raises:
+        ValueError: the marks of messages are no special tokens.
+    """
+    between = harmony.END, harmony.START, harmony.CHANNEL, harmony.MESSAGE
+    if any(map(marks.is_text, between)):
+        raise ValueError("strict calls need the marks of messages to be special tokens")
+    end, start, channel, message = map(marks.of, between)
+    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
+    lark = [
+        f'start: (message {end} {start} "assistant")* (message | call)',
+        f"message: {channel} NAME {message} TEXT?",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(known))),
+        *(f"call_{i}: {CALLS[harmony.NAME](tool, marks)}" for i, tool in enumerate(known)),
+        "NAME: " + " | ".join(map(json.dumps, harmony.CHANNELS)),
+        r"TEXT: /(.|\n)+/",
+        *marks.rules,
+    ]
     return grammar.lark_grammar("\n".join(lark))
 
 
