@@ -1,11 +1,17 @@
 """Forward passes for tests: sequences in scattered pages, cut wherever a test says."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from twolane.lanes.cpu.compiled import CompiledLayers
 
 PAGE = 8
 SLOTS = 16
@@ -31,18 +37,28 @@ class Pool:
 
 
 def forward(
-    decoder: Decoder, pool: Pool, segments: Sequence[Segment], tokens: Sequence[torch.Tensor]
+    decoder: Decoder,
+    pool: Pool,
+    segments: Sequence[Segment],
+    tokens: Sequence[torch.Tensor],
+    compiled: CompiledLayers | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every new token, one tensor [n, vocab] a segment."""
     batch = Batch.build(segments, PAGE)
     hidden = decoder.embed(torch.cat(list(tokens)))
-    for i in range(decoder.spec.layers):
+    if compiled is not None:
+        hidden = compiled.run(0, decoder.spec.layers, hidden, batch, pool.kv)
+    for i in range(decoder.spec.layers if compiled is None else 0):
         hidden = decoder.layer(i, hidden, batch, pool.kv)
     return list(decoder.head(hidden).split([s.n for s in segments]))
 
 
 def in_chunks(
-    decoder: Decoder, tokens: torch.Tensor, chunks: Sequence[int], seed: int | None = 0
+    decoder: Decoder,
+    tokens: torch.Tensor,
+    chunks: Sequence[int],
+    seed: int | None = 0,
+    compiled: CompiledLayers | None = None,
 ) -> torch.Tensor:
     """Logits [n, vocab] of one sequence that is computed in chunks of these sizes."""
     assert sum(chunks) == len(tokens)
@@ -51,7 +67,7 @@ def in_chunks(
     start, logits = 0, []
     for n in chunks:
         segment = Segment(start, n, pages, slot=0)
-        logits += forward(decoder, pool, [segment], [tokens[start : start + n]])
+        logits += forward(decoder, pool, [segment], [tokens[start : start + n]], compiled)
         start += n
     return torch.cat(logits)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twolane.kernels.cpu import tiles
 from twolane.model import int8
 from twolane.model.attention import Batch, KVCache
 from twolane.model.linear_attention import DeltaWeights, attend, convolve
@@ -123,7 +124,7 @@ class Weights:
     """The weights of a whole model."""
 
     embedding: Tensor
-    """[vocab, hidden]; int8 where it has scales."""
+    """[vocab, hidden]; int8 where it has scales; the tiles of a classifier that is tied to it."""
     layers: Sequence[LayerWeights]
     norm: Tensor
     """The norm of what the head reads, [hidden], times `ModelSpec.logit_scale`."""
@@ -283,6 +284,8 @@ class Decoder:
         return torch.cat([stream, (normal + own) * 0.5**0.5], dim=1)
 
     def _embedding_rows(self, tokens: Tensor) -> Tensor:
+        if self.weights.embedding.dim() == 3:
+            return tiles.rows(self.weights.embedding, tokens)
         rows, scales = self.weights.embedding[tokens], self.weights.embedding_scales
         return rows if scales is None else rows * scales[tokens, None]
 

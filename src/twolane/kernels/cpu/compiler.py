@@ -11,10 +11,13 @@ import ast
 import contextlib
 import hashlib
 import inspect
+import mmap
+import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import CFUNCTYPE, c_int64
+from ctypes import CDLL, CFUNCTYPE, c_int64, c_size_t, c_void_p
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +89,21 @@ class Program:
         return code
 
 
+@lru_cache(1)
+def host_features() -> Any:
+    """Return what this CPU can do, LLVM's names and whether; tile registers if Linux gives them."""
+    features = binding.get_host_cpu_features()
+    arch_prctl, ask, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, for all threads
+    if features.get("amx-int8") and CDLL(None).syscall(arch_prctl, ask, tile_data) != 0:
+        features["amx-int8"] = False
+    return features
+
+
 def _machine() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()
-    features = binding.get_host_cpu_features().flatten()
+    features = host_features().flatten()
     cpu = binding.get_host_cpu_name()
     return target.create_target_machine(cpu=cpu, features=features, opt=2, jit=True, reloc="pic")
 
@@ -256,13 +269,25 @@ class Compiled:
         return self._functions[name]
 
 
+def release() -> None:
+    """Give back the memory of LLVM, 50 to 70 MB: what is needed again is read from its file."""
+    # Of parts without changes of this process; others could not be read again.
+    part = re.compile(
+        r"^([\da-f]+)-([\da-f]+) .*/libllvmlite\.so\n(?:\w+:.*\n)*?Anonymous: +0 kB", re.M
+    )
+    with contextlib.suppress(OSError):
+        for first, end in part.findall(Path("/proc/self/smaps").read_text(encoding="utf-8")):
+            at, size = int(first, 16), int(end, 16) - int(first, 16)
+            CDLL(None).madvise(c_void_p(at), c_size_t(size), mmap.MADV_DONTNEED)
+
+
 def kept(folder: Path, sources: Sequence[Path], make: Callable[[], bytes]) -> bytes:
     """Return compiled code that a folder keeps from the last time, or make it and keep it.
 
     It is known by the text of its sources, by the version of LLVM and by the CPU. A folder that
     cannot be written keeps nothing.
     """
-    features, cpu = binding.get_host_cpu_features().flatten(), binding.get_host_cpu_name()
+    features, cpu = host_features().flatten(), binding.get_host_cpu_name()
     known = [llvmlite.__version__, cpu, features, *(path.read_text() for path in sources)]
     file = folder / f"{hashlib.sha256(repr(known).encode()).hexdigest()[:32]}.o"
     with contextlib.suppress(OSError):

@@ -11,11 +11,10 @@ from enum import IntEnum
 
 ROWS, COLUMNS = 16, 32
 """Rows of a tile and columns of a block."""
-ACTIVATION_BYTES = 80
-"""Bytes of a block of activations: upper halves, lower halves, their scale, scale * sum, and -128 *
-sum, padded."""
-LARGEST = 127 * 128
-"""The largest magnitude of an activation in 15 bits: 128 * upper + lower."""
+ACTIVATION_BYTES = 48
+"""Bytes of a block of activations: its numbers, scale, scale * sum, and -128 * sum, padded."""
+LARGEST = 127
+"""The largest magnitude of an activation's number."""
 
 
 class TileFormat(IntEnum):

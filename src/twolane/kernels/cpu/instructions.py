@@ -4,17 +4,20 @@ Arguments are addresses and counts, int64. Vectors keep NaN, so that a broken ro
 """
 
 import contextlib
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-from twolane.kernels.cpu.compiler import Emit, declared
-from twolane.kernels.cpu.formats import ACTIVATION_BYTES, LARGEST, TileFormat
+from twolane.kernels.cpu.compiler import Emit, declared, host_features
+from twolane.kernels.cpu.formats import ACTIVATION_BYTES, COLUMNS, LARGEST, TileFormat
 
-_HOST = binding.get_host_cpu_features()
+_HOST = host_features()
 WIDTH = 512 if _HOST.get("avx512vnni") else 256 if _HOST.get("avxvnni") else 0
 """Bits of the widest registers that add products of eight bits in 32; 0: there are none."""
+TILES = WIDTH == 512 and bool(_HOST.get("amx-int8"))
+"""Whether tile registers multiply numbers of eight bits."""
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LANES = 16
@@ -111,6 +114,28 @@ class Code:
         of = ir.FunctionType(kind, [arg.type for arg in args])
         return self.builder.call(declared(self.builder.module, name, of), args)
 
+    def memory(self, nbytes: int) -> Any:
+        """Return the address of so many bytes of the function's own, at the begin of a line."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+            place.align = 64
+            return self.builder.ptrtoint(place, _I64)
+
+    def prefetch(self, address: Any, offset: int) -> None:
+        """Have the processor read a cache line early; one that is not mapped is left out."""
+        pointer = self.builder.inttoptr(self.at(address, offset), ir.IntType(8).as_pointer())
+        # It is read, into the second cache (2), and is data (1).
+        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, _I32(0), _I32(2), _I32(1))
+
+    def tile(self, name: str, *args: Any) -> None:
+        """Emit an instruction of tile registers, which are numbers; addresses are int64."""
+        b, byte = self.builder, ir.IntType(8)
+        given = [byte(arg) if isinstance(arg, int) else arg for arg in args]
+        if name in ("ldtilecfg", "tileloadd64", "tilestored64"):
+            i = 0 if name == "ldtilecfg" else 1
+            given[i] = b.inttoptr(given[i], byte.as_pointer())
+        self.call(f"llvm.x86.{name}", ir.VoidType(), *given)
+
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c of vectors, rounded once."""
         return self.call("llvm.fma.v16f32", _FLOATS, a, b, c)
@@ -135,7 +160,7 @@ class Code:
         return self.builder.shuffle_vector(vector, vector, places)
 
     def reduced(self, operation: str, vector: Any) -> Any:
-        """Return the sum ("fadd", "add") or the largest ("fmaximum") of a vector's numbers."""
+        """Return the sum ("fadd", "add") or the largest ("smax") of a vector's numbers."""
         kind, element = ("v16f32", _F32) if vector.type == _FLOATS else ("v16i32", _I32)
         name = f"llvm.vector.reduce.{operation}.{kind}"
         if operation != "fadd":
@@ -143,6 +168,25 @@ class Code:
         of = ir.FunctionType(element, [element, vector.type])
         function = declared(self.builder.module, name, of)
         return self.builder.call(function, [_F32(0.0), vector], fastmath=("reassoc",))
+
+    def larger(self, one: Any, other: Any) -> Any:
+        """Return the larger numbers of two vectors, the first's where one is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", one, other), other, one)
+
+    def largest(self, vector: Any) -> Any:
+        """Return the largest of a vector's 16 numbers."""
+        for half in (8, 4, 2, 1):
+            places = ir.Constant(_INTS, [(i + half) % _LANES for i in range(_LANES)])
+            vector = self.larger(vector, self.builder.shuffle_vector(vector, vector, places))
+        return self.builder.extract_element(vector, _I32(0))
+
+    def rounded(self, x: Any) -> tuple[Any, Any]:
+        """Return numbers of at most 2^22 rounded to whole ones, as float32 and as int32."""
+        # The sum's last bits are the whole number.
+        start = ir.Constant(_FLOATS, [1.5 * 2.0**23] * _LANES)
+        total = self.builder.fadd(x, start)
+        whole = self.builder.sub(*(self.builder.bitcast(v, _INTS) for v in (total, start)))
+        return self.builder.fsub(total, start), whole
 
     def each_sum(self, vectors: Sequence[Any]) -> Any:
         """Return the vector of the sums of 16 vectors."""
@@ -168,14 +212,13 @@ class Code:
         b = self.builder
         x = b.select(b.fcmp_ordered("<", x, every(-87.0)), every(-87.0), x)
         x = b.select(b.fcmp_ordered(">", x, every(88.0)), every(88.0), x)
-        turns = self.call("llvm.rint.v16f32", _FLOATS, b.fmul(x, every(1.4426950408889634)))
+        turns, whole = self.rounded(b.fmul(x, every(1.4426950408889634)))
         rest = self.fma(turns, every(-0.693359375), x)
         rest = self.fma(turns, every(2.12194440e-4), rest)
         power = every(1.9875691500e-4)  # the polynomial of Cephes' expf
         for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
             power = self.fma(power, rest, every(factor))
         power = self.fma(power, b.fmul(rest, rest), b.fadd(rest, every(1.0)))
-        whole = self.call("llvm.fptosi.sat.v16i32.v16f32", _INTS, turns)
         bits = b.shl(
             b.add(whole, ir.Constant(_INTS, [127] * _LANES)), ir.Constant(_INTS, [23] * 16)
         )
@@ -280,7 +323,7 @@ def normalise(code: Code, x: Any, weight: Any, eps: Any, out: Any, blocks: Any) 
 
 @instruction
 def quantise(code: Code, x: Any, out: Any, blocks: Any) -> None:
-    """Write blocks of activations in 15 bits of 32 * blocks float32 numbers."""
+    """Write blocks of activations in eight bits of 32 * blocks float32 numbers."""
     with code.loop(blocks) as loop:
         source = code.at(x, code.builder.mul(loop, _I64(128)))
         to = code.at(out, code.builder.mul(loop, _I64(ACTIVATION_BYTES)))
@@ -290,26 +333,98 @@ def quantise(code: Code, x: Any, out: Any, blocks: Any) -> None:
 def _emit_block(code: Code, source: Any, to: Any) -> None:
     b = code.builder
     parts = [code.load(source, _FLOATS, 64 * i) for i in range(2)]
-    sizes = [code.call("llvm.fabs.v16f32", _FLOATS, part) for part in parts]
-    largest = code.reduced("fmaximum", code.call("llvm.maximum.v16f32", _FLOATS, *sizes))
-    least = _F32(1e-30)
-    largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
+    # Magnitudes are ordered as their bits are, with NaN above all.
+    unsigned = ir.Constant(_INTS, [0x7FFFFFFF] * _LANES)
+    sizes = [b.and_(b.bitcast(part, _INTS), unsigned) for part in parts]
+    bits = code.reduced("smax", code.call("llvm.smax.v16i32", _INTS, *sizes))
+    bits = code.call("llvm.smax.i32", _I32, bits, b.bitcast(_F32(1e-30), _I32))
+    largest = b.bitcast(bits, _F32)
     scale = b.fdiv(largest, _F32(LARGEST))
     factor = code.spread(b.fdiv(_F32(LARGEST), largest))
     sums = _NONE
     for i, part in enumerate(parts):
-        rounded = code.call("llvm.rint.v16f32", _FLOATS, b.fmul(part, factor))
-        number = code.call("llvm.fptosi.sat.v16i32.v16f32", _INTS, rounded)
-        half, seven = (ir.Constant(_INTS, [n] * _LANES) for n in (64, 7))
-        upper = b.ashr(b.add(number, half), seven)
-        lower = b.sub(number, b.shl(upper, seven))
-        code.store(b.trunc(upper, _BYTES), to, 16 * i)
-        code.store(b.trunc(lower, _BYTES), to, 32 + 16 * i)
+        _, number = code.rounded(b.fmul(part, factor))
+        code.store(b.trunc(number, _BYTES), to, 16 * i)
         sums = b.add(sums, number)
     total = code.reduced("add", sums)
-    code.store(scale, to, 64)
-    code.store(b.fmul(scale, b.sitofp(total, _F32)), to, 68)
-    code.store(b.mul(total, _I32(-128)), to, 72)
+    code.store(scale, to, _SCALE)
+    code.store(b.fmul(scale, b.sitofp(total, _F32)), to, _SUM)
+    code.store(b.mul(total, _I32(-128)), to, _CENTRE)
+
+
+_SCALE, _SUM, _CENTRE = 32, 36, 40
+"""Bytes of an activation block before its scale, scale * sum, and -128 * sum."""
+AHEAD = 32
+"""Blocks of a matrix that are asked of the memory before their turn: what the processor has ahead
+by itself covers too little of the time that memory takes."""
+MANY = 16
+"""Rows that tile registers (AMX) hold at a time."""
+CHUNK = 64
+"""Rows of a product's task at most."""
+TILE_REGISTERS = 0, 1, 2
+"""The tile registers of activations, of numbers of a matrix, and of the sums of their products."""
+SPAN = 16
+"""Blocks of a tile that are multiplied before their products are scaled."""
+
+
+class _Block:
+    """Emits what is done with a block of a tile.
+
+    Args:
+        form: The format of the tile.
+        address: The address of the block.
+    """
+
+    def __init__(self, form: TileFormat, code: Code, address: Any) -> None:
+        self._code, self._form, self._address = code, form, address
+        self._eight = form == TileFormat.EIGHT
+
+    def ask(self) -> None:
+        """Ask the memory for the block that is `AHEAD` of this one."""
+        for line in range(0, self._form.nbytes, 64):
+            self._code.prefetch(self._address, AHEAD * self._form.nbytes + line)
+
+    def words(self) -> list[Any]:
+        """Return the numbers of the block, a vector for each four columns."""
+        b, count = self._code.builder, 8 if self._eight else 4
+        words = [self._code.load(self._address, _INTS, 64 * i) for i in range(count)]
+        if self._eight:
+            return words
+        low, four = (ir.Constant(_INTS, [n] * _LANES) for n in (0x0F0F0F0F, 4))
+        high = [b.and_(b.lshr(word, four), low) for word in words]
+        return [b.and_(word, low) for word in words] + high
+
+    def products(self, rows: Sequence[Any]) -> list[Any]:
+        """Return the sums of products with the activations at these addresses."""
+        code, sums = self._code, [_NONE] * len(rows)
+        for i, word in enumerate(self.words()):
+            for j, row in enumerate(rows):
+                sums[j] = code.dot(sums[j], word, code.spread(code.load(row, _I32, 4 * i)))
+        return sums
+
+    def add(self, rows: Sequence[Any], sums: Sequence[Any], totals: Sequence[Any]) -> None:
+        """Add sums of products, scaled, to the variables of totals."""
+        code, b = self._code, self._code.builder
+        scale, least = self._scales()
+        for row, product, total in zip(rows, sums, totals, strict=True):
+            if self._eight:
+                product = b.add(product, code.spread(code.load(row, _I32, _CENTRE)))
+            scaled = code.spread(code.load(row, _F32, _SCALE))
+            new = code.fma(b.fmul(b.sitofp(product, _FLOATS), scaled), scale, b.load(total))
+            if least is not None:
+                new = code.fma(code.spread(code.load(row, _F32, _SUM)), least, new)
+            b.store(new, total)
+
+    def _scales(self) -> tuple[Any, Any]:
+        """Return the scales of the block's rows and their minima, None in eight bits."""
+        code, at = self._code, self._address
+        if self._eight:
+            return code.load(at, _FLOATS, 512), None
+        if self._form == TileFormat.FOUR:
+            return code.load(at, _FLOATS, 256), code.load(at, _FLOATS, 320)
+        halves = [code.load(at, _HALVES, place) for place in (256, 288)]
+        scale, least = (code.builder.fpext(half, _FLOATS) for half in halves)
+        return scale, least
 
 
 class _TileProduct:
@@ -323,7 +438,6 @@ class _TileProduct:
 
     def __init__(self, form: TileFormat, count: int) -> None:
         self._form, self._count = form, count
-        self._eight = form == TileFormat.EIGHT
 
     def emit(
         self, code: Code, w: Any, x: Any, wide: Any, blocks: Any,
@@ -331,54 +445,127 @@ class _TileProduct:
     ) -> None:  # fmt: skip
         """See `multiply`."""
         b = code.builder
-        sums = [code.variable(_ZEROS) for _ in range(self._count)]
+        totals = [code.variable(_ZEROS) for _ in range(self._count)]
         rows = [code.at(x, b.mul(wide, _I64(i))) for i in range(self._count)]
         with code.loop(blocks) as loop:
-            block = code.at(w, b.mul(loop, _I64(self._form.nbytes)))
+            block = _Block(self._form, code, code.at(w, b.mul(loop, _I64(self._form.nbytes))))
+            block.ask()
             place = b.mul(loop, _I64(ACTIVATION_BYTES))
             at = [code.at(row, place) for row in rows]
-            products = self._products(code, block, at)
-            scale, least = self._scales(code, block)
-            for row, product, total in zip(at, products, sums, strict=True):
-                real = b.fmul(b.sitofp(product, _FLOATS), code.spread(code.load(row, _F32, 64)))
-                new = code.fma(real, scale, b.load(total))
-                if least is not None:
-                    new = code.fma(code.spread(code.load(row, _F32, 68)), least, new)
-                b.store(new, total)
-        for i, total in enumerate(sums):
+            block.add(at, block.products(at), totals)
+        for i, total in enumerate(totals):
             before = code.load(begin, _FLOATS, b.mul(step, _I64(i)))
             code.store(b.fadd(before, b.load(total)), out, b.mul(apart, _I64(i)))
 
-    def _products(self, code: Code, block: Any, at: Sequence[Any]) -> list[Any]:
-        """Return the sums of each row's products with a block, 128 * upper + lower."""
-        b = code.builder
-        words = [code.load(block, _INTS, 64 * i) for i in range(8 if self._eight else 4)]
-        if not self._eight:
-            low, four = (ir.Constant(_INTS, [n] * _LANES) for n in (0x0F0F0F0F, 4))
-            high = [b.and_(b.lshr(word, four), low) for word in words]
-            words = [b.and_(word, low) for word in words] + high
-        upper, lower = [_NONE] * len(at), [_NONE] * len(at)
-        for i, word in enumerate(words):
-            for j, row in enumerate(at):
-                halves = (code.spread(code.load(row, _I32, place + 4 * i)) for place in (0, 32))
-                upper[j] = code.dot(upper[j], word, next(halves))
-                lower[j] = code.dot(lower[j], word, next(halves))
-        seven = ir.Constant(_INTS, [7] * _LANES)
-        sums = [b.add(b.shl(u, seven), v) for u, v in zip(upper, lower, strict=True)]
-        if self._eight:
-            centre = [code.spread(code.load(row, _I32, 72)) for row in at]
-            sums = [b.add(total, less) for total, less in zip(sums, centre, strict=True)]
-        return sums
 
-    def _scales(self, code: Code, block: Any) -> tuple[Any, Any]:
-        """Return the scales of a block's rows and their minima, None in eight bits."""
-        if self._eight:
-            return code.load(block, _FLOATS, 512), None
-        if self._form == TileFormat.FOUR:
-            return code.load(block, _FLOATS, 256), code.load(block, _FLOATS, 320)
-        halves = [code.load(block, _HALVES, place) for place in (256, 288)]
-        scale, least = (code.builder.fpext(half, _FLOATS) for half in halves)
-        return scale, least
+class _ManyProduct:
+    """Emits the same products of `MANY` rows at a time with tile registers (AMX).
+
+    What these registers read, and what reads their results, waits until memory has it. So the
+    numbers of `SPAN` blocks are written for all rows, and the products of `SPAN` blocks before the
+    first of them is scaled.
+
+    Args:
+        form: The format of the tile.
+    """
+
+    def __init__(self, form: TileFormat) -> None:
+        self._form = form
+        self._eight = form == TileFormat.EIGHT
+
+    def emit(
+        self, code: Code, groups: Any, w: Any, x: Any, wide: Any, blocks: Any,
+        begin: Any, step: Any, out: Any, apart: Any,
+    ) -> None:  # fmt: skip
+        """See `multiply_many`."""
+        b, size = code.builder, self._form.nbytes
+        numbers, sums = code.memory(512 * SPAN), code.memory(64 * MANY * SPAN)
+        totals = code.memory(64 * CHUNK)
+        spans = b.sdiv(b.add(blocks, _I64(SPAN - 1)), _I64(SPAN))
+        with code.loop(spans) as span:
+            first = b.mul(span, _I64(SPAN))
+            left = b.sub(blocks, first)
+            count = b.select(b.icmp_signed("<", left, _I64(SPAN)), left, _I64(SPAN))
+            at_w = code.at(w, b.mul(first, _I64(size)))
+            source, distance = at_w, size
+            if not self._eight:
+                self._expand(code, at_w, count, numbers)
+                source, distance = numbers, 512
+            with code.loop(groups) as group:
+                rows = b.mul(group, _I64(MANY))
+                at_x = code.at(code.at(x, b.mul(rows, wide)), b.mul(first, _I64(ACTIVATION_BYTES)))
+                self._multiply(code, source, distance, at_x, wide, count, sums)
+                kept = code.at(totals, b.mul(rows, _I64(64)))
+                begins = b.icmp_signed("==", span, _I64(0))
+                self._scale(code, at_w, at_x, wide, count, sums, kept, begins)
+        with code.loop(b.mul(groups, _I64(MANY))) as row:
+            before = code.load(begin, _FLOATS, b.mul(step, row))
+            total = code.load(totals, _FLOATS, b.mul(row, _I64(64)))
+            code.store(b.fadd(before, total), out, b.mul(apart, row))
+
+    def _expand(self, code: Code, w: Any, count: Any, to: Any) -> None:
+        """Write the numbers of so many blocks in eight bits."""
+        b = code.builder
+        with code.loop(count) as loop:
+            block = _Block(self._form, code, code.at(w, b.mul(loop, _I64(self._form.nbytes))))
+            block.ask()
+            for i, word in enumerate(block.words()):
+                code.store(word, code.at(to, b.mul(loop, _I64(512))), 64 * i)
+
+    def _multiply(
+        self, code: Code, numbers: Any, size: int, x: Any, wide: Any, count: Any, sums: Any
+    ) -> None:
+        """Write the sums of so many blocks, whose numbers are `size` bytes apart."""
+        b, (activations, matrix, product) = code.builder, TILE_REGISTERS
+        with code.loop(count) as loop:
+            code.tile("tileloadd64", matrix, code.at(numbers, b.mul(loop, _I64(size))), _I64(64))
+            code.tile(
+                "tileloadd64", activations, code.at(x, b.mul(loop, _I64(ACTIVATION_BYTES))), wide
+            )
+            code.tile("tilezero", product)
+            code.tile("tdpbsud", product, activations, matrix)
+            to = code.at(sums, b.mul(loop, _I64(64 * MANY)))
+            code.tile("tilestored64", product, to, _I64(64))
+
+    def _scale(
+        self, code: Code, w: Any, x: Any, wide: Any, count: Any, sums: Any, totals: Any, first: Any
+    ) -> None:
+        """Add sums of so many blocks, scaled, to the totals of `MANY` rows; those of the first
+        blocks to zeros."""
+        b = code.builder
+        kept = [
+            code.variable(b.select(first, _ZEROS, code.load(totals, _FLOATS, 64 * i)))
+            for i in range(MANY)
+        ]
+        rows = [code.at(x, b.mul(wide, _I64(i))) for i in range(MANY)]
+        with code.loop(count) as loop:
+            block = _Block(self._form, code, code.at(w, b.mul(loop, _I64(self._form.nbytes))))
+            place, product = b.mul(loop, _I64(ACTIVATION_BYTES)), b.mul(loop, _I64(64 * MANY))
+            at = [code.at(row, place) for row in rows]
+            products = [code.load(code.at(sums, product), _INTS, 64 * i) for i in range(MANY)]
+            block.add(at, products, kept)
+        for i, total in enumerate(kept):
+            code.store(b.load(total), totals, 64 * i)
+
+
+@instruction
+def begin_tiles(code: Code) -> None:
+    """Give this thread tile registers for products of `MANY` rows."""
+    if not TILES:
+        return
+    widths, heights = (COLUMNS, 64, 64), (MANY, COLUMNS // 4, MANY)
+    setting = struct.pack("<BB14x3H26x3B13x", 1, 0, *widths, *heights)  # LDTILECFG's palette 1
+    memory = code.memory(64)
+    for i in range(0, 64, 4):
+        code.store(_I32(int.from_bytes(setting[i : i + 4], "little")), memory, i)
+    code.tile("ldtilecfg", memory)
+
+
+@instruction
+def end_tiles(code: Code) -> None:
+    """Give the tile registers back."""
+    if TILES:
+        code.tile("tilerelease")
 
 
 @instruction
@@ -409,6 +596,20 @@ def multiply(
             )
             with b.if_then(same):
                 _TileProduct(each, rows).emit(code, w, x, wide, blocks, begin, step, out, apart)
+
+
+@instruction
+def multiply_many(
+    code: Code, form: Any, groups: Any, w: Any, x: Any, wide: Any, blocks: Any,
+    begin: Any, step: Any, out: Any, apart: Any,
+) -> None:  # fmt: skip
+    """Write the same products of `MANY` * `groups` rows, at most `CHUNK`; see `multiply`."""
+    if not TILES:
+        return
+    b = code.builder
+    for each in TileFormat:
+        with b.if_then(b.icmp_signed("==", form, _I64(each))):
+            _ManyProduct(each).emit(code, groups, w, x, wide, blocks, begin, step, out, apart)
 
 
 @instruction
@@ -478,9 +679,8 @@ def soften(code: Code, x: Any, blocks: Any, factor: Any) -> None:
     b.store(_ZEROS, total)
     with code.loop(blocks) as loop:
         value = code.load(x, _FLOATS, b.mul(loop, _I64(64)))
-        new = code.call("llvm.maximum.v16f32", _FLOATS, b.load(largest), value)
-        b.store(new, largest)
-    most = code.spread(code.reduced("fmaximum", b.load(largest)))
+        b.store(code.larger(b.load(largest), value), largest)
+    most = code.spread(code.largest(b.load(largest)))
     times = code.spread(code.load(factor, _F32))
     with code.loop(blocks) as loop:
         place = b.mul(loop, _I64(64))

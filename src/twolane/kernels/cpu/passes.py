@@ -10,15 +10,21 @@ from enum import IntEnum
 from twolane.kernels.cpu.compiler import Program
 from twolane.kernels.cpu.formats import ACTIVATION_BYTES
 from twolane.kernels.cpu.instructions import (
+    CHUNK,
     INSTRUCTIONS,
+    MANY,
+    TILES,
     Code,
     add,
+    begin_tiles,
     copy,
+    end_tiles,
     futex,
     gate,
     give_way,
     hide,
     multiply,
+    multiply_many,
     normalise,
     pause,
     quantise,
@@ -34,8 +40,6 @@ _WAIT, _WAKE = 128, 129
 """Operations of futex(2) within a process."""
 SPINS = 2000
 """Turns that a thread waits for others before it gives its core away for a moment."""
-CHUNK = 64
-"""Rows of a product's task at most."""
 FEW = 8
 """Tokens of one sequence that an attention task has at most, and rows of a norm's."""
 
@@ -149,6 +153,10 @@ def _rows(
 ) -> None:
     """Multiply any number of rows with a tile; see `multiply`."""
     done = 0
+    if TILES and rows >= MANY:
+        groups = rows // MANY
+        multiply_many(form, groups, w, x, wide, blocks, begin, step, out, apart)
+        done = groups * MANY
     while done < rows:
         left = rows - done
         count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
@@ -322,6 +330,9 @@ def _product(p: int, index: int) -> None:
 
 def _do(kind: int, layer: int, p: int, index: int, scratch: int) -> None:
     """Do one task of a job."""
+    many = TILES and _get(p, PassField.ROWS) >= MANY
+    if many:
+        begin_tiles()
     if kind == JobKind.NORM:
         _norm_rows(_get(layer, LayerField.NORM), p, index * FEW, scratch)
     elif kind == JobKind.PROJECT:
@@ -343,6 +354,8 @@ def _do(kind: int, layer: int, p: int, index: int, scratch: int) -> None:
         _quantise_rows(p, index * FEW)
     else:
         _product(p, index)
+    if many:
+        end_tiles()
 
 
 def _tasks(kind: int, p: int) -> int:

@@ -37,7 +37,9 @@ def functions() -> compiler.Compiled:
         return passes.program().object_code()
 
     code = make() if folder is None else compiler.kept(folder, sources, make)
-    return compiler.Compiled(code, passes.EXPORTED)
+    compiled = compiler.Compiled(code, passes.EXPORTED)
+    compiler.release()
+    return compiled
 
 
 class Team:

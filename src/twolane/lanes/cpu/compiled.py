@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.cpu.formats import TileFormat
-from twolane.kernels.cpu.passes import CHUNK, FEW, LayerField, PassField
+from twolane.kernels.cpu.instructions import CHUNK
+from twolane.kernels.cpu.passes import FEW, LayerField, PassField
 from twolane.kernels.cpu.product import ZEROS, blocks_of
 from twolane.kernels.cpu.team import Ints, own_team
 from twolane.model.attention import Batch, KVCache

@@ -296,8 +296,12 @@ class _Loader:
         if not even:
             head = Matrix.plain(self._filled(head.values))
         norm, scales = self._get("model.norm.weight") * self.spec.logit_scale, None
-        if self.eight_bits and checkpoint.EMBEDDING in self.facts.rounded:
+        if tied and head.scheme == "tiles":
+            embedding = head.values
+        elif self.eight_bits and checkpoint.EMBEDDING in self.facts.rounded:
             embedding, scales = int8.quantise_rows(embedding)
+        matrices = [head, *(matrix for layer in layers for matrix in layer.matrices)]
+        tiles.move_together([each.values for each in matrices if each.scheme == "tiles"])
         inputs = self._token_inputs() if self.spec.layer_inputs else None
         weights = Weights(embedding, tuple(layers), norm, head, inputs, scales)
         progress("weights", 1.0)
