@@ -26,15 +26,17 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from twolane.common.resources import SECRET
+from twolane.fleet.process import LAUNCH
 
 PROGRAMS = (
-    *(("-m", "twolane"), ("-m", "twolane.engine")),
+    *(("-m", "twolane"), ("-m", "twolane.engine"), ("-c", LAUNCH)),
     *(("-m", "twolane.lanes.ranks.cpu_follower"), ("-m", "tests.found")),
 )
 """What is forked: the first words after the interpreter."""
@@ -239,6 +241,8 @@ def main() -> None:
         control = become(start, files, control)
         own, its = socket.socketpair()
         if os.fork() == 0:  # the zygote of what this program starts
+            for foreign in (own, control):  # their numbers will be others' when they are deleted
+                foreign.detach()
             control = stand_by(its)
             continue
         its.close()
@@ -346,9 +350,14 @@ def name_process(name: str) -> None:
 def run(words: Sequence[str]) -> None:
     """Run a program as the interpreter runs it, to its end."""
     sys.orig_argv[:] = words
-    sys.path[0] = str(Path.cwd())
-    sys.argv = list(words[2:])
-    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    if words[1] == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = list(words[2:])
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = ["-c", *words[3:]]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(words[2], vars(sys.modules["__main__"]))
 
 
 def placed() -> tuple[int, set[int]]:
