@@ -36,6 +36,8 @@ KEY = "secret"
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+TEXT = {"type": "document", "source": {"type": "text", "data": "Rome"}}
+CITED = {**TEXT, "citations": {"enabled": True}}
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}
 
 
@@ -286,6 +288,10 @@ def test_tokens_are_counted(client):
         (
             {"messages": [{"role": "user", "content": [PDF]}]},
             "messages[0].content[0].source.type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [CITED]}]},
+            "messages[0].content[0].citations",
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """Messages of /v1/messages, converted to those of /v1/chat/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -36,6 +36,9 @@ class TextSource(Body):
 
 class DocumentBlock(ContentBlock):
     """A text document; its title and context are put before it."""
+
+    inert = ContentBlock.inert - {"citations"}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"citations": ({"enabled": False}, {})}
 
     type: Literal["document"]
     source: TextSource
