@@ -17,15 +17,8 @@ from twolane.common.errors import FieldError
 from twolane.devices import OnProgress
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import fitted, read_profile
+from twolane.estimate import query
 from twolane.estimate.base import Estimator
-from twolane.estimate.query import (
-    Corunner,
-    LaunchShape,
-    Load,
-    decode_step,
-    hybrid_pass,
-    prefill_slice,
-)
 from twolane.lanes.settings import LaneSizes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.model.spec import ModelSpec
@@ -46,7 +39,7 @@ ROWS_ALIKE, TOKENS_ALIKE = 8, 128
 class EmulatedLaunch(NamedTuple):
     """A step of work in the form of the estimator's queries."""
 
-    shape: LaunchShape
+    shape: query.LaunchShape
     units: int
     scale: float
     """Factor of its own noise."""
@@ -109,16 +102,16 @@ class EmulatedDevice(DeviceModel):
             scale = self._off(self._uneven.noise)
             # Factor by which an outlier takes longer than other decode steps.
             scale *= 1.3 if self._rng.random() < self._uneven.outliers else 1.0
-            return EmulatedLaunch(decode_step(Load.decode(rows)), units, scale)
+            return EmulatedLaunch(query.decode_step(query.Load.decode(rows)), units, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
         new, reused = [row.count for row in prompts], [row.start for row in prompts]
         if isinstance(work, PrefillWork):
             layers = work.last - work.first
-            shape = prefill_slice(Load(new, reused), layers, finishes=work.finishes)
+            shape = query.prefill_slice(query.Load(new, reused), layers, finishes=work.finishes)
             return EmulatedLaunch(shape, units, self._off(self._uneven.noise))
         contexts = [row.position for row in work.decode]
-        load = Load([*[1] * len(contexts), *new], [*contexts, *reused])
-        return EmulatedLaunch(hybrid_pass(load), units, self._off(self._uneven.noise / 2))
+        load = query.Load([*[1] * len(contexts), *new], [*contexts, *reused])
+        return EmulatedLaunch(query.hybrid_pass(load), units, self._off(self._uneven.noise / 2))
 
     def _off(self, deviation: float) -> float:
         return math.exp(self._rng.normal(0.0, deviation))
@@ -130,7 +123,7 @@ class EmulatedDevice(DeviceModel):
         other = next((o for o in others if o.shape.kind not in unlike), None)
         if shape.kind == "hybrid":
             other = None
-        corunner = Corunner(other.shape.load, other.units) if other else None
+        corunner = query.Corunner(other.shape.load, other.units) if other else None
         seconds = self._truth.predict(shape, one.units, corunner)
         assert seconds is not None, "a fitted estimator answers"
         state = (one.configuration, other and other.configuration)

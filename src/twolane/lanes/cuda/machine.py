@@ -34,14 +34,8 @@ from twolane.lanes.cuda.layer_graphs import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.settings import LaneSizes, without_adapters
+from twolane.model import gpu_decoder
 from twolane.model.decoder import Weights
-from twolane.model.gpu_decoder import (
-    GpuDecoder,
-    GpuKVCache,
-    GpuStatePool,
-    Workspace,
-    layer_matrices,
-)
 from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
 from twolane.model.page_layout import PageLayout
 from twolane.model.spec import ModelSpec
@@ -91,7 +85,7 @@ class CudaMachine:
         """The decode graphs', if it is not the decode lane's."""
         self.min_free: int | None = None
         """`free_bytes` of the rank that has the fewest, when it is known."""
-        self.decoder = GpuDecoder(spec, weights, rank, self.tp)
+        self.decoder = gpu_decoder.GpuDecoder(spec, weights, rank, self.tp)
         _check_built(spec, self.tp)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
@@ -131,7 +125,7 @@ class CudaMachine:
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         shard, meta = self.decoder.shard, torch.device("meta")
         channel = NullChannel(shard.rank, shard.size) if shard.size > 1 else None
-        workspace = Workspace(shard.local, self.decoder.dtype, meta, channel)
+        workspace = gpu_decoder.Workspace(shard.local, self.decoder.dtype, meta, channel)
         workspace.reserve(tokens)
         hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
         # Pages that prefill attention widens, in both of its workspaces.
@@ -230,12 +224,14 @@ class CudaMachine:
         _reserve_pinned()
         return runner
 
-    def kv_cache(self, sizes: LaneSizes) -> GpuKVCache:
+    def kv_cache(self, sizes: LaneSizes) -> gpu_decoder.GpuKVCache:
         """Allocate the KV pool."""
         spec, pages, page_size = self.decoder.spec, sizes.pages, sizes.page_size
-        states = GpuStatePool(spec, sizes.slots + sizes.snapshots, self.decoder.dtype, self.device)
+        states = gpu_decoder.GpuStatePool(
+            spec, sizes.slots + sizes.snapshots, self.decoder.dtype, self.device
+        )
         pool = pages, page_size, self._kv_dtype, self.device
-        return GpuKVCache(spec, *pool, states=states, layout=self.decoder.layout)
+        return gpu_decoder.GpuKVCache(spec, *pool, states=states, layout=self.decoder.layout)
 
     def _warm_up(self, lanes: CudaLanes, sizes: LaneSizes) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
@@ -331,7 +327,7 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
 def _check_schemes(weights: Weights) -> None:
     """Refuse matrices that the products on a GPU are not made for."""
     layers = weights.layers
-    products = {(op, m.scheme) for layer in layers for op, m in layer_matrices(layer)}
+    products = {(op, m.scheme) for layer in layers for op, m in gpu_decoder.layer_matrices(layer)}
     for operation, scheme in sorted({("logits", weights.head.scheme), *products}):
         if scheme not in SERVED_SCHEMES:
             what = "experts" if operation == "experts" else "matrices"

@@ -5,14 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from twolane.model.families.family import (
-    ROPE_TYPES,
-    ExpertNames,
-    Family,
-    GGUFFacts,
-    GGUFKeys,
-    HFConfig,
-)
+from twolane.model.families import family
 from twolane.model.spec import Heads, LayerKind, MoeSpec, RopeType, UnsupportedModel
 
 _ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -24,11 +17,14 @@ _ROPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class Gemma4Config(HFConfig, kw_only=True):
+class Gemma4Config(family.HFConfig, kw_only=True):
     """Gemma 4's fields and defaults."""
 
     ropes_by_type: ClassVar[bool] = True
-    rope_types: ClassVar[Mapping[str, RopeType]] = {**ROPE_TYPES, "proportional": "proportional"}
+    rope_types: ClassVar[Mapping[str, RopeType]] = {
+        **family.ROPE_TYPES,
+        "proportional": "proportional",
+    }
 
     vocab_size: int = 262_144
     hidden_size: int = 2304
@@ -137,7 +133,7 @@ class Gemma4Config(HFConfig, kw_only=True):
         return MoeSpec(experts, each, width, beside_dense=True)
 
 
-def _config_of(file: GGUFKeys) -> dict[str, Any]:
+def _config_of(file: family.GGUFKeys) -> dict[str, Any]:
     """Return the fields of `config.json` that a GGUF file says."""
     layers = int(file.key("block_count"))
 
@@ -183,7 +179,7 @@ def _config_of(file: GGUFKeys) -> dict[str, Any]:
     }
 
 
-def _ropes_of(file: GGUFKeys) -> dict[str, Any]:
+def _ropes_of(file: family.GGUFKeys) -> dict[str, Any]:
     """Return the rotations of both types of layers: the divisors of a file are those of layers
     without a window."""
     turned = [divisor < _UNTURNED for divisor in file.numbers("rope_freqs.weight")]
@@ -210,7 +206,7 @@ _TINY = {
 }
 _ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
-FAMILY = Family(
+FAMILY = family.Family(
     name="gemma4_text",
     architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     vision={
@@ -226,7 +222,7 @@ FAMILY = Family(
         "mlp_out_norm": "post_feedforward_layernorm",
     },
     qk_norm="head",
-    experts=ExpertNames(
+    experts=family.ExpertNames(
         router="router.proj",
         expert="experts.{}",
         stack="experts",
@@ -237,7 +233,7 @@ FAMILY = Family(
             "mlp_out_norm": "post_feedforward_layernorm_1.weight",
         },
     ),
-    gguf=GGUFFacts(("gemma4",), config=_config_of),
+    gguf=family.GGUFFacts(("gemma4",), config=_config_of),
     fixtures={
         "gemma4": {**_TINY, **_ONE_HEAD},
         "gemma4-moe": {

@@ -9,15 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from pydantic import BaseModel
 
+from twolane.frontend import sandbox
 from twolane.frontend.body import IGNORED
-from twolane.frontend.sandbox import (
-    LONG_WORK_NICENESS,
-    Limits,
-    QueueFull,
-    Sandbox,
-    SandboxError,
-    WorkerLost,
-)
 from twolane.server.http.errors import ApiError, queue_full, worker_lost
 from twolane.server.http.gate import CLIENT
 
@@ -27,7 +20,7 @@ milliseconds."""
 IGNORING = " ignoring"
 """Suffix of a model's name if unknown fields have no effect."""
 MODULE = "twolane.server.http.body_check_worker"
-LIMITS = Limits(seconds=10.0, memory=1 << 30)
+LIMITS = sandbox.Limits(seconds=10.0, memory=1 << 30)
 
 
 class BodyRefusal(msgspec.Struct, frozen=True):
@@ -43,8 +36,8 @@ class BodyChecker:
     """Checks bodies, with clients in rotation, in a process that starts with the first body."""
 
     def __init__(self) -> None:
-        self._sandbox = Sandbox(MODULE, b"", LIMITS, "large bodies wait to be read")
-        self._queue = self._sandbox.queue(LONG_WORK_NICENESS)
+        self._sandbox = sandbox.Sandbox(MODULE, b"", LIMITS, "large bodies wait to be read")
+        self._queue = self._sandbox.queue(sandbox.LONG_WORK_NICENESS)
         self._closed = False
 
     async def check(self, model: type[BaseModel], body: Sequence[bytes]) -> None:
@@ -57,11 +50,11 @@ class BodyChecker:
         name = f"{model.__module__}:{model.__qualname__}{unknown}\n".encode()
         try:
             reply = await self._queue.run([name, *body], CLIENT.get())
-        except QueueFull as error:
+        except sandbox.QueueFull as error:
             raise queue_full(str(error)) from error
-        except WorkerLost as error:
+        except sandbox.WorkerLost as error:
             raise worker_lost(str(error)) from error
-        except (SandboxError, OSError, EOFError) as error:
+        except (sandbox.SandboxError, OSError, EOFError) as error:
             if self._closed:
                 message = "the server is shutting down"
                 raise ApiError(503, message, code="unavailable") from error

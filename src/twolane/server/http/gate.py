@@ -14,16 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twolane.server.http import bodies
 from twolane.server.http.believed import HostCheck, check_path
-from twolane.server.http.bodies import (
-    ARRIVING_BYTES,
-    ArrivingBytes,
-    BodyReader,
-    ParsingTurn,
-    ParsingTurns,
-    RestOfBody,
-    too_large,
-)
 from twolane.server.http.calls import Call, set_key, set_reason
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_for
@@ -99,9 +91,9 @@ class Gate:
         self._keeps_bodies = keeps_bodies
         self._on_refusal = on_refusal
         self._check_call = check_call
-        self._max_bytes = max(ARRIVING_BYTES, 4 * max_body_bytes)
-        self._arriving = ArrivingBytes(self._max_bytes)
-        self._turns = ParsingTurns()
+        self._max_bytes = max(bodies.ARRIVING_BYTES, 4 * max_body_bytes)
+        self._arriving = bodies.ArrivingBytes(self._max_bytes)
+        self._turns = bodies.ParsingTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -113,7 +105,7 @@ class Gate:
         send = with_request_id(send, id, scope["path"])
         try:
             check_room(scope)
-            rest = RestOfBody(scope, receive, send, self._max_bytes)
+            rest = bodies.RestOfBody(scope, receive, send, self._max_bytes)
             receive, send = rest.receive, rest.send
             key = self.check(scope, headers)
             CLIENT.set(client(scope) if key is None else f"key {key}")
@@ -134,7 +126,7 @@ class Gate:
         elif connection is not None:  # nobody tells when it has been parsed
             connection.end_turn()
         bounds = self._max_body_bytes, self._arriving, whose
-        body = BodyReader(receive, *bounds, kept=kept, turn=turn)
+        body = bodies.BodyReader(receive, *bounds, kept=kept, turn=turn)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -152,7 +144,7 @@ class Gate:
         check_path(scope)
         key = self._check_key(scope, headers)
         if int(headers.get("content-length", "0")) > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
+            raise bodies.too_large(self._max_body_bytes)
         return key
 
     def _check_key(self, scope: Scope, headers: Headers) -> int | None:
@@ -182,7 +174,7 @@ class Gate:
         return place
 
 
-def parsed(turn: ParsingTurn, connection: Connection | None) -> None:
+def parsed(turn: bodies.ParsingTurn, connection: Connection | None) -> None:
     """Let the next calls of a client be read and parsed."""
     turn.end()
     if connection is not None:

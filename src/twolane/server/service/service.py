@@ -27,13 +27,7 @@ from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError, queue_full, worker_lost
 from twolane.server.http.gate import CLIENT
 from twolane.server.options import ServerOptions
-from twolane.server.service.accounting import (
-    AdmissionObserver,
-    RequestAccounting,
-    TracedRequest,
-    Tracer,
-    begin_traces,
-)
+from twolane.server.service import accounting
 from twolane.server.service.admission import Admission
 from twolane.server.service.availability import Availability
 from twolane.server.service.late_guard import LateGuard
@@ -62,7 +56,7 @@ class Service:
         texts: Texts,
         model_name: str,
         options: ServerOptions,
-        observer: AdmissionObserver,
+        observer: accounting.AdmissionObserver,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         formats: ModelFormats | None = None,
         embedding: Embedding = NO_EMBEDDING,
@@ -88,7 +82,7 @@ class Service:
         self._salt_per_key = options.salt_per_key
         self.late_guard = LateGuard(engine, self.admission, on=options.refuse_late)
         self._observer = observer
-        self.tracing: Tracer | None = None
+        self.tracing: accounting.Tracer | None = None
         """Tracing of requests; None: not traced."""
         self.availability = Availability(engine, lambda: self.problem)
         formats = formats or ModelFormats(texts.template_source, shows_tools=texts.shows_tools)
@@ -216,11 +210,13 @@ class Service:
         self.admission.enter(len(answers), request.counted_by, key=call.key, tokens=tokens)
         if request.adapter is not None:
             self._observer.count_adapter(request.adapter, len(answers))
-        traces: Sequence[TracedRequest] = ()
+        traces: Sequence[accounting.TracedRequest] = ()
         if self.tracing is not None:
             name = request.adapter or self.model_name
-            traces = begin_traces(self.tracing, prepared, name, answers, call)
-        account = RequestAccounting(self.admission, self.availability, answers, call, traces)
+            traces = accounting.begin_traces(self.tracing, prepared, name, answers, call)
+        account = accounting.RequestAccounting(
+            self.admission, self.availability, answers, call, traces
+        )
         if expected is not None and len(answers) == 1 and prepared.params.grammar is None:
             account.on_first = self.late_guard.await_first(expected)
         try:
