@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import aiohttp
@@ -54,24 +55,18 @@ class _Adapter(msgspec.Struct):
     lora_name: str = ""
 
 
+@dataclass(eq=False)
 class Broadcast:
-    """Makes changes at all replicas, one change after the other.
+    """Makes changes at all replicas, one change after the other."""
 
-    Args:
-        session: HTTP client for requests to replicas.
-        headers: Headers that authorise the fleet at a replica.
-        members: returns the replicas that take requests.
-    """
+    session: aiohttp.ClientSession
+    """HTTP client for requests to replicas."""
+    headers: Mapping[str, str]
+    """Headers that authorise the fleet at a replica."""
+    members: Callable[[], Sequence[Changed]]
+    """Returns the replicas that take requests."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        headers: Mapping[str, str],
-        members: Callable[[], Sequence[Changed]],
-    ) -> None:
-        self._session = session
-        self._members = members
-        self._headers = headers
+    def __post_init__(self) -> None:
         self._lock = asyncio.Lock()
         self.adapters: dict[str, bytes] = {}
         """Adapters that every replica should have, as in `Changed.adapters`."""
@@ -85,9 +80,9 @@ class Broadcast:
         if path == UNLOAD:
             return await self._unload_all(body, headers)
         if path != LOAD:
-            return await self._ask_all(self._members(), path, body, headers, None)
+            return await self._ask_all(self.members(), path, body, headers, None)
         async with self._lock:  # whoever is brought up to date meanwhile is a member behind it
-            members = self._members()
+            members = self.members()
             replies = await self._ask_all(members, path, body, headers, LOCKED_SECONDS)
             loaded = [each for each in members if replies[each.name].status == 200]
             if any(each.status not in (200, LOST) for each in replies.values()):
@@ -101,7 +96,7 @@ class Broadcast:
         adapter ends."""
         name = _name(body)
         loaded = self.adapters.pop(name, None)
-        replies = await self._ask_all(self._members(), UNLOAD, body, headers, None)
+        replies = await self._ask_all(self.members(), UNLOAD, body, headers, None)
         if loaded is not None and not any(each.status == 200 for each in replies.values()):
             self.adapters.setdefault(name, loaded)
         return replies
@@ -125,10 +120,10 @@ class Broadcast:
             refused: set[str] = set()
             while (missed := self._missed(member, refused)) is not None:
                 if missed in member.adapters:
-                    await self._unload(member, missed, self._headers)
+                    await self._unload(member, missed, self.headers)
                     continue
                 reply = await self._ask(
-                    member, LOAD, self.adapters[missed], self._headers, LOCKED_SECONDS
+                    member, LOAD, self.adapters[missed], self.headers, LOCKED_SECONDS
                 )
                 if reply.status != 200:
                     refused.add(missed)
@@ -173,7 +168,7 @@ class Broadcast:
         return reply
 
     async def _post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        async with self._session.post(url, data=body, headers=headers) as answer:
+        async with self.session.post(url, data=body, headers=headers) as answer:
             return Reply(answer.status, await answer.read())
 
 

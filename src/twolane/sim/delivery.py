@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,24 +27,18 @@ class HostCosts:
     """The client reads a token."""
 
 
+@dataclass(eq=False)
 class DeliveryModel:
-    """The API process and the client's process, each a queue that serves in order of due times.
+    """The API process and the client's process, each a queue that serves in order of due times."""
 
-    Args:
-        factor: How many times slower than `HostCosts` the host is.
-        hear: called with (seconds, outputs) as the client reads outputs.
-        report: called with the messages that the API process sends to the engine.
-    """
+    factor: float
+    """How many times slower than `HostCosts` the host is."""
+    hear: Callable[[float, Outputs], None]
+    """Called with (seconds, outputs) as the client reads outputs."""
+    report: Callable[[DeliveryLateness], None]
+    """Called with the messages that the API process sends to the engine."""
 
-    def __init__(
-        self,
-        factor: float,
-        hear: Callable[[float, Outputs], None],
-        report: Callable[[DeliveryLateness], None],
-    ) -> None:
-        self._factor = factor
-        self._hear = hear
-        self._report = report
+    def __post_init__(self) -> None:
         self._order = itertools.count()
         self._stats = Stats()
         self._waiting: list[tuple[float, int, Output | None]] = []
@@ -62,7 +57,7 @@ class DeliveryModel:
         for output in news.outputs:
             due = at if output.due is None else max(at, output.due)
             heapq.heappush(self._waiting, (due, next(self._order), output))
-        self._hear(at, msgspec.structs.replace(news, outputs=[]))
+        self.hear(at, msgspec.structs.replace(news, outputs=[]))
         self._deliver(at)
 
     def flush(self) -> None:
@@ -75,7 +70,7 @@ class DeliveryModel:
             if output is None:
                 self._write(due, HostCosts.intake)
             else:
-                self._hear(self._read(due, output), Outputs([output], [], self._stats))
+                self.hear(self._read(due, output), Outputs([output], [], self._stats))
 
     def _read(self, due: float, output: Output) -> float:
         """Return when the client has read an output."""
@@ -87,12 +82,12 @@ class DeliveryModel:
         if output.due is not None:
             spread = self._lateness.add(due, written)
             if spread is not None:
-                self._report(DeliveryLateness(spread))
+                self.report(DeliveryLateness(spread))
         takes = HostCosts.client_first if first else HostCosts.client_token
-        self._client_free = max(written, self._client_free) + self._factor * takes
+        self._client_free = max(written, self._client_free) + self.factor * takes
         return self._client_free
 
     def _write(self, due: float, takes: float) -> float:
         """Return when the API process has done work that is due at `due` seconds."""
-        self._server_free = max(due, self._server_free) + self._factor * takes
+        self._server_free = max(due, self._server_free) + self.factor * takes
         return self._server_free

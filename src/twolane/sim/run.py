@@ -202,24 +202,18 @@ class _OpenRequest:
     cached: int | None = None
 
 
+@dataclass(eq=False)
 class Ledger:
-    """Makes records from the engines' outputs.
+    """Makes records from the engines' outputs."""
 
-    Args:
-        requests: The workload's requests; the id of each is its index as text.
-        on_record: see `simulate`.
-        on_tokens: see `simulate`.
-    """
+    requests: Sequence[TraceRequest]
+    """The workload's requests; the id of each is its index as text."""
+    on_record: Callable[[Record], bool]
+    """See `simulate`."""
+    on_tokens: Callable[[int, Sequence[float], int], bool]
+    """See `simulate`."""
 
-    def __init__(
-        self,
-        requests: Sequence[TraceRequest],
-        on_record: Callable[[Record], bool],
-        on_tokens: Callable[[int, Sequence[float], int], bool],
-    ) -> None:
-        self._requests = requests
-        self._on_record = on_record
-        self._on_tokens = on_tokens
+    def __post_init__(self) -> None:
         self._open: dict[str, _OpenRequest] = {}
         self.served: list[Served] = []
         self.launches = LaunchCounts()
@@ -238,7 +232,7 @@ class Ledger:
     def interrupt(self, at: float) -> None:
         """Record the open requests as interrupted, like a stopped client."""
         ended = {one.record.index for one in self.served}
-        for index, asked in enumerate(self._requests):
+        for index, asked in enumerate(self.requests):
             if index not in ended and (asked.arrival or 0.0) <= at:
                 request = self._open.get(str(index), _OpenRequest())
                 self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
@@ -256,7 +250,7 @@ class Ledger:
             config=config.bench,
             model=config.engine.model,
             date=datetime.now().astimezone(),
-            workload=tuple(self._requests),
+            workload=tuple(self.requests),
             records=records,
             duration=max((record.ended for record in records), default=0.0),
             interrupted=self.stopped,
@@ -271,7 +265,7 @@ class Ledger:
             request = self._open[output.id] = _OpenRequest(cached=output.cached)
         at = at if output.due is None else max(at, output.due)
         request.times += [at] * len(output.tokens)
-        if output.tokens and self._on_tokens(int(output.id), request.times, len(output.tokens)):
+        if output.tokens and self.on_tokens(int(output.id), request.times, len(output.tokens)):
             self.stopped = True
             self.stop()
         if output.finish is not None:
@@ -286,14 +280,14 @@ class Ledger:
         self, at: float, name: str, outcome: str, error: str, request: _OpenRequest, times: Times
     ) -> None:
         record = self._add(at, int(name), outcome, error, request, times)
-        if self._on_record(record):
+        if self.on_record(record):
             self.stopped = True
             self.stop()
 
     def _add(
         self, at: float, index: int, outcome: str, error: str, request: _OpenRequest, times: Times
     ) -> Record:
-        asked = self._requests[index]
+        asked = self.requests[index]
         record = Record(
             index=index,
             asked_prompt=asked.prompt_tokens,

@@ -1,7 +1,7 @@
 """Parser of a whole answer: thinking, text and tool calls."""
 
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from twolane.common.checked_json import Json
 from twolane.frontend.parsers.json_call import is_object
@@ -32,29 +32,22 @@ class ParsedCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
+@dataclass(eq=False)
 class AnswerReader:
-    """Parses an answer's text incrementally, and keeps its parts.
+    """Parses an answer's text incrementally, and keeps its parts."""
 
-    Args:
-        reasoning: tells the thinking apart; None: the model does not think.
-        tools: finds tool calls in what is left; None: there can be none.
-        unclosed: finds calls with which the thinking ends; None: there can be none.
-        several: true if more than the first call is kept.
-    """
+    reasoning: Parser | None = None
+    """Tells the thinking apart; None: the model does not think."""
+    tools: Parser | None = None
+    """Finds tool calls in what is left; None: there can be none."""
+    _: KW_ONLY
+    unclosed: CallsInThinking | None = None
+    """Finds calls with which the thinking ends; None: there can be none."""
+    several: bool = True
+    """Whether more than the first call is kept."""
 
-    def __init__(
-        self,
-        reasoning: Parser | None = None,
-        tools: Parser | None = None,
-        *,
-        unclosed: CallsInThinking | None = None,
-        several: bool = True,
-    ) -> None:
-        self._several = several
+    def __post_init__(self) -> None:
         self.calls: list[ParsedCall] = []
-        self._reasoning_parser = reasoning
-        self._tools_parser = tools
-        self._unclosed = unclosed
         self._thinking: list[str] = []
         self._content: list[str] = []
         self._called = False
@@ -73,7 +66,7 @@ class AnswerReader:
     @property
     def only_thinks(self) -> bool:
         """Whether the answer so far is only thinking."""
-        kept_back = self._unclosed is not None and self._unclosed.holds
+        kept_back = self.unclosed is not None and self.unclosed.holds
         return any(self._thinking) and not (any(self._content) or self.calls or kept_back)
 
     @property
@@ -111,10 +104,10 @@ class AnswerReader:
 
     def _dropped(self, piece: CallStart | CallArguments) -> bool:
         """Return whether a piece belongs to a call that is not kept."""
-        return piece.index > 0 and not self._several
+        return piece.index > 0 and not self.several
 
     def _split(self, text: str, *, ended: bool) -> list[Piece]:
-        reasoning, tools = self._reasoning_parser, self._tools_parser
+        reasoning, tools = self.reasoning, self.tools
         pieces: list[Piece] = [Content(text)] if text else []
         if reasoning is not None:
             pieces = reasoning.feed(text) + (reasoning.finish() if ended else [])
@@ -124,13 +117,13 @@ class AnswerReader:
         for piece in pieces:
             match piece:
                 case Content(text):
-                    found += self._unclosed.release() if self._unclosed is not None else []
+                    found += self.unclosed.release() if self.unclosed is not None else []
                     found += tools.feed(text)
-                case Reasoning(text) if self._unclosed is not None:
-                    found += self._unclosed.feed(text)
+                case Reasoning(text) if self.unclosed is not None:
+                    found += self.unclosed.feed(text)
                 case _:
                     found.append(piece)
         if ended:
-            found += self._unclosed.finish() if self._unclosed is not None else []
+            found += self.unclosed.finish() if self.unclosed is not None else []
             found += tools.finish()
         return found

@@ -15,8 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twolane.kernels.delta_rule import decode
 from twolane.kernels.delta_rule.convolution import PromptStates, convolved_chunk, keep_inputs
+from twolane.kernels.delta_rule.decode import (
+    LinearLayer,
+    channels,
+    decay_of,
+    gate_heads,
+    normalised,
+)
 from twolane.kernels.delta_rule.rule import StatePart
 from twolane.kernels.runtime.launch import launch, power_of_2
 
@@ -76,12 +82,12 @@ def _convolve(
     row = first + tl.arange(0, CHUNK)[:, None]
     there = row < tl.load(segment).to(tl.int64) + tl.load(segment + 1)
     dim = tl.arange(0, BLOCK)[None, :]
-    channel, some = decode.channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
+    channel, some = channels(head, dim, KEY_HEADS, KEY_DIM, VALUE_DIM)
     WIDTH: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     given = x, taps, conv, segment, first, channel, some, x_stride, channel_stride, tap_stride
     value = convolved_chunk(*given, WIDTH, TAPS, False, CHUNK, BLOCK)
     heads = head + tl.zeros([CHUNK, 1], dtype=tl.int32)
-    value = decode.normalised(value, heads, KEY_HEADS, KEY_DIM).to(mixed.dtype.element_ty)
+    value = normalised(value, heads, KEY_HEADS, KEY_DIM).to(mixed.dtype.element_ty)
     tl.store(mixed + row * WIDTH + channel, value, mask=there & some)
 
 
@@ -93,7 +99,7 @@ def _decays(
     logarithmic decays."""
     rate = tl.load(rates + row * rate_stride + head, mask=there, other=0.0).to(tl.float32)
     raw = tl.load(rates + row * rate_stride + VALUE_HEADS + head, mask=there, other=0.0)
-    g = tl.where(there, decode.decay_of(raw, tl.load(shift + head), tl.load(decay + head)), 0.0)
+    g = tl.where(there, decay_of(raw, tl.load(shift + head), tl.load(decay + head)), 0.0)
     return tl.where(there, 1.0 / (1.0 + tl.exp(-rate)), 0.0), tl.cumsum(g, axis=0)
 
 
@@ -206,7 +212,7 @@ def _scan(
 def prompt_pass(
     x: Tensor,
     rates: Tensor,
-    layer: decode.LinearLayer,
+    layer: LinearLayer,
     prompts: Sequence[PromptStates],
     room: PromptRoom,
     out: Tensor,
@@ -224,12 +230,10 @@ def prompt_pass(
     for part in prompts:
         _convolve_prompts(x, layer, part, room.mixed)
         _move_states(rates, layer, part, room, out)
-    decode.gate_heads(out, x, layer)
+    gate_heads(out, x, layer)
 
 
-def _convolve_prompts(
-    x: Tensor, layer: decode.LinearLayer, prompts: PromptStates, mixed: Tensor
-) -> None:
+def _convolve_prompts(x: Tensor, layer: LinearLayer, prompts: PromptStates, mixed: Tensor) -> None:
     """Write the convolved rows to `mixed`, and keep the last inputs; see `prompt_pass`."""
     delta, lists = layer.delta, (prompts.segments, prompts.chunks)
     block = power_of_2(max(delta.key_dim, delta.value_dim))
@@ -242,7 +246,7 @@ def _convolve_prompts(
 
 
 def _move_states(
-    rates: Tensor, layer: decode.LinearLayer, prompts: PromptStates, room: PromptRoom, out: Tensor
+    rates: Tensor, layer: LinearLayer, prompts: PromptStates, room: PromptRoom, out: Tensor
 ) -> None:
     """Move the states of the rule over the convolved rows, `room.mixed`; see `prompt_pass`."""
     parameters, delta = layer.parameters, layer.delta

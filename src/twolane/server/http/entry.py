@@ -3,6 +3,7 @@ model's API, and before that one, refusals of calls by their heads alone."""
 
 import re
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -47,31 +48,25 @@ class Entry:
         return None if self.early is None else self.early.refuse(data, default_headers, unread)
 
 
+@dataclass(eq=False)
 class EarlyGate:
     """Refuses calls by their heads as `gate` would, at a quarter of the time.
 
     In an overload most calls are refused, and the time that this takes is missing to the others.
-
-    Args:
-        gate: Checks hosts, paths and keys.
-        paths: The paths of calls.
-        watches: Returns whether the call that some bytes begin with may be refused for overload;
-            the others go their usual way.
-        check_call: Refuses a call by its headers, its path, the index of its key, and the seconds
-            for which it waited to be read.
-        on_refusal: Counts a refused call by its path and the reason.
     """
 
-    def __init__(
-        self,
-        gate: Gate,
-        paths: Container[str],
-        watches: Callable[[bytes], bool],
-        check_call: Callable[[Headers, str, int | None, float], None],
-        on_refusal: Callable[[str, ApiError], None],
-    ) -> None:
-        self._gate, self._paths, self._watches = gate, paths, watches
-        self._check_call, self._on_refusal = check_call, on_refusal
+    gate: Gate
+    """Checks hosts, paths and keys."""
+    paths: Container[str]
+    """The paths of calls."""
+    watches: Callable[[bytes], bool]
+    """Returns whether the call that some bytes begin with may be refused for overload; the
+    others go their usual way."""
+    check_call: Callable[[Headers, str, int | None, float], None]
+    """Refuses a call by its headers, its path, the index of its key, and the seconds for which
+    it waited to be read."""
+    on_refusal: Callable[[str, ApiError], None]
+    """Counts a refused call by its path and the reason."""
 
     def refuse(
         self, data: bytes, default_headers: Sequence[tuple[bytes, bytes]], unread: float
@@ -83,7 +78,7 @@ class EarlyGate:
             default_headers: Headers of every answer.
             unread: Seconds for which they waited to be read.
         """
-        if not self._watches(data) or (head := HEAD.match(data, 0, MAX_HEAD)) is None:
+        if not self.watches(data) or (head := HEAD.match(data, 0, MAX_HEAD)) is None:
             return None
         raw = [
             (name.lower(), value.strip(b"\t "))
@@ -92,7 +87,7 @@ class EarlyGate:
         names, headers, path = [name for name, _ in raw], Headers(raw=raw), head["path"].decode()
         length = headers.get("content-length", "")
         if not (
-            path in self._paths
+            path in self.paths
             and DEMANDING.isdisjoint(names)
             and all(names.count(name) == 1 for name in ALONE)
             and LENGTH.fullmatch(length)
@@ -100,15 +95,15 @@ class EarlyGate:
             return None
         try:
             scope = {"path": path, "raw_path": head["path"], "query_string": b""}
-            key = self._gate.check(scope, headers)
-            self._check_call(headers, path, key, unread)
+            key = self.gate.check(scope, headers)
+            self.check_call(headers, path, key, unread)
         except ApiError as error:
             if "Connection" in (error.headers or {}):
                 return None
             closes, id = "close" in headers.get("connection", "").lower(), request_id(headers)
             ids = ((name.lower().encode(), id.encode()) for name in id_headers(path))
             more = [*default_headers, *ids]
-            self._on_refusal(path, error)
+            self.on_refusal(path, error)
             answer = whole_answer(error, path, more, closes=closes)
             return EarlyRefusal(answer, head.end() + int(length), closes)
         return None
