@@ -209,7 +209,7 @@ def _form(setting: Setting) -> Form:
             lambda value: None if value is None else round(value * option.factor, 9),
         )
     if kind == dict[str, str]:
-        return Form(list[str], names if option.named else pairs, list)
+        return Form(list[str], functools.partial(pairs, named=option.named), list)
     if kind == dict[str, object]:
         return Form(str | None, json_object, lambda value: None)
     if kind == tuple[str, ...]:
@@ -223,23 +223,15 @@ def _form(setting: Setting) -> Form:
     return Form(kind, lambda given: given, lambda value: value)
 
 
-def pairs(texts: list[str] | None) -> dict[str, str]:
-    """Parse KEY=VALUE texts; dashes of keys become underscores."""
-    return _read_pairs(texts, "KEY=VALUE", lambda key: key.replace("-", "_"))
-
-
-def names(texts: list[str] | None) -> dict[str, str]:
-    """Parse NAME=PATH texts, whose names are unchanged."""
-    return _read_pairs(texts, "NAME=PATH", lambda key: key)
-
-
-def _read_pairs(texts: list[str] | None, form: str, spelt: Callable[[str], str]) -> dict[str, str]:
+def pairs(texts: list[str] | None, *, named: bool) -> dict[str, str]:
+    """Parse NAME=PATH texts, or without `named` KEY=VALUE texts, whose dashes of keys become
+    underscores."""
     read: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"{text}: write {form}")
-        key = spelt(key.strip())
+            raise ValueError(f"{text}: write {'NAME=PATH' if named else 'KEY=VALUE'}")
+        key = key.strip() if named else key.strip().replace("-", "_")
         if key in read:
             raise ValueError(f"{key} is given twice")
         read[key] = value

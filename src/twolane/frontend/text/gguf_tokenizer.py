@@ -264,12 +264,8 @@ def special_names(
     for name in ("bos", "eos", "unknown", "seperator", "padding"):
         place = key(f"{name}_token_id")
         if place is None:
-            place = defaults.get(name)
-            if (
-                place is None
-                or place >= len(tokens)
-                or (kind == "gpt2" and kinds[place] != CONTROL)
-            ):
+            place = defaults.get(name, len(tokens))
+            if kind == "gpt2" and place < len(tokens) and kinds[place] != CONTROL:
                 continue
         if place < len(tokens):
             names[named.get(name, f"{name}_token")] = tokens[place]

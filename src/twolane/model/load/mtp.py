@@ -8,15 +8,14 @@ No drafts are made yet, so a server checks its tensors, and leaves them in their
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from twolane.model.load import checkpoint
 from twolane.model.load.facts import ModelFacts
-from twolane.model.load.parts import of_stacked
+from twolane.model.load.parts import InParts, StoredPart, of_stacked
 from twolane.model.load.quantization import Format, StoredTensor
 from twolane.model.load.source import TensorSource
-from twolane.model.sharding import Cut
 
 _BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "F8_E4M3": 8, "F8_E8M0": 8}
 
@@ -81,7 +80,7 @@ def as_model(facts: ModelFacts, tensors: TensorSource) -> tuple[ModelFacts, Tens
         }
         own = replace(own, quantization=replace(facts.quantization, stored=formats))
     renamed = {
-        name.replace("mtp.", "model.") if name.startswith(_MOVED) else name: name
+        name.replace("mtp.", "model.") if name.startswith(_MOVED) else name: StoredPart(name)
         for name in names
         if name.startswith("mtp.")
     }
@@ -92,29 +91,12 @@ _MOVED = ("mtp.layers.", "mtp.norm.")
 """Beginnings of the names of tensors that a model of its own has, too."""
 
 
-@dataclass(frozen=True)
-class _Renamed:
-    """Some tensors of a source under other names."""
-
-    source: TensorSource
-    stored: Mapping[str, str]
-    """Their names in the source, by the new ones."""
+class _Renamed(InParts):
+    """Some tensors of a source under other names, and no others."""
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
-        return list(self.stored)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `TensorSource.shape`."""
-        return self.source.shape(self.stored[name])
-
-    def type(self, name: str) -> str:
-        """See `TensorSource.type`."""
-        return self.source.type(self.stored[name])
-
-    def get(self, name: str, cut: Cut | None = None) -> Any:
-        """See `TensorSource.get`."""
-        return self.source.get(self.stored[name], cut)
+        return [*self._parts]
 
 
 def _expected(

@@ -197,11 +197,8 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
     if config.init_lora_weights not in (True, False, None, "gaussian", "orthogonal", "eva", "mica"):
         start = _short(config.init_lora_weights)
         raise AdapterError(f"{CONFIG}: init_lora_weights {start} changes the base model's weights")
-    for field, pattern in (
-        ("rank_pattern", config.rank_pattern),
-        ("alpha_pattern", config.alpha_pattern),
-    ):
-        for key in pattern:
+    for field in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, field):
             _check_pattern(field, key)
     alphas = [config.lora_alpha, *config.alpha_pattern.values()]
     if not all(map(math.isfinite, alphas)):
