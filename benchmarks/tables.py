@@ -306,17 +306,21 @@ def summary() -> Iterator[list[str]]:
 
 def _beside() -> Iterator[list[str]]:
     """Rows of `auto` over the budget of vLLM that held most of each pattern, if both have no buffer
-    and if both have the same; of the patterns in which both held a rate."""
+    and if both have the same; of the patterns in which both held a rate, and in which the budget
+    ran that held most in any."""
     found = _treated()
     for dataset, bound in sorted({(key[0], key[1]) for key in found if key[2] == "auto"}):
         rivals = [ways for key, ways in found.items() if key[:2] == (dataset, bound)
                   and key[2].startswith("vllm")]  # fmt: skip
         for way, words in (("none", "both without a buffer"), ("client", "both with the same")):
             ratios = []
+            lows = [{seed: Bracket.of(runs).low for seed, runs in one[way].items()}
+                    for one in rivals]  # fmt: skip
+            first = max(lows, key=lambda low: max(low.values(), default=0.0), default={})
             for seed, runs in sorted(found[dataset, bound, "auto"][way].items()):
                 own = Bracket.of(runs).low
-                best = max((Bracket.of(one[way].get(seed, [])).low for one in rivals), default=0.0)
-                ratios += [own / best] if own and best else []
+                best = max((low.get(seed, 0.0) for low in lows), default=0.0)
+                ratios += [own / best] if own and best and seed in first else []
             if ratios:
                 shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
                 what = f"the same over vLLM, {DATASETS[dataset]} at {bound:g} ms, {words}"
