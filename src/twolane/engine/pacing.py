@@ -23,6 +23,9 @@ LEAST_PACE = 0.92
 SPREAD_KEPT = 0.9
 """A spread of late deliveries counts for this fraction of it a second later."""
 
+Scheduled = tuple[float, float | None, float, float | None]
+"""When a token was made and is due, its slack, and when it is delivered, in seconds: see
+`Pacer.delivery`."""
 
 KEPT_GAPS = 8192
 """Gaps that are remembered: more than those of a tenth of a second, after which the margin looks at
@@ -132,15 +135,9 @@ class Pacer:
         request.last_token_at, request.due = at, due
         request.slack = 0.0 if due is None else due - at - self._delay
 
-    def schedule_rows(
-        self, columns: "PacedColumns", slots: Ints, at: float
-    ) -> list[tuple[float, float | None, float, float | None]]:
+    def schedule_rows(self, columns: "PacedColumns", slots: Ints, at: float) -> list[Scheduled]:
         """Do what `schedule` does for rows whose earlier tokens were sent, each with a token that
         the device made at `at` seconds.
-
-        Returns:
-            For each row when its token was made and is due, its slack, and when to deliver it; see
-            `delivery`.
         """
         last, before = columns.last_at[slots], columns.due[slots]
         made = np.maximum(at, last)

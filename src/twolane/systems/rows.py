@@ -1,7 +1,7 @@
 """What systems see of many requests at once: columns of those in decode, and of those that wait."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -23,6 +23,8 @@ class RowTable:
     slack_column: Floats
     last_column: Floats
     """Times of the latest tokens in seconds; NaN: none was delivered."""
+    _bounds: Floats | None = field(default=None, init=False)
+    _tightest: float | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, requests: Sequence[RequestView]) -> "RowTable":
@@ -50,13 +52,17 @@ class RowTable:
     @property
     def bounds(self) -> Floats:
         """The different TBT or TPOT bounds in seconds, ascending."""
-        bounds = np.unique(self.bound_column[self.at])
-        return bounds[~np.isnan(bounds)]
+        if self._bounds is None:
+            bounds = np.unique(self.bound_column[self.at])
+            self._bounds = bounds[~np.isnan(bounds)]
+        return self._bounds
 
     @property
     def tightest_tbt(self) -> float:
         """The tightest TBT bound in seconds; infinite without any."""
-        return float(np.fmin.reduce(self.tbt_column[self.at], initial=np.inf))
+        if self._tightest is None:
+            self._tightest = float(np.fmin.reduce(self.tbt_column[self.at], initial=np.inf))
+        return self._tightest
 
     def latest(self, bound: float) -> float | None:
         """Return the least time to the next token, in seconds, by bound and slack.
@@ -148,13 +154,13 @@ class Ordered(Sequence[RequestView]):
     """Requests of a table in the order of these indices."""
 
     def __init__(self, table: WaitingTable, indices: Ints) -> None:
-        self._requests, self._indices = table.requests, indices.tolist()
+        self._requests, self._indices = table.requests, indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[RequestView]:
-        return map(self._requests.__getitem__, self._indices)
+        return (self._requests[i] for i in self._indices)  # most readers need the first ones
 
     @overload
     def __getitem__(self, place: int) -> RequestView: ...
@@ -164,6 +170,6 @@ class Ordered(Sequence[RequestView]):
 
     def __getitem__(self, place: int | slice) -> RequestView | Sequence[RequestView]:
         if isinstance(place, slice):
-            return [self._requests[i] for i in self._indices[place]]
+            return [self._requests[i] for i in self._indices[place].tolist()]
         request: RequestView = self._requests[self._indices[place]]
         return request

@@ -9,6 +9,7 @@ from twolane.engine.constrained.token_rule import TokenRule
 from twolane.engine.kv.manager import Allocation
 from twolane.engine.launches.overlap import OTHER, PartialOverlap, corunner_during
 from twolane.engine.messages import Launched, Output
+from twolane.engine.pacing import Scheduled
 from twolane.engine.prompt_work import PromptWork
 from twolane.engine.request import InFlightLaunch, Phase, PrefillBatch, Request
 from twolane.engine.state import State
@@ -95,8 +96,10 @@ def _deliver_rows(
     slots = slots[[each.row for each in sampled]]
     quick = columns.quick[slots]
     # A slot whose request has left is not quick, and is given to no other before this launch ends.
-    quick_times = iter(state.pacer.schedule_rows(columns, slots[quick], at))
-    times = [next(quick_times) if each else None for each in quick.tolist()]
+    times: Sequence[Scheduled | None] = state.pacer.schedule_rows(columns, slots[quick], at)
+    if len(times) < len(slots):
+        quick_times = iter(times)
+        times = [next(quick_times) if each else None for each in quick.tolist()]
     count = columns.tokens[slots] + 1
     columns.tokens[slots[quick]] += 1
     tokens = np.array([each.token for each in sampled])
@@ -105,8 +108,7 @@ def _deliver_rows(
     rows, outputs = flight.rows, state.outputs
     merges = bool(outputs)  # tokens of an earlier step, or of one that is due at the same time
     for each, scheduled, to_look in zip(sampled, times, look.tolist(), strict=True):
-        row, token, _, _ = each
-        request, allocation = rows[row]
+        token, (request, allocation) = each[1], rows[each[0]]
         if scheduled is None:
             if _expected(request, allocation):
                 _receive(state, request, each, at, sliced=False)
@@ -115,9 +117,10 @@ def _deliver_rows(
         request.last_token_at, request.due, request.slack, due = scheduled
         if to_look:
             _share_full_pages(state, request)
-        key = name, _ = request.id, request.due
+        key = request.id, scheduled[1]
         before = outputs.get(key) if merges else None
-        outputs[key] = Output(name, [token] if before is None else [*before.tokens, token], due=due)
+        added = [token] if before is None else [*before.tokens, token]
+        outputs[key] = Output(request.id, added, due=due)
         if to_look and (token in request.stops or len(request.tokens) >= request.limit):
             state.finish(request, "stop" if token in request.stops else "length")
 
