@@ -46,7 +46,10 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "systems": ("estimate",),
     "engine": ("systems", "estimate", "lanes", *FACTS),
     "frontend": (*MESSAGES, *FACTS),
-    "server": ("frontend", "router.correction", "router.state", *MESSAGES, *FACTS),
+    "server": (
+        *("frontend", "router.correction", "router.replica_queue", "router.state"),
+        *(*MESSAGES, *FACTS),
+    ),
     "fleet": ("server", "router", *MESSAGES),
     "llm": ("frontend", "params", *MESSAGES),
     "params": (),

@@ -37,6 +37,15 @@ def test_it_comes_back_from_a_stall() -> None:
     assert correction.factor < 2
 
 
+@pytest.mark.parametrize(("seconds", "raised"), [(0.45, False), (0.55, True)])
+def test_what_others_overtake_is_late_only_after_its_bound(seconds, raised) -> None:
+    in_order, overtaken = TtftCorrection(), TtftCorrection()
+    in_order.note(0.1, 1.0, 1.0 + seconds, 0.5)
+    overtaken.note(0.1, 1.0, 1.0 + seconds, 0.5, overtaken=True)
+    assert in_order.factor > 1.0
+    assert (overtaken.factor > 1.0) == raised
+
+
 def test_a_burst_that_is_late_counts_once() -> None:
     correction = TtftCorrection()
     for place in range(20):

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import random
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from twolane.engine.prompt_work import PromptPace, PromptWork
+from twolane.engine.messages import Stats
+from twolane.engine.prompt_work import PromptPace, PromptWork, WaitingPrompt
 from twolane.server.http.errors import ApiError
 from twolane.server.http.slo_headers import names_ttft
 from twolane.server.service.admission import Admission
@@ -24,10 +26,12 @@ SLO = Slo(ttft=0.5)
 
 
 class Queue:
-    """An engine in which so many tokens wait."""
+    """An engine in which so many tokens wait; its system serves them in order."""
+
+    stats_at = 100.0
 
     def __init__(self, tokens: int, pace: PromptPace = PACE) -> None:
-        self.stats, self._work = SimpleNamespace(prompt_pace=pace), PromptWork(1, tokens, 0)
+        self.stats, self._work = Stats(prompt_pace=pace), PromptWork(1, tokens, 0)
 
     def queued(self) -> PromptWork:
         return self._work
@@ -262,6 +266,100 @@ def test_the_seconds_for_which_a_head_was_unread_count_to_its_bound() -> None:
     assert made.check_head({"content-length": "9"}, SLO, None, 0.08) == PromptWork()
     with pytest.raises(ApiError):
         made.check_head({"content-length": "9"}, SLO, None, 0.12)
+
+
+class ByDeadline:
+    """An engine that serves prompts by deadline, those first that can still be in time."""
+
+    def __init__(self) -> None:
+        self.stats, self.stats_at = Stats(), 0.0
+        self.waiting: list[tuple[float, int, Callable[[float | None], None]]] = []
+        """Due times, tokens and what is told of first tokens."""
+        self.ends, self.ended = 0.0, list[tuple[float, float]]()
+        """When the prompt ends that is computed, and due times and ends of all before it."""
+
+    def queued(self) -> PromptWork:
+        return self.stats.queued
+
+    def serve(self, until: float, still: Callable[[float], None]) -> None:
+        """Serve until a time, and publish what waits then."""
+        while self.waiting and self.ends <= until:
+            first = min(self.waiting, key=lambda each: (each[0] < self.ends, each[0]))
+            self.waiting.remove(first)
+            self.ends += PACE.token * first[1]
+            self.ended.append((first[0], self.ends))
+            still(self.ends)
+            first[2](self.ends)
+        still(until)
+        self.ends, self.stats_at = max(self.ends, until), until
+        tokens = sum(each[1] for each in self.waiting) + (self.ends - until) / PACE.token
+        yielding = [WaitingPrompt(tokens, 0, due - until) for due, tokens, _ in self.waiting]
+        work = PromptWork(len(yielding), tokens, 0)
+        self.stats = Stats(prompt_pace=PACE, queued=work, yielding=yielding)
+
+
+def served_by_deadline(
+    load: float, per_token: float, still: Callable[[float], None]
+) -> tuple[float, float]:
+    """Serve 1,500 prompts of uneven lengths at this multiple of the rate that can be served, with
+    bounds of so many seconds more for each token; return the fractions refused of all, and late of
+    those that were not."""
+    rng, now, refused = random.Random(5), 0.0, 0
+    engine, admission, slo = (
+        ByDeadline(),
+        Admission(10_000),
+        Slo(ttft=3.0, ttft_per_token=per_token),
+    )
+    made = LateGuard(engine, admission, on=True)
+    for _ in range(1500):
+        tokens = min(1000, 1 + int(rng.lognormvariate(4.0, 1.0)))  # 85 on average
+        now += rng.expovariate(load / (85 * PACE.token))
+        engine.serve(now, still)
+        asked = Asked(arrival=now, key=None, slo=slo, headers={})
+        admission.waiting = len(engine.waiting) + (engine.ends > now)
+        admission._waiting_of[None] = admission.waiting
+        try:
+            expected = made.check([[1] * tokens], asked, lambda prompt: 0)
+        except ApiError:
+            refused += 1
+            continue
+        told = made.await_first(expected) if expected else lambda at: None
+        engine.waiting.append((now + slo.first_token(tokens), tokens, told))
+    engine.serve(now + 1000.0, still)
+    late = sum(end > due for due, end in engine.ended)
+    return refused / 1500, late / len(engine.ended)
+
+
+def test_what_is_due_later_delays_no_request(still) -> None:
+    made, engine = guard({None: 900}), ByDeadline()
+    assert refuses(made, 100, call())
+    engine.stats_at, made._engine = 100.0, engine
+    long, begun = WaitingPrompt(800, 0, 0.95), PromptWork(2, 900, 0)
+    engine.stats = Stats(prompt_pace=PACE, queued=begun, yielding=[long])
+    assert not refuses(made, 399, call())
+    assert refuses(made, 401, call())
+    assert not refuses(made, 401, call(slo=Slo()))
+    assert refuses(made, 100, call(slo=Slo(ttft=0.97)))
+
+
+def test_several_keys_take_turns_whatever_is_due_when() -> None:
+    made, engine = guard({1: 900}), ByDeadline()
+    work, long = PromptWork(1, 900, 0), WaitingPrompt(900, 0, 9.0)
+    engine.stats = Stats(prompt_pace=PACE, queued=work, yielding=[long])
+    made._engine = engine
+    assert refuses(made, 300, call(2))
+
+
+@pytest.mark.parametrize(
+    ("load", "per_token", "refused", "late"),
+    [(0.8, 0.01, 0.0, 0.0), (0.9, 0.01, 0.01, 0.01), (1.5, 0.01, 0.25, 0.15), (4.0, 0, 0.5, 0.01)],
+)
+def test_served_by_deadline_few_are_refused_in_vain_or_late(
+    load, per_token, refused, late, still
+) -> None:
+    found = served_by_deadline(load, per_token, still)
+    assert found[0] <= refused
+    assert found[1] <= late
 
 
 @pytest.mark.usefixtures("still")

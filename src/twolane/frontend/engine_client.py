@@ -110,7 +110,8 @@ class EngineClient:
         hang_seconds: float = HANG_SECONDS,
         watchdog: bool = False,
     ) -> None:
-        self.stats = Stats()
+        self.stats, self.stats_at = Stats(), 0.0
+        """The engine's latest gauges, and when they came, in seconds on the monotonic clock."""
         self.adapters = Adapters({}, {}, self._send)
         """The engine's LoRA adapters."""
         self.liveness = Liveness(hang_seconds)
@@ -382,7 +383,7 @@ class EngineClient:
             self.failed.set()
 
     def _take_outputs(self, news: Outputs) -> None:
-        self.stats = news.stats
+        self.stats, self.stats_at = news.stats, time.monotonic()
         while len(self._uncounted) > self._submitted - news.stats.counted:
             self._uncounted.popleft()
         if news.landmarks:

@@ -31,7 +31,9 @@ class TtftCorrection:
         self._raised = 0.0
         """Time at which the factor was raised, in seconds on the clock of `note`."""
 
-    def note(self, predicted: float, at: float, now: float, bound: float) -> None:
+    def note(
+        self, predicted: float, at: float, now: float, bound: float, *, overtaken: bool = False
+    ) -> None:
         """Count a first token.
 
         Args:
@@ -39,9 +41,11 @@ class TtftCorrection:
             at: Time of the prediction, in seconds.
             now: Time of the first token, in seconds.
             bound: Seconds within which it was wanted.
+            overtaken: Whether requests that came later may have gone first. Then its first token
+                counts as later than predicted only if it was late.
         """
         corrected, seconds = self.factor * predicted, now - at
-        if at < self._raised:
+        if at < self._raised or (overtaken and corrected < seconds <= bound):
             return
         if seconds > max(corrected, RELEVANT * bound):
             self.factor *= (1 + STEP) ** QUANTILE

@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from twolane.engine.prompt_work import PromptPace, PromptWork, WaitingPrompt
+
 
 class QueuedPrompt(NamedTuple):
     """A prompt queued at a replica; times are on the router's clock."""
@@ -52,6 +54,24 @@ class ReplicaQueue:
             before = self._ahead[-1]
             until = max(before.until, prompt.since) + prompt.seconds
             self._ahead.append(WorkAhead(until, max(before.longest, prompt.seconds)))
+
+    @classmethod
+    def of(
+        cls, at: float, queued: PromptWork, waiting: Sequence[WaitingPrompt], pace: PromptPace
+    ) -> "ReplicaQueue":
+        """Return the queue of a replica that has published its work.
+
+        Args:
+            at: Time of the publication, in seconds.
+            queued: The work of all prompts, of those that it has begun, too.
+            waiting: Those of them that it may give up.
+            pace: Its prefill pace.
+        """
+        begun = queued
+        for prompt in waiting:
+            begun = begun.plus(prompt.work, -1)
+        prompts = [QueuedPrompt(at + p.left, pace.seconds(p.work)) for p in waiting]
+        return cls(at + max(0.0, pace.seconds(begun)), prompts)
 
     def ahead(self, due: float) -> WorkAhead:
         """Return the work before a prompt whose first token is due at `due`."""

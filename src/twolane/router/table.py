@@ -134,13 +134,10 @@ class Replica:
     def form_queue(self) -> None:
         """Rebuild the queue from the published state and the requests sent since."""
         pace, state = self.state.prompt_pace, self.state
-        yielding = state.yielding or []
-        begun = state.queued
-        for prompt in yielding:
-            begun = begun.plus(prompt.work, -1)
-        begin = self.asked_at + max(0.0, pace.seconds(begun))
-        prompts = [QueuedPrompt(self.asked_at + p.left, pace.seconds(p.work)) for p in yielding]
-        self.queue = ReplicaQueue(begin, prompts) if pace else None
+        waiting = state.yielding or []
+        self.queue = None
+        if pace:
+            self.queue = ReplicaQueue.of(self.asked_at, state.queued, waiting, pace)
         for sent in self.sent:
             self.lengthen_queue(sent)
 

@@ -103,6 +103,10 @@ class Admission:
         self._tokens_of[key] -= tokens
         self._waiting_of[key] -= 1
 
+    def is_alone(self, key: int | None) -> bool:
+        """Return whether no request of another key waits."""
+        return self._waiting_of[key] == self.waiting
+
     def share_before(self, key: int | None, tokens: int) -> float:
         """Return the share of the waiting tokens that is served before more of a key: keys take
         turns, so that it is as much of each other key as of its own.

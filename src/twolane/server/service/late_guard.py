@@ -2,7 +2,9 @@
 
 Whatever the system, a server that takes all requests serves each of them late once more arrive than
 it can compute. The guard predicts the first token from the work that waits and from the pace that
-the engine measures, and corrects the prediction by what first tokens took.
+the engine measures, and corrects the prediction by what first tokens took. Where the system serves
+prompts by deadline, only the work counts that is due earlier: what waits, and what is expected to
+come.
 
 To read a request takes several times as long as to refuse it by its headers, time that the engine
 lacks on the same cores. So the guard learns from what the bodies of late requests came to, and
@@ -18,9 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from twolane.engine.messages import Stats
 from twolane.engine.prompt_work import PromptWork
 from twolane.frontend.engine_client import EngineClient
 from twolane.router.correction import TtftCorrection
+from twolane.router.replica_queue import ReplicaQueue
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError
 from twolane.server.http.slo_headers import TTFT_HEADERS, tighter
@@ -34,6 +38,23 @@ READ_SECONDS = 0.25
 same, so that the prediction follows what the bodies hold. To read one takes about 3 ms."""
 ARRIVING_SECONDS = 1.0
 """Seconds after which a body that is being read counts no more as work."""
+OVERTAKING_SECONDS, OVERTAKING_REQUESTS = 10.0, 256
+"""Requests are expected to come as they did in this many seconds, or as this many of them came, if
+that took less time."""
+OVERTAKING_FRACTION = 0.75
+"""Fraction of the work that is expected to come and be due earlier that counts. With all of it, the
+guard refuses requests that are served in time at the highest rate that a server can hold."""
+
+
+class OwnWork(NamedTuple):
+    """What a request adds to the work before others."""
+
+    at: float = 0.0
+    """Time of the prediction, in seconds on the monotonic clock."""
+    bound: float = 0.0
+    """Seconds from its arrival within which its first token is wanted."""
+    seconds: float = 0.0
+    """Predicted seconds of its prefill."""
 
 
 class Expected(NamedTuple):
@@ -45,6 +66,9 @@ class Expected(NamedTuple):
     """Seconds within which it is wanted."""
     at: float
     """Time of the prediction, in seconds on the monotonic clock."""
+    own: OwnWork = OwnWork()
+    overtaken: bool = False
+    """Whether later requests are expected to go first."""
 
 
 class Arriving(NamedTuple):
@@ -152,6 +176,10 @@ class LateGuard:
         """By API key, requests that `check_early` let pass and whose calls are not made yet."""
         self._reading = defaultdict[int | None, ArrivingRequests](ArrivingRequests)
         """By API key, calls whose bodies are being read."""
+        self._line: tuple[Stats, PromptWork, ReplicaQueue] | None = None
+        """What the queue by deadline was formed of, and the queue."""
+        self._taken: deque[OwnWork] = deque(maxlen=OVERTAKING_REQUESTS)
+        """The latest requests that were not refused, oldest first."""
 
     def check_early(
         self, headers: Mapping[str, str], slo: Slo, key: int | None, unread: float
@@ -251,6 +279,8 @@ class LateGuard:
             assert expected is not None
             if self._is_late(expected):
                 raise self._late(expected)
+        if expected is not None:
+            self._taken.append(expected.own)
         return expected
 
     def await_first(self, expected: Expected) -> Callable[[float | None], None]:
@@ -277,17 +307,45 @@ class LateGuard:
             self._ended(number, due)
 
     def _learn(self, expected: Expected, now: float) -> None:
-        self._correction.note(expected.seconds, expected.at, now, expected.bound)
+        predicted, bound, at, _, overtaken = expected
+        self._correction.note(predicted, at, now, bound, overtaken=overtaken)
 
     @property
     def watches(self) -> bool:
         """Whether a request may be refused now, though none is being read."""
         return self.on and self._admission.waiting > 0
 
-    def _wait(self, key: int | None, tokens: int) -> float:
-        """Return the predicted seconds of the work that is served before `tokens` more of a key."""
-        share = self._admission.share_before(key, tokens)
-        return share * self._engine.stats.prompt_pace.seconds(self._engine.queued())
+    def _wait(self, key: int | None, tokens: int, due: float) -> float:
+        """Return the predicted seconds of the work that is served before a request.
+
+        A system that gives prompts up serves those of one key by deadline. Several keys take turns,
+        in which all that came before may be served first.
+
+        Args:
+            key: The request's key.
+            tokens: Tokens of its prompts.
+            due: Time at which its first token is due, in seconds on the monotonic clock.
+        """
+        queued, stats, now = self._engine.queued(), self._engine.stats, time.monotonic()
+        if stats.yielding is None or not self._admission.is_alone(key):
+            return self._admission.share_before(key, tokens) * stats.prompt_pace.seconds(queued)
+        line = self._line
+        if line is None or line[0] is not stats or line[1] != queued:
+            at, pace = self._engine.stats_at, stats.prompt_pace
+            line = self._line = stats, queued, ReplicaQueue.of(at, queued, stats.yielding, pace)
+        return max(0.0, line[2].ahead(due).until - now)
+
+    def _overtaking(self, bound: float, left: float, now: float) -> float:
+        """Return the seconds of the work that is expected to come later and be due earlier than a
+        request whose bound is `bound` seconds, of which `left` are left."""
+        taken = self._taken
+        while taken and taken[0].at < now - OVERTAKING_SECONDS:
+            taken.popleft()
+        sooner = [each for each in taken if each.bound < min(bound, left)]
+        full = len(taken) == OVERTAKING_REQUESTS
+        seconds = max(now - taken[0].at, 0.001) if full else OVERTAKING_SECONDS
+        work = sum((left - each.bound) * each.seconds for each in sooner)
+        return OVERTAKING_FRACTION * work / seconds
 
     def _expected_of(
         self,
@@ -329,8 +387,12 @@ class LateGuard:
         if bound is None or not pace:
             return None
         now = time.monotonic()
-        seconds = self._wait(key, tokens) + pace.seconds(own)
-        return Expected(seconds, max(0.0, bound - (now - arrival)), now)
+        left, alone = arrival + bound - now, self._admission.is_alone(key)
+        by_deadline = self._engine.stats.yielding is not None and alone
+        overtaking = self._overtaking(bound, left, now) if by_deadline else 0.0
+        mine = OwnWork(now, bound, pace.seconds(own))
+        seconds = self._wait(key, tokens, arrival + bound) + overtaking + mine.seconds
+        return Expected(seconds, max(0.0, left), now, mine, overtaking > 0)
 
     def _is_late(self, expected: Expected) -> bool:
         return self._correction.factor * expected.seconds > expected.bound
