@@ -48,7 +48,8 @@ def forward(
     hidden = decoder.embed(torch.cat(list(tokens)))
     if compiled is not None:
         hidden = compiled.run(0, decoder.spec.layers, hidden, batch, pool.kv)
-    for i in range(decoder.spec.layers if compiled is None else 0):
+        return list(compiled.logits(hidden).split([s.n for s in segments]))
+    for i in range(decoder.spec.layers):
         hidden = decoder.layer(i, hidden, batch, pool.kv)
     return list(decoder.head(hidden).split([s.n for s in segments]))
 

@@ -48,15 +48,19 @@ class TeamField(IntEnum):
     """Fields of a team's table. Those that several threads write have cache lines of their own."""
 
     NEXT = 0
-    """The tasks of a job, times 2**32, plus the number of those that are taken."""
-    DONE = 8
+    """The tasks of the first half of a job, times 2**32, plus the number of those taken."""
+    NEXT_LATER = 8
+    """The same of the second half."""
+    DONE = 16
     """The tasks of a job that are done."""
-    AWAKE = 16
+    AWAKE = 24
     """1 while there may be jobs, 2 when there will be none any more."""
-    KIND = 24
-    LAYER = 25
-    PASS = 26
-    SIZE = 32
+    KIND = 32
+    LAYER = 33
+    PASS = 34
+    LATER = 35
+    """The first task of the second half."""
+    SIZE = 40
 
 
 class JobKind(IntEnum):
@@ -136,7 +140,9 @@ class PassField(IntEnum):
     COLUMNS = 23
     OUT = 24
     OUT_WIDTH = 25
-    SIZE = 26
+    SOURCE_NORM = 26
+    """The weights of the norm of a single product's input, or 0."""
+    SIZE = 27
 
 
 def _rows(
@@ -294,15 +300,16 @@ def _activate(layer: int, p: int, index: int, scratch: int) -> None:
         quantise(scratch + row * 256, to, 1)
 
 
-def _quantise_rows(p: int, first: int) -> None:
-    columns = _get(p, PassField.COLUMNS)
+def _quantise_rows(p: int, first: int, scratch: int) -> None:
+    """Make rows the input of a single product, after their norm if it has one."""
+    columns, norm = _get(p, PassField.COLUMNS), _get(p, PassField.SOURCE_NORM)
+    blocks = columns // 32
     for row in range(first, min(first + FEW, _get(p, PassField.ROWS))):
         source = _get(p, PassField.SOURCE) + row * columns * 4
-        quantise(
-            source,
-            _get(p, PassField.INPUT) + row * (columns // 32) * ACTIVATION_BYTES,
-            columns // 32,
-        )
+        if norm:
+            normalise(source, norm, _get(p, PassField.FACTORS), scratch, columns // 16)
+            source = scratch
+        quantise(source, _get(p, PassField.INPUT) + row * blocks * ACTIVATION_BYTES, blocks)
 
 
 def _product(p: int, index: int) -> None:
@@ -351,7 +358,7 @@ def _do(kind: int, layer: int, p: int, index: int, scratch: int) -> None:
         w, form = _get(layer, LayerField.DOWN), _get(layer, LayerField.DOWN_FORM)
         _add_product(w, form, _get(p, PassField.ACTIVATED), _get(p, PassField.INNER), p, index)
     elif kind == JobKind.QUANTISE:
-        _quantise_rows(p, index * FEW)
+        _quantise_rows(p, index * FEW, scratch)
     else:
         _product(p, index)
     if many:
@@ -375,16 +382,30 @@ def _tasks(kind: int, p: int) -> int:
     return tasks
 
 
-def _take(team: int, thread: int) -> bool:
-    """Do one task of the job, if one is left; return whether one was."""
-    place = team + 8 * TeamField.NEXT
+def _taken(place: int) -> int:
+    """Take one of the tasks at a place; return its number there, or -1 if none is left."""
     state = read(place)
     if (state & 0xFFFFFFFF) >= (state >> 32):
-        return False
+        return -1
     state = add(place, 1)  # of this job or of a later one, but of one that is not done
     index = state & 0xFFFFFFFF
-    if index >= (state >> 32):
+    return index if index < (state >> 32) else -1
+
+
+def _take(team: int, thread: int) -> bool:
+    """Do one task of the job, if one is left; return whether one was.
+
+    Every second thread begins with the second half, so that each reads a matrix in its order.
+    """
+    later = thread & 1
+    index = _taken(team + 8 * (TeamField.NEXT_LATER if later else TeamField.NEXT))
+    if index < 0:
+        later = 1 - later
+        index = _taken(team + 8 * (TeamField.NEXT_LATER if later else TeamField.NEXT))
+    if index < 0:
         return False
+    if later:
+        index += _get(team, TeamField.LATER)
     p = _get(team, TeamField.PASS)
     scratch = _get(p, PassField.SCRATCH) + thread * _get(p, PassField.SCRATCH_BYTES)
     _do(_get(team, TeamField.KIND), _get(team, TeamField.LAYER), p, index, scratch)
@@ -409,7 +430,10 @@ def _job(team: int, kind: int, layer: int, p: int) -> None:
     write(team + 8 * TeamField.LAYER, layer)
     write(team + 8 * TeamField.PASS, p)
     write(team + 8 * TeamField.DONE, 0)
-    write(team + 8 * TeamField.NEXT, tasks << 32)
+    half = (tasks + 1) // 2
+    write(team + 8 * TeamField.LATER, half)
+    write(team + 8 * TeamField.NEXT, half << 32)
+    write(team + 8 * TeamField.NEXT_LATER, (tasks - half) << 32)
     while _take(team, 0):
         pass
     turns = 0
@@ -463,7 +487,7 @@ def run_product(team: int, p: int) -> None:
 
 _INTERNAL: tuple[Callable[..., object], ...] = (
     *(_rows, _tile_bytes, _get, _norm_rows, _project, _attend, _add_product, _activate),
-    *(_quantise_rows, _product, _do, _tasks, _take, _wait, _job, _wake),
+    *(_quantise_rows, _product, _do, _tasks, _taken, _take, _wait, _job, _wake),
 )
 EXPORTED: Mapping[str, int] = {"work": 2, "end": 1, "run_layers": 4, "run_product": 2}
 """Number of arguments of each function that is called from outside, by their names."""

@@ -1,16 +1,16 @@
 """Passes over layers of few bits in compiled code (`kernels/cpu`)."""
 
-from itertools import groupby
+from itertools import accumulate, groupby
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.kernels.cpu.formats import TileFormat
+from twolane.kernels.cpu.formats import ACTIVATION_BYTES, COLUMNS, TileFormat
 from twolane.kernels.cpu.instructions import CHUNK
 from twolane.kernels.cpu.passes import FEW, LayerField, PassField
-from twolane.kernels.cpu.product import ZEROS, blocks_of
+from twolane.kernels.cpu.product import ZEROS, linear, table_of
 from twolane.kernels.cpu.team import Ints, own_team
 from twolane.model.attention import Batch, KVCache
 from twolane.model.decoder import Decoder, is_plain
@@ -31,6 +31,9 @@ class CompiledLayers:
         self._factors = np.array(
             [spec.stream_eps, spec.norm_eps, spec.head_dim**-0.5], dtype=np.float32
         )
+        alike = [[*each] for _, each in groupby(range(spec.layers), key=spec.rope_of)]
+        self._runs = [(each[0], each[-1] + 1) for each in alike]
+        """Layers of one rotation that follow each other: the first, and the one after the last."""
         self._tables: WeakKeyDictionary[KVCache, Ints] = WeakKeyDictionary()
         """The layers' tables with each pool."""
 
@@ -51,11 +54,20 @@ class CompiledLayers:
         """
         layers, out = self._table(kv), hidden.clone(memory_format=torch.contiguous_format)
         rows = _PassTable(self._spec, out, batch, self._factors, own_team().threads)
-        for _, each in groupby(range(first, last), key=self._spec.rope_of):
-            run = [*each]  # layers with one rotation
-            rows.table[PassField.TURNS] = self._decoder.turn(run[0], batch).data_ptr()
-            own_team().run_layers(layers[run[0] : run[-1] + 1], rows.table)
+        for begin, end in self._runs:
+            if first < end and begin < last:
+                rows.table[PassField.TURNS] = self._decoder.turn(begin, batch).data_ptr()
+                part = layers[max(first, begin) : min(last, end)]
+                own_team().run_layers(part, rows.table)
         return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states; see `Decoder.head`."""
+        head, spec = self._decoder.weights.head, self._spec
+        if head.scheme != "tiles" or spec.logit_cap is not None:
+            return self._decoder.head(hidden)
+        norm = self._decoder.weights.norm
+        return linear(hidden, head.values, norm, spec.stream_eps)[:, : spec.vocab_size]
 
     def _table(self, kv: KVCache) -> Ints:
         if kv not in self._tables:
@@ -110,29 +122,36 @@ class _PassTable:
         scores = 16 * -(-(slots.shape[1] + 3) // 16) + 16
         scratch = max(4 * CHUNK * 64, 4 * width, 64 + 16 * (scores + spec.head_dim))
         scratch = 64 * -(-scratch // 64)
-        memory = {
-            PassField.INPUT: blocks_of(rows, width),
-            PassField.HEADS: torch.empty(rows, heads * spec.head_dim),
-            PassField.ATTENDED: blocks_of(rows, spec.q_size),
-            PassField.ACTIVATED: blocks_of(rows, spec.intermediate_size),
-            PassField.SCRATCH: torch.empty(threads * scratch, dtype=torch.uint8),
-            PassField.SLOTS: batch.write_slots[0],
-            PassField.HIDDEN: hidden,
+        sizes = {
+            PassField.INPUT: rows * width // COLUMNS * ACTIVATION_BYTES,
+            PassField.ATTENDED: rows * spec.q_size // COLUMNS * ACTIVATION_BYTES,
+            PassField.ACTIVATED: rows * spec.intermediate_size // COLUMNS * ACTIVATION_BYTES,
+            PassField.HEADS: 4 * rows * heads * spec.head_dim,
+            PassField.SCRATCH: threads * scratch,
         }
-        self.table = table = np.zeros(PassField.SIZE, np.int64)
-        for field, each in memory.items():
-            table[field] = each.data_ptr()
-        table[PassField.ROWS], table[PassField.WIDTH], table[PassField.INNER] = (
-            rows,
-            width,
-            spec.intermediate_size,
+        memory = torch.empty(64 * sum(-(-size // 64) for size in sizes.values()), dtype=torch.uint8)
+        ends = accumulate(
+            (64 * -(-size // 64) for size in sizes.values()), initial=memory.data_ptr()
         )
-        table[PassField.QUERY_HEADS], table[PassField.KEY_HEADS] = spec.heads, spec.kv_heads
-        table[PassField.DIM], table[PassField.SCORES] = spec.head_dim, scores
-        table[PassField.SCRATCH_BYTES] = scratch
-        table[PassField.PARTS], table[PassField.PARTS_COUNT] = parts.ctypes.data, len(parts)
-        table[PassField.FACTORS], table[PassField.ZEROS] = factors.ctypes.data, ZEROS.ctypes.data
-        self._held = memory, slots, parts, factors
+        values = {
+            **dict(zip(sizes, ends, strict=False)),
+            PassField.SLOTS: batch.write_slots[0].data_ptr(),
+            PassField.HIDDEN: hidden.data_ptr(),
+            PassField.ROWS: rows,
+            PassField.WIDTH: width,
+            PassField.INNER: spec.intermediate_size,
+            PassField.QUERY_HEADS: spec.heads,
+            PassField.KEY_HEADS: spec.kv_heads,
+            PassField.DIM: spec.head_dim,
+            PassField.SCORES: scores,
+            PassField.SCRATCH_BYTES: scratch,
+            PassField.PARTS: parts.ctypes.data,
+            PassField.PARTS_COUNT: len(parts),
+            PassField.FACTORS: factors.ctypes.data,
+            PassField.ZEROS: ZEROS.ctypes.data,
+        }
+        self.table = table_of(values)
+        self._held = memory, slots, parts, factors, hidden
 
 
 def _attention_parts(batch: Batch, slots: Ints) -> Ints:

@@ -216,14 +216,15 @@ class Runner:
         """Sample after each of the hidden states [R, hidden]; `rows` are those of the work."""
         if not points:
             return Step((), scored)
-        logits = self._decoder.head(hidden)
+        compiled = self._compiled
+        logits = self._decoder.head(hidden) if compiled is None else compiled.logits(hidden)
         if self._follows:
             return Step()
         broken = {rows[i] for i in broken_rows(logits)}
         samplings = [self._slots.sampling_of(point.slot) for point in points]
         tops = {i: each.params.logprobs for i, each in enumerate(samplings)}
         asked = {i: top for i, top in tops.items() if top is not None}
-        raw = logits[list(asked)]  # a copy: sampling changes the logits
+        raw = logits[list(asked)] if asked else logits  # a copy: sampling changes the logits
         chosen = sample(logits, list(map(self._sample_row, points, samplings)))
         scores = _scores(raw, chosen, asked)
         embeddings = self._embeddings(hidden, samplings)

@@ -109,7 +109,7 @@ class SampleRow:
 
 def broken_rows(logits: Tensor) -> list[int]:
     """Rows of logits [R, vocab] that hold NaN or plus infinity: there is no distribution."""
-    return torch.nonzero(~(logits.amax(dim=-1) < torch.inf)).flatten().tolist()
+    return [i for i, best in enumerate(logits.amax(dim=-1).tolist()) if not best < math.inf]
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
