@@ -82,7 +82,7 @@ class Layer:
         )
 
     def rope_decode(self) -> None:
-        fused.qkv_rope_write_decode(
+        fused.qkv_rope_write(
             self.qkv, self.positions, self.norm, EPS, self.table, self.q, self.pool, self.tables,
             self.slots, self.lengths,
         )  # fmt: skip

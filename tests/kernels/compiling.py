@@ -111,9 +111,9 @@ def launch_fused(dtype: torch.dtype) -> None:
     table, ints = empty(64, 64, 2, dtype=torch.float32), empty(2, dtype=torch.int32)
     places, pages = empty(2, dtype=torch.int64), empty(2, 16, dtype=torch.int32)
     fused.qkv_rope_write(qkv, ints, empty(40, 128), 1e-6, table, q, pool, places)
-    fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
+    fused.qkv_rope_write(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
     both = MirroredPool(pool, torch.empty_like(pool))
-    fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, both, pages, ints, ints)
+    fused.qkv_rope_write(qkv, ints, None, 1e-6, table, q, both, pages, ints, ints)
     fused.act_mul(empty(2, 24_576), empty(2, 12_288))
     wide = torch.float32
     fused.side_by_side(empty(2, 2, 75_968, dtype=wide), empty(2, 151_936, dtype=wide))
@@ -144,7 +144,7 @@ def launch_rounded(dtype: torch.dtype) -> None:
     norms, table = torch.empty(40, 128, dtype=dtype), torch.empty(64, 64, 2)
     fused.qkv_rope_write(qkv, ints, norms, 1e-6, table, q, MirroredPool(own, copy), ints)
     pages = torch.empty(2, 16, dtype=torch.int32)
-    fused.qkv_rope_write_decode(qkv, ints, norms, 1e-6, table, q, own, pages, ints, ints)
+    fused.qkv_rope_write(qkv, ints, norms, 1e-6, table, q, own, pages, ints, ints)
 
 
 def launch_routing(dtype: torch.dtype) -> None:

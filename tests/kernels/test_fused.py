@@ -136,7 +136,7 @@ def test_norms_after_the_rotation(dtype: torch.dtype, device: str) -> None:
     tables = torch.zeros(3, 70, dtype=torch.int32, device=device)
     ints = torch.arange(3, dtype=torch.int32, device=device)
     where = tables, ints, torch.ones_like(ints)
-    fused.qkv_rope_write_decode(*rows, out, case.pool, *where, norm_last=True)
+    fused.qkv_rope_write(*rows, out, case.pool, *where, norm_last=True)
     assert_close(out, expected[:, :heads])
     places = torch.arange(3, device=device)
     fused.qkv_rope_write(*rows, out.zero_(), case.pool, places, norm_last=True)
@@ -181,7 +181,7 @@ def test_writes_to_a_rounded_pool(
     decoded = RoundedPool(torch.zeros_like(pool.values), torch.zeros_like(pool.exponents))
     fresh = Heads(heads, kv_heads, dim, dtype, norm, device)
     fresh.qkv.copy_(before)
-    fused.qkv_rope_write_decode(fresh.qkv, *rest, same, decoded, tables, ints, lengths)
+    fused.qkv_rope_write(fresh.qkv, *rest, same, decoded, tables, ints, lengths)
     values, exponents = (part[4, :, :, 15] for part in (pool.values, pool.exponents))
     assert torch.equal(decoded.values[3, :, :, 8].float(), values.float())
     assert torch.equal(decoded.exponents[3, :, :, 8], exponents)
@@ -207,12 +207,9 @@ def test_a_mirrored_pool_and_its_copy_hold_the_same(rounded: bool, device: str) 
     ints = torch.tensor([0, 0, 0], dtype=torch.int32, device=device)
     lengths = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
     for written in (mirrored, alone):
-        for write, *where in (
-            (fused.qkv_rope_write, places),
-            (fused.qkv_rope_write_decode, tables, ints, lengths),
-        ):
+        for where in ((places,), (tables, ints, lengths)):
             case.qkv.copy_(before)
-            write(case.qkv, *rest, written, *where)
+            fused.qkv_rope_write(case.qkv, *rest, written, *where)
     for other in (twin, alone):
         assert torch.equal(values_of(pool).float(), values_of(other).float())
         assert torch.equal(exponents_of(pool), exponents_of(other))
@@ -228,7 +225,7 @@ def test_rotates_in_place_and_finds_pages(device: str) -> None:
     expected = case.expected_pool([4 * 16, 16 + 5, -1])
     out = case.qkv[:, : 8 * 64].view(3, 8, 64)
     untouched = case.qkv[2].clone()
-    fused.qkv_rope_write_decode(
+    fused.qkv_rope_write(
         case.qkv, case.positions, case.norm, EPS, case.table, out, case.pool, tables, slots, lengths
     )
     assert_close(out[:2], case.q[:2])
@@ -257,9 +254,7 @@ def test_rows_that_pad_are_not_followed(device: str) -> None:
     nothing = torch.zeros(3, dtype=torch.int32, device=device)
     tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
     out = torch.empty(3, 8, 64, device=device)
-    fused.qkv_rope_write_decode(
-        case.qkv, far, None, EPS, case.table, out, case.pool, tables, far, nothing
-    )
+    fused.qkv_rope_write(case.qkv, far, None, EPS, case.table, out, case.pool, tables, far, nothing)
     fused.qkv_rope_write(case.qkv, far, None, EPS, case.table, out, case.pool, -far)
     assert torch.equal(case.pool, before)
 

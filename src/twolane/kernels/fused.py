@@ -282,7 +282,9 @@ def qkv_rope_write(
     table: Tensor,
     q_out: Tensor,
     pool: WrittenPool,
-    write_slots: Tensor,
+    places: Tensor,
+    slots: Tensor | None = None,
+    lengths: Tensor | None = None,
     *,
     norm_last: bool = False,
     v_norm: bool = False,
@@ -303,76 +305,29 @@ def qkv_rope_write(
         q_out: [T, heads, head_dim], each token's dense; may be that part of `qkv` itself.
         pool: [pages, kv_heads, 2, page_size, head_dim], of the type of `qkv` or rounded, which
             `twolane.model.fp8.quantise_heads` does alike; a mirrored one is written twice.
-        write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
-            active.
+        places: page * page_size + offset of each token, int [T]; negative: the row is not active.
+            With `slots`, the pages of the sequence in each slot, int32 [slots, max_pages]: decode
+            rows find their places on the device, and go back nowhere.
+        slots: the slot that each row belongs to, int32 [T].
+        lengths: above 0 for active rows, int32 [T]; goes with `slots`.
         norm_last: Whether the norm comes after the rotation (Hunyuan), whose table has no scales.
         v_norm: Whether heads of values are divided by their root mean square (Gemma 4).
         own: Whether `qkv` has keys and values; without, it is [T, heads * head_dim], `qk_norm`
             [heads, head_dim], and nothing is written to the pool.
     """
-    where, last = (write_slots, None, None), norm_last
-    rows = qkv, positions, qk_norm, eps, table, q_out, pool
-    _launch_rope(*rows, *where, last=last, v_norm=v_norm, own=own)
-
-
-def qkv_rope_write_decode(
-    qkv: Tensor,
-    positions: Tensor,
-    qk_norm: Tensor | None,
-    eps: float,
-    table: Tensor,
-    q_out: Tensor,
-    pool: WrittenPool,
-    tables: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    *,
-    norm_last: bool = False,
-    v_norm: bool = False,
-    own: bool = True,
-) -> None:
-    """`qkv_rope_write` that finds the place to write on the device, for decode.
-
-    Args:
-        tables: pages of the sequence in each slot, int32 [slots, max_pages].
-        slots: the slot that each row belongs to, int32 [R].
-        lengths: above 0 for active rows, int32 [R].
-        qkv, positions, qk_norm, eps, table, q_out, pool, norm_last, v_norm, own: as there, T = R.
-    """
-    where, last = (slots, tables, lengths), norm_last
-    rows = qkv, positions, qk_norm, eps, table, q_out, pool
-    _launch_rope(*rows, *where, last=last, v_norm=v_norm, own=own)
-
-
-def _launch_rope(
-    qkv: Tensor,
-    positions: Tensor,
-    qk_norm: Tensor | None,
-    eps: float,
-    table: Tensor,
-    q_out: Tensor,
-    pool: WrittenPool,
-    slots: Tensor,
-    tables: Tensor | None,
-    lengths: Tensor | None,
-    *,
-    last: bool,
-    v_norm: bool,
-    own: bool,
-) -> None:
     rows, heads, dim = q_out.shape
     here, copy = (pool.own, pool.copy) if isinstance(pool, MirroredPool) else (pool, pool)
-    values = values_of(here)
+    values, paged = values_of(here), slots is not None
     kv_heads, page_size = values.shape[1] if own else 0, values.shape[3]
     block = power_of_2(dim)
     launch(
         _qkv_rope_write, (rows, -(-(heads + 2 * kv_heads) // _HEADS)), qkv, positions,
         qkv if qk_norm is None else qk_norm, table, q_out, values, exponents_of(here),
-        values_of(copy), exponents_of(copy), slots, slots if tables is None else tables,
-        slots if lengths is None else lengths, qkv.stride(0), q_out.stride(0),
-        0 if tables is None else tables.stride(0), eps,
+        values_of(copy), exponents_of(copy), places if slots is None else slots, places,
+        places if lengths is None else lengths, qkv.stride(0), q_out.stride(0),
+        places.stride(0) if paged else 0, eps,
         Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page_size, NORM=qk_norm is not None,
-        LAST=last and qk_norm is not None, V_NORM=v_norm, PAGED=tables is not None,
+        LAST=norm_last and qk_norm is not None, V_NORM=v_norm, PAGED=paged,
         ROUNDED=isinstance(here, RoundedPool), MIRRORED=isinstance(pool, MirroredPool),
         HEADS=_HEADS, BLOCK=block, num_warps=warps(_HEADS * block), **launch_options(qkv.device),
     )  # fmt: skip

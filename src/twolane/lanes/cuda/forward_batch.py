@@ -40,18 +40,8 @@ class PromptRows:
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `KVWriter.write`."""
-        decoder = self.decoder
-        fused.qkv_rope_write(
-            qkv,
-            self.positions,
-            *decoder.turning(layer),
-            q,
-            pool,
-            self.write_slots[decoder.layout.tables[layer]],
-            norm_last=decoder.spec.norms_rotated,
-            v_norm=decoder.spec.v_norm,
-            own=decoder.has_keys(layer),
-        )
+        places = self.write_slots[self.decoder.layout.tables[layer]]
+        _write(self.decoder, layer, qkv, self.positions, q, pool, places)
 
 
 @dataclass(frozen=True)
@@ -157,20 +147,9 @@ class DecodeRows:
 
     def write(self, qkv: Tensor, q: Tensor, layer: int, pool: WrittenPool) -> None:
         """See `Rows.write`."""
-        decoder = self.decoder
-        fused.qkv_rope_write_decode(
-            qkv,
-            self.positions,
-            *decoder.turning(layer),
-            q,
-            pool,
-            self.tables[decoder.layout.tables[layer]],
-            self.slots,
-            self.lengths,
-            norm_last=decoder.spec.norms_rotated,
-            v_norm=decoder.spec.v_norm,
-            own=decoder.has_keys(layer),
-        )
+        pages = self.tables[self.decoder.layout.tables[layer]]
+        places = pages, self.slots, self.lengths
+        _write(self.decoder, layer, qkv, self.positions, q, pool, *places)
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, layer: int, out: Tensor) -> None:
         """See `Rows.attend`."""
@@ -195,6 +174,21 @@ class DecodeRows:
             return
         linear = self.decoder.linear(layer, states)
         decode_step(own.x, own.rates, linear, *rows, own.mixed, own.out, self.units)
+
+
+def _write(
+    decoder: GpuDecoder,
+    layer: int,
+    qkv: Tensor,
+    positions: Tensor,
+    q: Tensor,
+    pool: WrittenPool,
+    *places: Tensor,
+) -> None:
+    """See `KVWriter.write`; `places`: the last arguments of `qkv_rope_write`."""
+    spec, own = decoder.spec, decoder.has_keys(layer)
+    rows, last = (qkv, positions, *decoder.turning(layer), q, pool), spec.norms_rotated
+    fused.qkv_rope_write(*rows, *places, norm_last=last, v_norm=spec.v_norm, own=own)
 
 
 def places_of(row: PromptRow, pages: Sequence[int], page_size: int) -> tuple[Ints, Ints]:
