@@ -24,6 +24,8 @@ if not available():
 from twolane.kernels.cpu import compiler, team, tiles
 from twolane.kernels.cpu.instructions import Code
 from twolane.lanes.cpu.compiled import compiled_layers
+from twolane.lanes.disaggregated.cpu_mirror import MirroredKVCache
+from twolane.lanes.disaggregated.shared_memory import SharedMemory
 
 FORMATS = {"int4_g32": 384, "int4_g128": 384, "four, half": 320, "eight": 576}
 
@@ -159,6 +161,23 @@ def test_a_window_hides_what_is_before_it(tmp_path):
     assert not torch.allclose(windowed[30:], whole[30:], rtol=1e-3)
     usual = in_chunks(decoder, tokens, [60])
     assert (windowed - usual).abs().max() < 0.02 * usual.abs().max()
+
+
+def test_the_copy_of_a_pool_in_another_process_gets_what_compiled_code_writes(tmp_path):
+    """On 1P1D, whose decode otherwise reads what nobody wrote."""
+    decoder, memories = decoder_of("qwen3", tmp_path), (SharedMemory.new(), SharedMemory.new())
+    kv = MirroredKVCache(decoder.spec, 8, PAGE, torch.float32, memories)
+    for pool in (*kv.layers, *kv.other.layers):
+        pool.fill_(torch.nan)
+    layers, batch = compiled_layers(decoder), Batch.build([Segment(0, 20, [5, 2, 7])], PAGE)
+    assert layers is not None
+    assert layers.takes(kv)
+    hidden = layers.run(0, 2, decoder.embed(prompt(20)), batch, kv)
+    assert all(pool.isnan().all() for pool in kv.other.layers[2:])
+    layers.run(2, decoder.spec.layers, hidden, batch, kv)
+    for ours, theirs in zip(kv.layers, kv.other.layers, strict=True):
+        assert not ours.isnan().all()
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 def test_other_layers_are_left_to_the_decoder(tmp_path):

@@ -124,6 +124,10 @@ class KVCache:
         pool.exponents.index_copy_(0, slots, exponents)
         return fp8.dequantise_heads(values, exponents, new.dtype)
 
+    def written(self, layers: Sequence[int], slots: Tensor) -> None:
+        """Be told that code which writes into the pool by itself has put tokens into their slots,
+        [T], in some layers."""
+
 
 @dataclass(frozen=True)
 class Segment:

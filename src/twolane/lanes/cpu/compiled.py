@@ -59,6 +59,7 @@ class CompiledLayers:
                 rows.table[PassField.TURNS] = self._decoder.turn(begin, batch).data_ptr()
                 part = layers[max(first, begin) : min(last, end)]
                 own_team().run_layers(part, rows.table)
+        kv.written(range(first, last), batch.write_slots[0])
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

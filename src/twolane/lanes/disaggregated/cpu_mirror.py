@@ -5,6 +5,8 @@ page. The engine lets no two launches write one token, and none read what a laun
 that has ended; a launch has ended when all of its writes are made, in both pools.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,12 @@ class MirroredKVCache(KVCache):
         """See `KVCache.write`."""
         self.push(layer, slots, new)
         return super().write(layer, slots, new)
+
+    def written(self, layers: Sequence[int], slots: Tensor) -> None:
+        """See `KVCache.written`: the tokens are read from this pool."""
+        for layer in layers:
+            keys, values = self.k[layer][slots], self.v[layer][slots]
+            self.push(layer, slots, torch.cat([keys, values], dim=1))
 
     def push(self, layer: int, slots: Tensor, new: Tensor) -> None:
         """Put keys and values of a layer, as for `write`, into the other process's pool."""
