@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+import tests
 from tests import zygote
 from tests.kernels import interpreter
 from tests.parity.judge import MAX_FORGIVEN, Judge, Tally
@@ -61,6 +62,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    tests.collected()
+
+
+def pytest_unconfigure() -> None:
+    tests.ended()
 
 
 @pytest.hookimpl(tryfirst=True)

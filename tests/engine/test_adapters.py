@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_work_in_flight import RANDOM, policy
+from tests.engine.test_work_in_flight import RANDOM, policy, some_systems
 from tests.engine.world import ADAPTERS, World
-from tests.systems.names import SYSTEM_NAMES
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
 from twolane.engine.kv.page_hash import salt_bytes
@@ -32,7 +31,7 @@ def run_world(system: str, seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+@some_systems
 def test_adapters_answer_as_if_alone(system: str, request: pytest.FixtureRequest) -> None:
     total: Counter[str] = Counter()
     full = request.config.getoption("--full")

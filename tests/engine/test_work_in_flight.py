@@ -24,9 +24,9 @@ from twolane.systems.base import System
 from twolane.systems.plan import PlanError
 from twolane.systems.registry import make_system
 
-SCHEDULES = 12
+SCHEDULES = 6
 FULL_SCHEDULES = 1000
-SHARED_OUT = 3
+SHARED_OUT = 6
 """Times as many schedules are shared out among the systems."""
 RANDOM = "random plans"
 OPTIONS = {
@@ -38,10 +38,21 @@ OPTIONS = {
     "duetserve": {"token_budget": "24", "tbt_seconds": "0.0001"},
 }
 """Where a system would not meet with what the schedules are for otherwise."""
+QUICK = (RANDOM, "chunked", "static-split", "auto")
+"""Hybrid batches, two lanes, levels that change, and all of it at random."""
 SPLIT = (RANDOM, "static-split", "drift", "muxwise", "bullet")
 """Who must be seen to change levels."""
 
 KINDS = ("penalised", "biased", "banned", "thinking", "scored", "scored prompts")
+
+
+some_systems = pytest.mark.parametrize(
+    "system",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.full)
+        for name in (RANDOM, *SYSTEM_NAMES)
+    ],
+)
 
 
 def policy(system: str, seed: int) -> System:
@@ -85,14 +96,14 @@ def test_random_schedules(system: str, schedules: range) -> None:
         assert total["held first tokens"]
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+@some_systems
 def test_random_schedules_without_prefix_cache(system: str, schedules: range) -> None:
     for seed in schedules[: len(schedules) // 3]:
         world = run_world(system, seed, prefix_cache=False)
         assert not world.seen["prefix hits"]
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+@some_systems
 def test_random_schedules_of_states(system: str, schedules: range) -> None:
     """Layers of linear attention: each token moves the state of its request on exactly once."""
     hits = 0
@@ -104,7 +115,7 @@ def test_random_schedules_of_states(system: str, schedules: range) -> None:
     assert hits
 
 
-@pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
+@some_systems
 def test_random_schedules_of_windows(system: str, schedules: range) -> None:
     """Layers with a window of two to three pages: those that have left it go to other requests."""
     total: Counter[str] = Counter()

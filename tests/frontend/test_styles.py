@@ -12,7 +12,7 @@ from twolane.model.load.hub import resolve
 from .checkpoints import codec, write
 from .styles import STYLES, texts
 
-SHORT = list(texts(2000, longest=4))
+SHORT = list(texts(600, longest=4))
 
 
 pytestmark = pytest.mark.usefixtures("converts_here")

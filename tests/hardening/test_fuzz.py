@@ -18,7 +18,7 @@ BATCH = 500
 @pytest.mark.parametrize(
     ("count", "warm_up", "growth"),
     [
-        pytest.param(200, 40, 96 * MIB, id="short"),
+        pytest.param(120, 40, 96 * MIB, id="short"),
         pytest.param(
             20_000, 1500, 24 * MIB, id="long", marks=[pytest.mark.full, pytest.mark.timeout(3600)]
         ),

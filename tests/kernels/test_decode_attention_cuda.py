@@ -69,7 +69,7 @@ RAGGED = [5, 1, 160, 0, 31, 32, 70]
         pytest.param(64, 32, 7, hopper.Tuning(2, 3), marks=pytest.mark.full),
         pytest.param(64, 16, 1, hopper.Tuning(2, 4), marks=pytest.mark.full),
         pytest.param(64, 64, 8, hopper.Tuning(3, 2), marks=pytest.mark.full),
-        (64, 16, 9, hopper.Tuning(1, 3)),
+        pytest.param(64, 16, 9, hopper.Tuning(1, 3), marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize(

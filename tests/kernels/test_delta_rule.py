@@ -97,8 +97,19 @@ def test_decode_moves_the_states_of_active_rows(shape):
         layer.same_states()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        ("grouped", torch.bfloat16),
+        *(
+            pytest.param(s, torch.bfloat16, marks=pytest.mark.full)
+            for s in SHAPES
+            if s != "grouped"
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "prompts",
     [

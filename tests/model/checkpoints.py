@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -52,6 +53,16 @@ _FIXTURES: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(_FIXTURES)
 """The fixtures of every family: itself, and options that change what is computed."""
+EVERY_KIND = (
+    *("qwen2-sliding", "gpt-oss", "gemma4-inputs", "gemma4-moe", "qwen3-moe", "qwen3.5-moe"),
+    *("laguna", "lfm2", "glm4-moe", "qwen2-moe", "hunyuan", "muse-glimmer", "olmo2", "smollm3"),
+)
+"""Families that have every kind of layer (`tests/parity/test_tiny.py` says so)."""
+BY_KIND = [
+    pytest.param(family, marks=() if family in EVERY_KIND else pytest.mark.full)
+    for family in FAMILIES
+]
+"""All families, of which the short form has each kind of layer."""
 HYBRIDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2", "lfm2-moe")
 """Those with layers that keep a state."""
 

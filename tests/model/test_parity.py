@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.model.checkpoints import load_decoder
 from twolane.model.attention import Batch, Segment
 from twolane.model.load.hub import resolve
 
-from .checkpoints import FAMILIES, make_checkpoint, reference
+from .checkpoints import BY_KIND, EVERY_KIND, FAMILIES, make_checkpoint, reference
 from .passes import PAGE, Pool, close, expected, forward, in_chunks, prompt
 
 CHUNKS = {
@@ -24,14 +25,17 @@ CHUNKS = {
 }
 
 families = pytest.mark.parametrize("family", FAMILIES)
+by_kind = pytest.mark.parametrize("family", BY_KIND)
+QUICK_CUT, MORE = "prefill, then decode", "odd chunks"
+"""The cut of each family in the short form, and a further one of those of `EVERY_KIND`."""
 
 
-@families
 @pytest.mark.parametrize(
-    "cut",
+    ("family", "cut"),
     [
-        pytest.param(cut, marks=pytest.mark.full if cut == "token by token" else [])
-        for cut in CHUNKS
+        pytest.param(family, cut, marks=[] if quick else pytest.mark.full)
+        for family, cut in product(FAMILIES, CHUNKS)
+        for quick in [cut == QUICK_CUT or (family in EVERY_KIND and cut == MORE)]
     ],
 )
 def test_one_sequence(tiny, family, cut):
@@ -74,7 +78,7 @@ def test_errors_are_those_of_float32(tiny, family):
     assert ours < 1.3 * theirs
 
 
-@families
+@by_kind
 def test_batch_of_mixed_segments(tiny, family):
     """Decode rows of many lengths, fresh prompts, chunks and a shared prefix in one pass."""
     decoder, model = tiny(family)
@@ -99,7 +103,7 @@ def test_batch_of_mixed_segments(tiny, family):
         close(logits, expected(model, tokens)[start:])
 
 
-@families
+@by_kind
 def test_cut_after_each_layer(tiny, family):
     """A prefill stops after a layer, a decode step runs, one sequence leaves, it goes on."""
     decoder, model = tiny(family)

@@ -22,8 +22,8 @@ from twolane.model.load.hub import resolve
 FAMILIES = ("qwen3", "qwen2-sliding")
 REQUESTS = random_requests(VOCAB)[::3]
 SHORT = {
-    *(("qwen3", schedule) for schedule in ("prefill-first", "static-split-k3", "every-layer")),
-    *(("qwen2-sliding", schedule) for schedule in ("chunked-48", "cut-2")),
+    *(("qwen3", schedule) for schedule in ("static-split-k3", "every-layer")),
+    ("qwen2-sliding", "chunked-48"),
 }
 
 

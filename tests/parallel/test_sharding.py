@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.model.checkpoints import BY_KIND, make_checkpoint
 from tests.model.quantised_checkpoints import (
     FORMATS,
     Writer,
@@ -90,7 +90,7 @@ def test_a_vocabulary_that_ranks_do_not_divide(tied: bool, tmp_path: Path) -> No
     check_ranks("llama31", tmp_path, sizes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BY_KIND)
 def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Four ranks of models of two KV heads: each head is on two ranks."""
     check_ranks(family, tmp_path)

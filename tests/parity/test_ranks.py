@@ -39,11 +39,16 @@ SEEDED = [
     )
     for i in range(8)
 ]
+QUICK = ("prefill-first", "chunked", "static-split", "drift", "auto")
+"""The whole device, hybrid batches, two lanes, and levels that change."""
 DECIDED: dict[str, list[list[int]]] = {}
 """What the first schedule said."""
 
 
-@pytest.mark.parametrize("system", SYSTEM_NAMES)
+@pytest.mark.parametrize(
+    "system",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in SYSTEM_NAMES],
+)
 def test_two_ranks_say_what_one_says(system: str, two: Ranks, judge: Judge, tally: Tally) -> None:
     """And every system lets them say the same."""
     served = two.serve(make_system(system, {}), [*GREEDY, *SEEDED])

@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.model.checkpoints import (
+    EVERY_KIND,
     FAMILIES,
     LAYERS,
     VOCAB,
@@ -40,27 +41,32 @@ PAGE = 8
 REQUESTS = random_requests(VOCAB)
 POOLS = {"ample": 2048, "small": -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)}
 """Pages: nothing is ever evicted; one of the longest requests, and little beside it."""
-PAIRWISE = ("qwen2-sliding", "qwen3-moe", "qwen3.5-moe")
+PAIRWISE = "qwen2-sliding"
 """The others differ inside a layer alone, which `tests/model/test_parity.py` cuts anywhere."""
-KINDS = {
-    "gpt-oss": "chunked-48",
-    "gemma4-inputs": "every-layer",
-    "gemma4-moe": "static-split-k3",
-    "glm4-moe": "every-layer",
-    "qwen2-moe": "chunked-48",
-    "laguna": "static-split-k3",
-    "lfm2": "every-layer",
-    "hunyuan": "cut-2",
-    "muse-glimmer": "chunked-640",
-    "olmo2": "cut-1",
-    "smollm3": "static-split",
-}
-"""Families that have, with those of `PAIRWISE`, every kind of layer, each with a schedule."""
-QUICK = ("gpt-oss", "gemma4-inputs", "gemma4-moe", "laguna", "lfm2")
-"""Those whose layers the lanes treat in a way of their own: windows and sinks, heads and keys by
-layer, experts beside a dense MLP, gates, convolutions."""
+KINDS = (
+    ("gpt-oss", "chunked-48"),
+    ("gemma4-inputs", "every-layer"),
+    ("gemma4-moe", "static-split-k3"),
+    ("qwen3-moe", "chunked-640"),
+    ("qwen3-moe", "static-split"),
+    ("qwen3.5-moe", "chunked-48"),
+    ("qwen3.5-moe", "cut-2"),
+    ("qwen3.5-moe", "static-split-k3"),
+    ("laguna", "static-split-k3"),
+    ("lfm2", "every-layer"),
+    ("glm4-moe", "every-layer"),
+    ("qwen2-moe", "chunked-48"),
+    ("hunyuan", "cut-2"),
+    ("muse-glimmer", "chunked-640"),
+    ("olmo2", "cut-1"),
+    ("smollm3", "static-split"),
+)
+"""Families that have, with `PAIRWISE`, every kind of layer, each with a schedule."""
+QUICK = 10
+"""The first of them have layers that the lanes treat in a way of their own: windows and sinks,
+heads and keys by layer, experts beside a dense MLP, experts alone, states, gates, convolutions."""
 AXES: dict[str, Any] = {
-    "family": PAIRWISE,
+    "family": (PAIRWISE,),
     "schedule": tuple(schedules(LAYERS)),
     # Cases that no pair asks for take the first value: the fastest comes first, one at a time last.
     "running": (16, 2),
@@ -90,19 +96,19 @@ def name(case: Case) -> str:
 
 @pytest.mark.parametrize("case", pairwise_cases(AXES), ids=name)
 def test_pairwise(case: Case, models: Models, tally: Tally) -> None:
-    """Every two values of two axes meet in one of these cases."""
+    """Every two values of two axes meet in one of these cases, of a model with windows."""
     check(case, models, tally)
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in KINDS],
+    ("family", "schedule"),
+    [*KINDS[:QUICK], *(pytest.param(*kind, marks=pytest.mark.full) for kind in KINDS[QUICK:])],
 )
-def test_kinds_of_layers(family: str, models: Models, tally: Tally) -> None:
-    """What `test_pairwise` leaves out, once; `test_in_full` has all schedules of all families."""
-    place = list(KINDS).index(family)
-    case = {"family": family, "schedule": KINDS[family], "running": 5, "prefix_cache": True}
-    check({**case, "pool": tuple(POOLS)[place % 2]}, models, tally, every=6)
+def test_kinds_of_layers(family: str, schedule: str, models: Models, tally: Tally) -> None:
+    """What `test_pairwise` leaves out; `test_in_full` has all schedules of all families."""
+    pool = tuple(POOLS)[KINDS.index((family, schedule)) % 2]
+    case = {"family": family, "schedule": schedule, "running": 5, "prefix_cache": True}
+    check({**case, "pool": pool}, models, tally, every=6)
 
 
 def traits(spec: ModelSpec) -> set[str]:
@@ -136,8 +142,9 @@ def test_every_kind_of_layer_is_in_the_list(tmp_path: Path) -> None:
         (tmp_path / family / "config.json").write_text(json.dumps(config))
         has[family] = traits(facts_from_directory(tmp_path / family).spec)
     every = set().union(*has.values())
-    served = set().union(*(has[family] for family in (*PAIRWISE, *KINDS)))
+    served = set().union(*(has[family] for family in EVERY_KIND))
     assert every - served == set()
+    assert {*EVERY_KIND} == {PAIRWISE, *dict(KINDS)}
 
 
 @pytest.mark.full
