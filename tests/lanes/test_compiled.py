@@ -175,6 +175,7 @@ def test_the_copy_of_a_pool_in_another_process_gets_what_compiled_code_writes(tm
     hidden = layers.run(0, 2, decoder.embed(prompt(20)), batch, kv)
     assert all(pool.isnan().all() for pool in kv.other.layers[2:])
     layers.run(2, decoder.spec.layers, hidden, batch, kv)
+    assert int(kv._pushed) == decoder.spec.layers  # by which the other process sees progress
     for ours, theirs in zip(kv.layers, kv.other.layers, strict=True):
         assert not ours.isnan().all()
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())

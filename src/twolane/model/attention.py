@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,9 @@ class KVCache:
         layout: The layers' pages; None: all layers share one table.
     """
 
+    layer_by_layer: ClassVar[bool] = False
+    """Whether it is to know of each layer as soon as that is written."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -124,7 +127,7 @@ class KVCache:
         pool.exponents.index_copy_(0, slots, exponents)
         return fp8.dequantise_heads(values, exponents, new.dtype)
 
-    def written(self, layers: Sequence[int], slots: Tensor) -> None:
+    def note_written(self, layers: Sequence[int], slots: Tensor) -> None:
         """Be told that code which writes into the pool by itself has put tokens into their slots,
         [T], in some layers."""
 

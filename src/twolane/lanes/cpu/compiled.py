@@ -57,9 +57,11 @@ class CompiledLayers:
         for begin, end in self._runs:
             if first < end and begin < last:
                 rows.table[PassField.TURNS] = self._decoder.turn(begin, batch).data_ptr()
-                part = layers[max(first, begin) : min(last, end)]
-                own_team().run_layers(part, rows.table)
-        kv.written(range(first, last), batch.write_slots[0])
+                start, stop = max(first, begin), min(last, end)
+                count = 1 if kv.layer_by_layer else stop - start
+                for i in range(start, stop, count):
+                    own_team().run_layers(layers[i : i + count], rows.table)
+                    kv.note_written(range(i, i + count), batch.write_slots[0])
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

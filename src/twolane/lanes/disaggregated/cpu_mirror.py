@@ -29,6 +29,8 @@ class MirroredKVCache(KVCache):
         layout: The layers' pages, as for `KVCache`.
     """
 
+    layer_by_layer = True
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -58,8 +60,8 @@ class MirroredKVCache(KVCache):
         self.push(layer, slots, new)
         return super().write(layer, slots, new)
 
-    def written(self, layers: Sequence[int], slots: Tensor) -> None:
-        """See `KVCache.written`: the tokens are read from this pool."""
+    def note_written(self, layers: Sequence[int], slots: Tensor) -> None:
+        """See `KVCache.note_written`: the tokens are read from this pool."""
         for layer in layers:
             keys, values = self.k[layer][slots], self.v[layer][slots]
             self.push(layer, slots, torch.cat([keys, values], dim=1))
