@@ -54,11 +54,11 @@ def main(path: Path) -> None:
                 time.sleep(0.01)
         return said
 
-    found = {"first": ready(), "before": served("-1")}
+    found = {"first": ready(), "shown": [*machine.pass_sizes], "before": served("-1")}
     deadline = time.monotonic() + 600.0
-    while ready() != [[1, 2, 4], [*machine.pass_sizes]] and time.monotonic() < deadline:
+    while ready() != [[1, 2, 4], [*runner.passes.sizes]] and time.monotonic() < deadline:
         time.sleep(0.1)
-    found |= {"rest": ready(), "after": served("-2"), "kept": machine.pass_sizes}
+    found |= {"rest": ready(), "after": served("-2"), "kept": [*machine.pass_sizes]}
     built.close()
     print(json.dumps({**found, "submits": json.dumps(REQUESTS)}))
 

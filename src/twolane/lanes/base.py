@@ -247,7 +247,7 @@ class Machine(Protocol):
     """Whether the device's speed follows its load with some delay."""
     pass_sizes: Sequence[int]
     """Tokens that hybrid passes and prefill batches are padded to, ascending; empty: they are
-    computed as they are. Final once the lanes have started."""
+    computed as they are. Sizes whose graphs are captured later come when they are."""
     page_sizes: Sequence[int]
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int

@@ -215,7 +215,7 @@ class CudaMachine:
                 whole = None if hybrid is None else hybrid.capture
                 half = partial(_part, progress, 0.5)
                 runner.passes.capture(self.partitions, whole, half, counts)
-                self.pass_sizes = runner.passes.sizes
+                self.pass_sizes = runner.passes.ready
             else:
                 stream = self.partitions.capture_stream("prefill", units)
                 runner.passes.load_heads(stream, units, sizes.slots)
