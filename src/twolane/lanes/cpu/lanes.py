@@ -155,9 +155,11 @@ class CpuLanes:
         ticket = job.ticket
         ticket.start = self.clock()
         try:
-            for tokens in self._runner.run(job.work, ticket.masks.result):
+            steps = job.work.k if isinstance(job.work, DecodeWork) else 0
+            for step, tokens in enumerate(self._runner.run(job.work, ticket.masks.result), 1):
                 ticket.add(tokens, self.clock())
-                self._notify()
+                if step != steps:  # the end, which follows at once, tells of the last one
+                    self._notify()
         except BaseException as error:  # the engine raises it on its own thread
             ticket.error = self.explain(error)
         ticket.end = self.clock()
