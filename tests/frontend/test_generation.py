@@ -14,6 +14,7 @@ from twolane.engine.messages import Output, Refused, TokenRules
 from twolane.frontend.answer_formats import AnswerFormat
 from twolane.frontend.generate_request import GenerateRequest
 from twolane.frontend.generation import Generation, GenerationRefused
+from twolane.frontend.parsers.harmony import THINKING
 from twolane.frontend.parsers.reasoning import AnswerGate, ThinkingMarks
 from twolane.frontend.prepare import Prepared, Prompt
 from twolane.frontend.structured.jobs import GrammarJob, Regex
@@ -180,3 +181,13 @@ def test_the_answer_begins_where_the_thinking_ends_however_the_text_is_cut(parts
     if thinks:  # the white space behind it is of neither
         behind = len(text) - len(text[behind:].lstrip())
     assert (thought, answer) == (text[:behind], text[behind:])
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_the_header_of_an_answer_without_thinking_is_none_of_its_text(size):
+    """Stop strings such as `final` would end it before it has begun."""
+    head, said = "<|channel|>final<|message|>", "The final <|channel|>"
+    gate = AnswerGate(THINKING)
+    parts = [gate.feed((head + said)[i : i + size]) for i in range(0, len(head + said), size)]
+    assert ["".join(each) for each in zip(*parts, strict=True)] == [head, said]
+    assert AnswerGate(THINKING).feed("final")[1] == "final"

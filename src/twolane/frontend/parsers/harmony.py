@@ -21,7 +21,10 @@ NAME = "harmony"
 """Name of the format among those of tool calls."""
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 THINKING = ThinkingMarks(
-    f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANNEL}final{MESSAGE}", needed=True
+    f"{CHANNEL}analysis{MESSAGE}",
+    f"{END}{START}assistant{CHANNEL}final{MESSAGE}",
+    needed=True,
+    bare=f"{CHANNEL}final{MESSAGE}",
 )
 """Marks of the analysis and of the answer after it."""
 BEFORE_CALL = f"{END}{START}assistant"

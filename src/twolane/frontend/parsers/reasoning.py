@@ -18,6 +18,8 @@ class ThinkingMarks(msgspec.Struct, frozen=True):
     """Marks around the answer after the thinking, which are not shown."""
     needed: bool = False
     """Whether no answer is without thinking."""
+    bare: str = ""
+    """Mark of an answer without thinking, where it has one."""
 
 
 KNOWN_MARKS = (
@@ -181,10 +183,15 @@ class AnswerGate:
             return self._after("", text)
         self._seen += text
         if self._state == "start":
-            begun, mark = self._seen.lstrip(), self._marks.begin
+            begun, marks = self._seen.lstrip(), (self._marks.begin, self._marks.bare)
             self._held += len(text)
-            if not begun.startswith(mark):
-                return ("", "") if mark.startswith(begun) else ("", self._answer())
+            if marks[1] and begun.startswith(marks[1]):
+                self._state, whole = "blank", self.release()
+                answer = len(whole) - len(begun) + len(marks[1])
+                return self._after(whole[:answer], whole[answer:])
+            if not begun.startswith(marks[0]):
+                may_be = any(mark.startswith(begun) for mark in marks)
+                return ("", "") if may_be else ("", self._answer())
             text, self._state = self.release(), "thinking"
         thought, mark, _ = self._seen.partition(self._marks.end)
         if not mark:
