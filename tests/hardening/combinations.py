@@ -102,6 +102,7 @@ SETTINGS: Mapping[str, Setting] = {
     "no cache": Setting("qwen3", ("--no-prefix-cache", "--max-running", "5", *SHORT)),
     "hybrid windows": Setting("gemma3", ("--system", "muxwise", *SHORT)),
     "windows 1P1D": Setting("gpt-oss", ("--disaggregated", *SHORT)),
+    "inputs 1P1D": Setting("gemma4-inputs", ("--disaggregated", *SHORT)),
     "windows of ranks": Setting("olmo3", ("--tensor-parallel-size", "2", *SHORT)),
     "states": Setting("qwen3-next", ("--system", "bullet", *SHORT)),
     "fp8": Setting("llama2", ("--system", "muxwise", *SHORT), adapters=True, rounded=True),

@@ -157,7 +157,7 @@ def test_of_two_tensors_of_a_name_the_index_says_which(tmp_path, place):
 
 
 def test_numbered_files_need_no_index(tmp_path):
-    """As other servers read them; of a part of them nothing is known."""
+    """As other servers read them; one that is lacking is named."""
     folder = make_checkpoint("llama2", tmp_path / "model", shards=3)
     whole = load_decoder(resolve(str(folder)))
     (folder / INDEX).unlink()
@@ -166,7 +166,11 @@ def test_numbered_files_need_no_index(tmp_path):
     assert torch.equal(found.weights.embedding, whole.weights.embedding)
     first, *_ = sorted(folder.glob("model-*"))
     first.unlink()
-    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+    with pytest.raises(ValueError, match=f"lacks {first.name}"):
+        load_decoder(resolve(str(folder)))
+    for others in sorted(folder.glob("model-*"))[1:]:
+        others.unlink()
+    with pytest.raises(ValueError, match=f"lacks {first.name}"):
         load_decoder(resolve(str(folder)))
 
 

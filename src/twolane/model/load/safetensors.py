@@ -1,7 +1,9 @@
 """The safetensors files of a model directory."""
 
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ _LINEAR = ".linear_attn."
 _LFS = b"version https://git-lfs"
 """Beginning of a file of Git LFS whose content has not been fetched."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+MAX_SHARDS = 10_000
+"""Most numbered files of a model that are looked for."""
 _OF_OTHERS = ("consolidated", "adapter_model")
 """Names of files in a model's folder begin so that are not the model in the form that is read."""
 
@@ -146,20 +150,26 @@ def _model_files(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     others = sorted(
         path for path in directory.glob("*.safetensors") if not path.name.startswith(_OF_OTHERS)
     )
-    if len(others) == 1 or _is_row([path.name for path in others]):
+    lacking = _lacking([path.name for path in others])
+    if not lacking and (len(others) == 1 or lacking is not None):
         return others, {}
+    if lacking:
+        raise ValueError(f"{directory} lacks {lacking[0]}, one of the files of the model")
     raise ValueError(
         f"{directory} has neither model.safetensors nor {INDEX}; "
         "other weight formats than safetensors and GGUF are not read"
     )
 
 
-def _is_row(names: list[str]) -> bool:
-    """Return whether files are all the numbered ones of a model."""
+def _lacking(names: Sequence[str]) -> list[str] | None:
+    """Return which of a model's numbered files are not there; None: these are not such files."""
     shards = [_SHARD.fullmatch(name) for name in names]
-    rows = {(shard["stem"], int(shard["count"])) for shard in shards if shard}
-    numbers = sorted(int(shard["number"]) for shard in shards if shard)
-    return None not in shards and len(rows) == 1 and numbers == [*range(1, rows.pop()[1] + 1)]
+    rows = {(shard["stem"], shard["count"]) for shard in shards if shard}
+    if None in shards or len(rows) != 1:
+        return None
+    [(stem, count)] = rows
+    every = (f"{stem}-{i:0{len(count)}}-of-{count}.safetensors" for i in range(1, int(count) + 1))
+    return [name for name in islice(every, MAX_SHARDS) if name not in names]
 
 
 class _Index(msgspec.Struct):
