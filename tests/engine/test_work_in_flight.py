@@ -26,8 +26,8 @@ from twolane.systems.registry import make_system
 
 SCHEDULES = 6
 FULL_SCHEDULES = 1000
-SHARED_OUT = 6
-"""Times as many schedules are shared out among the systems."""
+EACH, FULL_EACH = 3, 272
+"""Schedules of each system, in the short and in the long form."""
 RANDOM = "random plans"
 OPTIONS = {
     "prefill-first": {"max_batch_tokens": "40"},
@@ -70,8 +70,10 @@ def run_world(
 
 @pytest.fixture
 def schedules(request: pytest.FixtureRequest, system: str) -> range:
-    most = FULL_SCHEDULES if request.config.getoption("--full") else SCHEDULES
-    return range(most if system == RANDOM else SHARED_OUT * most // len(SYSTEM_NAMES))
+    full = request.config.getoption("--full")
+    if system == RANDOM:
+        return range(FULL_SCHEDULES if full else SCHEDULES)
+    return range(FULL_EACH if full else EACH)
 
 
 @pytest.mark.parametrize("system", [RANDOM, *SYSTEM_NAMES])
