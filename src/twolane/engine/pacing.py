@@ -56,9 +56,10 @@ class Gaps:
 
     def above(self, bound: float, count: int) -> int:
         """Return how many of the latest `count` gaps that are remembered exceed `bound` seconds."""
-        first = max(0, self.total - min(count, KEPT_GAPS))
-        places = np.arange(first, self.total) % KEPT_GAPS
-        return int(np.count_nonzero(self._latest[places] > bound))
+        count = min(count, KEPT_GAPS, self.total)
+        latest = self._latest[(self.total - count) % KEPT_GAPS :][:count]
+        earliest = self._latest[: count - len(latest)]  # those that begin the array again
+        return int(np.count_nonzero(latest > bound) + np.count_nonzero(earliest > bound))
 
 
 class PacedColumns(Protocol):

@@ -47,7 +47,8 @@ class RowTable:
     def load(self, others: Sequence[RequestView] = ()) -> Load:
         """Return the load of a decode step that serves these requests and others now."""
         contexts: list[int] = self.context_column[self.at].tolist()
-        return Load.decode([*contexts, *(request.context for request in others)])
+        contexts += [request.context for request in others]
+        return Load.decode(contexts)
 
     @property
     def bounds(self) -> Floats:
