@@ -82,7 +82,7 @@ def test_a_product_is_right_and_the_same_beside_any_rows(kind, threads):
     x, bias, products = drawn(147, 256, seed=5) * 30, drawn(48, seed=6), Products()
     together = products.linear(x, matrix, bias)
     exact = x.double() @ matrix.dequantised().double().t() + bias
-    assert (together - exact).abs().max() < 0.01 * exact.abs().max()
+    assert (together - exact).abs().max() < 2e-4 * exact.abs().max()
     for rows in (slice(0, 1), slice(5, 7), slice(20, 35), slice(60, 147)):
         assert torch.equal(products.linear(x[rows], matrix, bias), together[rows])
 
@@ -147,7 +147,7 @@ def test_compiled_layers_are_those_of_the_decoder(tmp_path, family, threads):
     decoder, tokens = decoder_of(family, tmp_path), prompt(90)
     whole = logits(decoder, tokens, [90])
     usual = in_chunks(decoder, tokens, [90])
-    assert (whole - usual).abs().max() < 0.02 * usual.abs().max()
+    assert (whole - usual).abs().max() < 1e-3 * usual.abs().max()
     assert torch.equal(logits(decoder, tokens, [70, 9, 1, 1, 9], seed=3), whole)
 
 

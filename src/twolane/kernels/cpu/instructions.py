@@ -330,6 +330,20 @@ def quantise(code: Code, x: Any, out: Any, blocks: Any) -> None:
         _emit_block(code, source, to)
 
 
+@instruction
+def leave(code: Code, x: Any, at: Any, blocks: Any) -> None:
+    """Leave of 32 * blocks float32 numbers what their blocks of activations do not mean."""
+    b = code.builder
+    with code.loop(blocks) as loop:
+        block = code.at(at, b.mul(loop, _I64(ACTIVATION_BYTES)))
+        scale = code.spread(code.load(block, _F32, _SCALE))
+        for i in range(2):
+            place = code.at(b.mul(loop, _I64(128)), 64 * i)
+            number = b.sitofp(b.sext(code.load(block, _BYTES, 16 * i), _INTS), _FLOATS)
+            value = code.load(x, _FLOATS, place)
+            code.store(b.fsub(value, b.fmul(number, scale)), x, place)
+
+
 def _emit_block(code: Code, source: Any, to: Any) -> None:
     b = code.builder
     parts = [code.load(source, _FLOATS, 64 * i) for i in range(2)]

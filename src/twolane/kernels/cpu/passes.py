@@ -23,6 +23,7 @@ from twolane.kernels.cpu.instructions import (
     gate,
     give_way,
     hide,
+    leave,
     multiply,
     multiply_many,
     normalise,
@@ -106,7 +107,8 @@ class PassField(IntEnum):
     WIDTH = 2
     """Width of the hidden states."""
     INPUT = 3
-    """Blocks of what a projection reads."""
+    """Blocks of what a projection reads; of this and all other blocks come those of what eight bits
+    leave of the numbers after them."""
     HEADS = 4
     """float32 [rows, all heads, head_dim]"""
     QUERY_HEADS = 5
@@ -145,6 +147,10 @@ class PassField(IntEnum):
     SIZE = 27
 
 
+def _get(table: int, field: int) -> int:
+    return read(table + 8 * field)
+
+
 def _rows(
     form: int,
     w: int,
@@ -171,12 +177,35 @@ def _rows(
         done += count
 
 
+def _multiply(
+    form: int,
+    w: int,
+    x: int,
+    wide: int,
+    rows: int,
+    p: int,
+    blocks: int,
+    begin: int,
+    step: int,
+    out: int,
+    apart: int,
+) -> None:
+    """Multiply any number of rows of a pass, and what eight bits leave of them, with a tile."""
+    _rows(form, w, x, wide, rows, blocks, begin, step, out, apart)
+    rest = x + _get(p, PassField.ROWS) * wide
+    _rows(form, w, rest, wide, rows, blocks, out, apart, out, apart)
+
+
+def _blocks_of(x: int, p: int, to: int, blocks: int, wide: int) -> None:
+    """Write blocks of a row's numbers, which are lost, and after those of all rows, of so many
+    bytes, blocks of what eight bits leave of them."""
+    quantise(x, to, blocks)
+    leave(x, to, blocks)
+    quantise(x, to + _get(p, PassField.ROWS) * wide, blocks)
+
+
 def _tile_bytes(form: int, blocks: int) -> int:
     return blocks * (320 if form == 0 else 384 if form == 1 else 576)
-
-
-def _get(table: int, field: int) -> int:
-    return read(table + 8 * field)
 
 
 def _norm_rows(weight: int, p: int, first: int, scratch: int) -> None:
@@ -186,7 +215,8 @@ def _norm_rows(weight: int, p: int, first: int, scratch: int) -> None:
     for row in range(first, min(first + FEW, _get(p, PassField.ROWS))):
         x = _get(p, PassField.HIDDEN) + row * width * 4
         normalise(x, weight, _get(p, PassField.FACTORS), scratch, width // 16)
-        quantise(scratch, _get(p, PassField.INPUT) + row * blocks * ACTIVATION_BYTES, blocks)
+        wide = blocks * ACTIVATION_BYTES
+        _blocks_of(scratch, p, _get(p, PassField.INPUT) + row * wide, blocks, wide)
 
 
 def _project(layer: int, p: int, index: int) -> None:
@@ -208,7 +238,7 @@ def _project(layer: int, p: int, index: int) -> None:
     for tile in range(dim // 16):
         w = _get(layer, LayerField.QKV) + (head * (dim // 16) + tile) * size
         begin = bias + (head * dim + tile * 16) * 4 if bias else _get(p, PassField.ZEROS)
-        _rows(form, w, x, wide, rows, blocks, begin, 0, out + tile * 64, apart)
+        _multiply(form, w, x, wide, rows, p, blocks, begin, 0, out + tile * 64, apart)
     norm = _get(layer, LayerField.HEAD_NORM)
     for row in range(first, first + rows):
         at = out + (row - first) * apart
@@ -261,8 +291,9 @@ def _attend(layer: int, p: int, index: int, scratch: int) -> None:
         weigh(scores, apart, 64 * padded, pool + keys * dim * 4, seen, count, wide, dim // 32, out)
         for i in range(min(4, rows * group - base)):
             row, head = first + (base + i) // group, key_head * group + (base + i) % group
-            to = _get(p, PassField.ATTENDED) + (row * heads + head) * (dim // 32) * ACTIVATION_BYTES
-            quantise(out + i * dim * 4, to, dim // 32)
+            size = (dim // 32) * ACTIVATION_BYTES
+            to = _get(p, PassField.ATTENDED) + (row * heads + head) * size
+            _blocks_of(out + i * dim * 4, p, to, dim // 32, heads * size)
 
 
 def _add_product(w: int, form: int, x: int, columns: int, p: int, index: int) -> None:
@@ -274,8 +305,8 @@ def _add_product(w: int, form: int, x: int, columns: int, p: int, index: int) ->
     wide, apart = blocks * ACTIVATION_BYTES, width * 4
     for each in range(tile, min(tile + 2, width // 16)):
         out = _get(p, PassField.HIDDEN) + first * apart + each * 64
-        w_tile = w + each * _tile_bytes(form, blocks)
-        _rows(form, w_tile, x + first * wide, wide, rows, blocks, out, apart, out, apart)
+        w_tile, begin = w + each * _tile_bytes(form, blocks), x + first * wide
+        _multiply(form, w_tile, begin, wide, rows, p, blocks, out, apart, out, apart)
 
 
 def _activate(layer: int, p: int, index: int, scratch: int) -> None:
@@ -293,11 +324,12 @@ def _activate(layer: int, p: int, index: int, scratch: int) -> None:
     for each in range(4):
         tile = 2 * part + each % 2 + (each // 2) * (inner // 16)
         w = _get(layer, LayerField.GATE_UP) + tile * size
-        _rows(form, w, x, wide, rows, blocks, _get(p, PassField.ZEROS), 0, scratch + each * 64, 256)
+        to, zeros = scratch + each * 64, _get(p, PassField.ZEROS)
+        _multiply(form, w, x, wide, rows, p, blocks, zeros, 0, to, 256)
     for row in range(rows):
         gate(scratch + row * 256, scratch + row * 256 + 128, 2)
         to = _get(p, PassField.ACTIVATED) + ((first + row) * parts + part) * ACTIVATION_BYTES
-        quantise(scratch + row * 256, to, 1)
+        _blocks_of(scratch + row * 256, p, to, 1, parts * ACTIVATION_BYTES)
 
 
 def _quantise_rows(p: int, first: int, scratch: int) -> None:
@@ -308,8 +340,10 @@ def _quantise_rows(p: int, first: int, scratch: int) -> None:
         source = _get(p, PassField.SOURCE) + row * columns * 4
         if norm:
             normalise(source, norm, _get(p, PassField.FACTORS), scratch, columns // 16)
-            source = scratch
-        quantise(source, _get(p, PassField.INPUT) + row * blocks * ACTIVATION_BYTES, blocks)
+        else:
+            copy(source, scratch, columns // 16)
+        wide = blocks * ACTIVATION_BYTES
+        _blocks_of(scratch, p, _get(p, PassField.INPUT) + row * wide, blocks, wide)
 
 
 def _product(p: int, index: int) -> None:
@@ -332,7 +366,7 @@ def _product(p: int, index: int) -> None:
             _get(p, PassField.INPUT) + first * wide,
             _get(p, PassField.OUT) + first * apart + tile * 64,
         )
-        _rows(form, w, x, wide, rows, blocks, _get(p, PassField.ZEROS), 0, out, apart)
+        _multiply(form, w, x, wide, rows, p, blocks, _get(p, PassField.ZEROS), 0, out, apart)
 
 
 def _do(kind: int, layer: int, p: int, index: int, scratch: int) -> None:
@@ -486,8 +520,20 @@ def run_product(team: int, p: int) -> None:
 
 
 _INTERNAL: tuple[Callable[..., object], ...] = (
-    *(_rows, _tile_bytes, _get, _norm_rows, _project, _attend, _add_product, _activate),
-    *(_quantise_rows, _product, _do, _tasks, _taken, _take, _wait, _job, _wake),
+    *(_get, _rows, _multiply, _blocks_of, _tile_bytes, _norm_rows, _project, _attend),
+    *(
+        _add_product,
+        _activate,
+        _quantise_rows,
+        _product,
+        _do,
+        _tasks,
+        _taken,
+        _take,
+        _wait,
+        _job,
+        _wake,
+    ),
 )
 EXPORTED: Mapping[str, int] = {"work": 2, "end": 1, "run_layers": 4, "run_product": 2}
 """Number of arguments of each function that is called from outside, by their names."""

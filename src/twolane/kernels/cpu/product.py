@@ -25,8 +25,8 @@ def linear(x: Tensor, tiles: Tensor, norm: Tensor | None = None, eps: float = 0.
     """
     x = x.float().contiguous()
     team, (rows, columns) = own_team(), x.shape
-    blocks = blocks_of(rows, columns)
-    scratch = torch.empty(team.threads * columns if norm is not None else 0)
+    blocks = blocks_of(2 * rows, columns)
+    scratch = torch.empty(team.threads * columns)
     out, factors = torch.empty(rows, tiles.shape[0] * ROWS), np.array([eps], np.float32)
     values = {
         PassField.ROWS: rows,

@@ -126,9 +126,9 @@ class _PassTable:
         scratch = max(4 * CHUNK * 64, 4 * width, 64 + 16 * (scores + spec.head_dim))
         scratch = 64 * -(-scratch // 64)
         sizes = {
-            PassField.INPUT: rows * width // COLUMNS * ACTIVATION_BYTES,
-            PassField.ATTENDED: rows * spec.q_size // COLUMNS * ACTIVATION_BYTES,
-            PassField.ACTIVATED: rows * spec.intermediate_size // COLUMNS * ACTIVATION_BYTES,
+            PassField.INPUT: 2 * rows * width // COLUMNS * ACTIVATION_BYTES,
+            PassField.ATTENDED: 2 * rows * spec.q_size // COLUMNS * ACTIVATION_BYTES,
+            PassField.ACTIVATED: 2 * rows * spec.intermediate_size // COLUMNS * ACTIVATION_BYTES,
             PassField.HEADS: 4 * rows * heads * spec.head_dim,
             PassField.SCRATCH: threads * scratch,
         }
