@@ -85,10 +85,11 @@ def create_app(
     add_token_routes(app, service)
     add_generation_routes(app, service)
     add_embedding_routes(app, service)
-    add_response_routes(app, service, ResponseStore(options.stored_response_bytes))
-    add_message_routes(app, service)
+    # Before those of responses, which take what follows for an id.
     opened = {"--admin-endpoints": options.admin_endpoints, "--lora-endpoints": lora_endpoints}
     add_refused_routes(app, [option for option, enabled in opened.items() if enabled])
+    add_response_routes(app, service, ResponseStore(options.stored_response_bytes))
+    add_message_routes(app, service)
     if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:
