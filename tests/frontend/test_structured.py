@@ -819,6 +819,25 @@ def test_text_outside_of_json_has_its_pattern_and_length(
         assert not any(takes(grammar, call.format(text)) for text in others), form
 
 
+def test_text_with_a_pattern_ends_at_its_first_mark_as_for_the_parser(tokenizer, takes):
+    tool = Tool("f", {"properties": {"p": {"type": "string", "pattern": "b"}}, "required": ["p"]})
+    forms = {
+        "qwen3_coder": (
+            "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>",
+            "\n</parameter>\n",
+        ),
+        "glm45": (
+            "<tool_call>f\n<arg_key>p</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+            "</arg_value>",
+        ),
+        "gemma4": ('<|tool_call>call:f{{p:<|"|>{}<|"|>}}<tool_call|>', '<|"|>'),
+    }
+    for form, (call, mark) in forms.items():
+        grammar = calls_grammar(form, [tool], lambda _: None, several=False)
+        assert takes(grammar, call.format("a<b")), form
+        assert not takes(grammar, call.format(f"a{mark}b")), form
+
+
 def test_a_pattern_that_cannot_be_enforced_as_text_is_refused():
     tool = Tool("f", {"properties": {"p": {"type": "string", "pattern": "^a|b$"}}})
     with pytest.raises(ValueError, match="anchors in alternatives"):

@@ -244,11 +244,14 @@ class _Marks:
         return json_expression(grammar.checked_schema(schema, closes=self._closes), self.rules)
 
     def text_until(self, mark: str, patterns: Sequence[str] = ()) -> str:
-        """Return a rule for text up to and including a mark; it matches all patterns."""
+        """Return a rule for text up to and including the first mark; it matches all patterns."""
         name = f"until_{len(self.rules)}"
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
-        each = " & ".join(f"/{pattern}{escaped}/" for pattern in patterns or ANY_TEXT)
-        self.rules.append(f"{name}[lazy]: {each}")
+        each = [f"/{pattern}{escaped}/" for pattern in patterns or ANY_TEXT]
+        # A text that does not match yet would go on after the mark, which ends it for the parser.
+        core = escaped.removeprefix("\\n").removesuffix("\\n")
+        each += [rf"~/(.|\n)*{core}(.|\n)*{core}(.|\n)*/"] if patterns else []
+        self.rules.append(f"{name}[lazy]: {' & '.join(each)}")
         return name
 
     def rule(self, matched: str, kind: str = "rule") -> str:
