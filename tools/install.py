@@ -3,8 +3,8 @@
     .venv/bin/python tools/install.py -c constraints.txt -e .[dev]
 
 `uv` installs what the tests need in a twelfth of pip's processor time, and pip fetches it first.
-It reads nothing of pip's configuration, so that it is told where pip looks for packages. Where uv
-cannot be had or fails, pip installs. Neither compiles modules: most are never imported.
+It reads nothing of pip's configuration, so it is told where pip looks for packages. Where uv cannot
+be had or fails, pip installs. Neither compiles modules: most are never imported.
 """
 
 import ast

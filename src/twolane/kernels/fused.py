@@ -306,8 +306,8 @@ def qkv_rope_write(
         pool: [pages, kv_heads, 2, page_size, head_dim], of the type of `qkv` or rounded, which
             `twolane.model.fp8.quantise_heads` does alike; a mirrored one is written twice.
         places: page * page_size + offset of each token, int [T]; negative: the row is not active.
-            With `slots`, the pages of the sequence in each slot, int32 [slots, max_pages]: decode
-            rows find their places on the device, and go back nowhere.
+            With `slots`, the pages of the sequence in each slot, int32 [slots, max_pages]: the
+            place of each decode row is found on the device.
         slots: the slot that each row belongs to, int32 [T].
         lengths: above 0 for active rows, int32 [T]; goes with `slots`.
         norm_last: Whether the norm comes after the rotation (Hunyuan), whose table has no scales.

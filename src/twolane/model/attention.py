@@ -78,7 +78,7 @@ class KVCache:
     """
 
     layer_by_layer: ClassVar[bool] = False
-    """Whether it is to know of each layer as soon as that is written."""
+    """Whether `note_written` must be called after each layer, and not once after several."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class KVCache:
         return fp8.dequantise_heads(values, exponents, new.dtype)
 
     def note_written(self, layers: Sequence[int], slots: Tensor) -> None:
-        """Be told that code which writes into the pool by itself has put tokens into their slots,
-        [T], in some layers."""
+        """Take note that compiled code, which writes into the pool without `write`, has put tokens
+        into their slots, [T], in some layers."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class _Int8:
 
 
 class _Tiles(_Dequantising):
-    """Weights of four or eight bits and activations of twice eight for each 32 columns, compiled.
+    """Weights of four or eight bits and activations of two times eight, in compiled code.
 
     A row's product is the same to the last bit beside any other rows.
     """

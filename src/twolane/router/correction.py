@@ -41,8 +41,8 @@ class TtftCorrection:
             at: Time of the prediction, in seconds.
             now: Time of the first token, in seconds.
             bound: Seconds within which it was wanted.
-            overtaken: Whether requests that came later may have gone first. Then its first token
-                counts as later than predicted only if it was late.
+            overtaken: Whether requests that came later may have gone first. Then a first token that
+                came later than predicted counts only if it was late.
         """
         corrected, seconds = self.factor * predicted, now - at
         if at < self._raised or (overtaken and corrected < seconds <= bound):

@@ -91,7 +91,7 @@ class Program:
 
 @lru_cache(1)
 def host_features() -> Any:
-    """Return what this CPU can do, LLVM's names and whether; tile registers if Linux gives them."""
+    """Return LLVM's features of this CPU by name; tile registers are one if Linux grants them."""
     features = binding.get_host_cpu_features()
     arch_prctl, ask, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, for all threads
     if features.get("amx-int8") and CDLL(None).syscall(arch_prctl, ask, tile_data) != 0:

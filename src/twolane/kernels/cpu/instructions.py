@@ -115,7 +115,7 @@ class Code:
         return self.builder.call(declared(self.builder.module, name, of), args)
 
     def memory(self, nbytes: int) -> Any:
-        """Return the address of so many bytes of the function's own, at the begin of a line."""
+        """Return the address of `nbytes` bytes of the function's stack, aligned to a cache line."""
         with self.builder.goto_entry_block():
             place = self.builder.alloca(ir.ArrayType(ir.IntType(8), nbytes))
             place.align = 64
@@ -332,7 +332,7 @@ def quantise(code: Code, x: Any, out: Any, blocks: Any) -> None:
 
 @instruction
 def leave(code: Code, x: Any, at: Any, blocks: Any) -> None:
-    """Leave of 32 * blocks float32 numbers what their blocks of activations do not mean."""
+    """Subtract the numbers that blocks of activations mean from 32 * blocks float32 numbers."""
     b = code.builder
     with code.loop(blocks) as loop:
         block = code.at(at, b.mul(loop, _I64(ACTIVATION_BYTES)))
@@ -518,7 +518,7 @@ class _ManyProduct:
             code.store(b.fadd(before, total), out, b.mul(apart, row))
 
     def _expand(self, code: Code, w: Any, count: Any, to: Any) -> None:
-        """Write the numbers of so many blocks in eight bits."""
+        """Write the numbers of `count` blocks in eight bits."""
         b = code.builder
         with code.loop(count) as loop:
             block = _Block(self._form, code, code.at(w, b.mul(loop, _I64(self._form.nbytes))))
@@ -529,7 +529,7 @@ class _ManyProduct:
     def _multiply(
         self, code: Code, numbers: Any, size: int, x: Any, wide: Any, count: Any, sums: Any
     ) -> None:
-        """Write the sums of so many blocks, whose numbers are `size` bytes apart."""
+        """Write the sums of `count` blocks, whose numbers are `size` bytes apart."""
         b, (activations, matrix, product) = code.builder, TILE_REGISTERS
         with code.loop(count) as loop:
             code.tile("tileloadd64", matrix, code.at(numbers, b.mul(loop, _I64(size))), _I64(64))
@@ -544,7 +544,7 @@ class _ManyProduct:
     def _scale(
         self, code: Code, w: Any, x: Any, wide: Any, count: Any, sums: Any, totals: Any, first: Any
     ) -> None:
-        """Add sums of so many blocks, scaled, to the totals of `MANY` rows; those of the first
+        """Add sums of `count` blocks, scaled, to the totals of `MANY` rows; those of the first
         blocks to zeros."""
         b = code.builder
         kept = [

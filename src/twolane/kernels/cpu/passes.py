@@ -107,8 +107,8 @@ class PassField(IntEnum):
     WIDTH = 2
     """Width of the hidden states."""
     INPUT = 3
-    """Blocks of what a projection reads; of this and all other blocks come those of what eight bits
-    leave of the numbers after them."""
+    """Blocks of what a projection reads. Here and in the other fields of blocks, those of all rows
+    are followed by as many blocks of what the first ones leave of the numbers."""
     HEADS = 4
     """float32 [rows, all heads, head_dim]"""
     QUERY_HEADS = 5
@@ -190,15 +190,15 @@ def _multiply(
     out: int,
     apart: int,
 ) -> None:
-    """Multiply any number of rows of a pass, and what eight bits leave of them, with a tile."""
+    """Multiply any number of rows of a pass, by both of their blocks, with a tile."""
     _rows(form, w, x, wide, rows, blocks, begin, step, out, apart)
     rest = x + _get(p, PassField.ROWS) * wide
     _rows(form, w, rest, wide, rows, blocks, out, apart, out, apart)
 
 
 def _blocks_of(x: int, p: int, to: int, blocks: int, wide: int) -> None:
-    """Write blocks of a row's numbers, which are lost, and after those of all rows, of so many
-    bytes, blocks of what eight bits leave of them."""
+    """Write the blocks of a row's numbers, and the blocks of what these leave, which have their
+    place after the first blocks of all rows, `wide` bytes each. The numbers at `x` are lost."""
     quantise(x, to, blocks)
     leave(x, to, blocks)
     quantise(x, to + _get(p, PassField.ROWS) * wide, blocks)
@@ -521,19 +521,8 @@ def run_product(team: int, p: int) -> None:
 
 _INTERNAL: tuple[Callable[..., object], ...] = (
     *(_get, _rows, _multiply, _blocks_of, _tile_bytes, _norm_rows, _project, _attend),
-    *(
-        _add_product,
-        _activate,
-        _quantise_rows,
-        _product,
-        _do,
-        _tasks,
-        _taken,
-        _take,
-        _wait,
-        _job,
-        _wake,
-    ),
+    *(_add_product, _activate, _quantise_rows, _product, _do, _tasks, _taken, _take, _wait),
+    *(_job, _wake),
 )
 EXPORTED: Mapping[str, int] = {"work": 2, "end": 1, "run_layers": 4, "run_product": 2}
 """Number of arguments of each function that is called from outside, by their names."""

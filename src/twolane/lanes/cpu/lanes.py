@@ -158,7 +158,7 @@ class CpuLanes:
             steps = job.work.k if isinstance(job.work, DecodeWork) else 0
             for step, tokens in enumerate(self._runner.run(job.work, ticket.masks.result), 1):
                 ticket.add(tokens, self.clock())
-                if step != steps:  # the end, which follows at once, tells of the last one
+                if step != steps:  # the end of the launch follows at once and notifies, too
                     self._notify()
         except BaseException as error:  # the engine raises it on its own thread
             ticket.error = self.explain(error)

@@ -39,8 +39,8 @@ same, so that the prediction follows what the bodies hold. To read one takes abo
 ARRIVING_SECONDS = 1.0
 """Seconds after which a body that is being read counts no more as work."""
 OVERTAKING_SECONDS, OVERTAKING_REQUESTS = 10.0, 256
-"""Requests are expected to come as they did in this many seconds, or as this many of them came, if
-that took less time."""
+"""Seconds and requests of the past from which later ones are expected: the latest of them, as far
+back as the shorter of both reaches."""
 OVERTAKING_FRACTION = 0.75
 """Fraction of the work that is expected to come and be due earlier that counts. With all of it, the
 guard refuses requests that are served in time at the highest rate that a server can hold."""
