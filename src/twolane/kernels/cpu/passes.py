@@ -151,32 +151,6 @@ def _get(table: int, field: int) -> int:
     return read(table + 8 * field)
 
 
-def _rows(
-    form: int,
-    w: int,
-    x: int,
-    wide: int,
-    rows: int,
-    blocks: int,
-    begin: int,
-    step: int,
-    out: int,
-    apart: int,
-) -> None:
-    """Multiply any number of rows with a tile; see `multiply`."""
-    done = 0
-    if TILES and rows >= MANY:
-        groups = rows // MANY
-        multiply_many(form, groups, w, x, wide, blocks, begin, step, out, apart)
-        done = groups * MANY
-    while done < rows:
-        left = rows - done
-        count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-        at, to, after = x + done * wide, begin + done * step, out + done * apart
-        multiply(form, count, w, at, wide, blocks, to, step, after, apart)
-        done += count
-
-
 def _multiply(
     form: int,
     w: int,
@@ -190,10 +164,22 @@ def _multiply(
     out: int,
     apart: int,
 ) -> None:
-    """Multiply any number of rows of a pass, by both of their blocks, with a tile."""
-    _rows(form, w, x, wide, rows, blocks, begin, step, out, apart)
-    rest = x + _get(p, PassField.ROWS) * wide
-    _rows(form, w, rest, wide, rows, blocks, out, apart, out, apart)
+    """Multiply any number of rows of a pass, both of their blocks, with a tile; see `multiply`."""
+    for _ in range(2):
+        done = 0
+        if TILES and rows >= MANY:
+            groups = rows // MANY
+            multiply_many(form, groups, w, x, wide, blocks, begin, step, out, apart)
+            done = groups * MANY
+        while done < rows:
+            left = rows - done
+            count = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+            at, to, after = x + done * wide, begin + done * step, out + done * apart
+            multiply(form, count, w, at, wide, blocks, to, step, after, apart)
+            done += count
+        # What the first blocks leave is added to their products.
+        x += _get(p, PassField.ROWS) * wide
+        begin, step = out, apart
 
 
 def _blocks_of(x: int, p: int, to: int, blocks: int, wide: int) -> None:
@@ -520,7 +506,7 @@ def run_product(team: int, p: int) -> None:
 
 
 _INTERNAL: tuple[Callable[..., object], ...] = (
-    *(_get, _rows, _multiply, _blocks_of, _tile_bytes, _norm_rows, _project, _attend),
+    *(_get, _multiply, _blocks_of, _tile_bytes, _norm_rows, _project, _attend),
     *(_add_product, _activate, _quantise_rows, _product, _do, _tasks, _taken, _take, _wait),
     *(_job, _wake),
 )

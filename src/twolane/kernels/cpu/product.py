@@ -25,7 +25,7 @@ def linear(x: Tensor, tiles: Tensor, norm: Tensor | None = None, eps: float = 0.
     """
     x = x.float().contiguous()
     team, (rows, columns) = own_team(), x.shape
-    blocks = blocks_of(2 * rows, columns)
+    blocks = torch.empty(bytes_of_blocks(rows, columns), dtype=torch.uint8)
     scratch = torch.empty(team.threads * columns)
     out, factors = torch.empty(rows, tiles.shape[0] * ROWS), np.array([eps], np.float32)
     values = {
@@ -55,6 +55,6 @@ def table_of(values: Mapping[PassField, int]) -> Ints:
 _FIELDS = [*PassField][: PassField.SIZE]
 
 
-def blocks_of(rows: int, columns: int) -> Tensor:
-    """Return memory for blocks of activations [rows, columns]."""
-    return torch.empty(rows * (columns // COLUMNS) * ACTIVATION_BYTES, dtype=torch.uint8)
+def bytes_of_blocks(rows: int, columns: int) -> int:
+    """Return the bytes of activations [rows, columns], each in two blocks (`PassField.INPUT`)."""
+    return 2 * rows * (columns // COLUMNS) * ACTIVATION_BYTES

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.kernels.cpu.formats import ACTIVATION_BYTES, COLUMNS, TileFormat
+from twolane.kernels.cpu.formats import TileFormat
 from twolane.kernels.cpu.instructions import CHUNK
 from twolane.kernels.cpu.passes import FEW, LayerField, PassField
-from twolane.kernels.cpu.product import ZEROS, linear, table_of
+from twolane.kernels.cpu.product import ZEROS, bytes_of_blocks, linear, table_of
 from twolane.kernels.cpu.team import Ints, own_team
 from twolane.model.attention import Batch, KVCache
 from twolane.model.decoder import Decoder, is_plain
@@ -126,9 +126,9 @@ class _PassTable:
         scratch = max(4 * CHUNK * 64, 4 * width, 64 + 16 * (scores + spec.head_dim))
         scratch = 64 * -(-scratch // 64)
         sizes = {
-            PassField.INPUT: 2 * rows * width // COLUMNS * ACTIVATION_BYTES,
-            PassField.ATTENDED: 2 * rows * spec.q_size // COLUMNS * ACTIVATION_BYTES,
-            PassField.ACTIVATED: 2 * rows * spec.intermediate_size // COLUMNS * ACTIVATION_BYTES,
+            PassField.INPUT: bytes_of_blocks(rows, width),
+            PassField.ATTENDED: bytes_of_blocks(rows, spec.q_size),
+            PassField.ACTIVATED: bytes_of_blocks(rows, spec.intermediate_size),
             PassField.HEADS: 4 * rows * heads * spec.head_dim,
             PassField.SCRATCH: threads * scratch,
         }
