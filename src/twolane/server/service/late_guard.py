@@ -315,21 +315,11 @@ class LateGuard:
         """Whether a request may be refused now, though none is being read."""
         return self.on and self._admission.waiting > 0
 
-    def _wait(self, key: int | None, tokens: int, due: float) -> float:
-        """Return the predicted seconds of the work that is served before a request.
-
-        A system that gives prompts up serves those of one key by deadline. Several keys take turns,
-        in which all that came before may be served first.
-
-        Args:
-            key: The request's key.
-            tokens: Tokens of its prompts.
-            due: Time at which its first token is due, in seconds on the monotonic clock.
-        """
-        queued, stats, now = self._engine.queued(), self._engine.stats, time.monotonic()
-        if stats.yielding is None or not self._admission.is_alone(key):
-            return self._admission.share_before(key, tokens) * stats.prompt_pace.seconds(queued)
-        line = self._line
+    def _before(self, due: float, now: float) -> float:
+        """Return the predicted seconds of the waiting work that is due earlier than a time, on the
+        monotonic clock; only of a system that gives prompts up, which serves by deadline."""
+        queued, stats, line = self._engine.queued(), self._engine.stats, self._line
+        assert stats.yielding is not None
         if line is None or line[0] is not stats or line[1] != queued:
             at, pace = self._engine.stats_at, stats.prompt_pace
             line = self._line = stats, queued, ReplicaQueue.of(at, queued, stats.yielding, pace)
@@ -387,11 +377,13 @@ class LateGuard:
         if bound is None or not pace:
             return None
         now = time.monotonic()
-        left, alone = arrival + bound - now, self._admission.is_alone(key)
-        by_deadline = self._engine.stats.yielding is not None and alone
-        overtaking = self._overtaking(bound, left, now) if by_deadline else 0.0
-        mine = OwnWork(now, bound, pace.seconds(own))
-        seconds = self._wait(key, tokens, arrival + bound) + overtaking + mine.seconds
+        left, overtaking, mine = arrival + bound - now, 0.0, OwnWork(now, bound, pace.seconds(own))
+        if self._engine.stats.yielding is not None and self._admission.is_alone(key):
+            overtaking = self._overtaking(bound, left, now)
+            seconds = self._before(arrival + bound, now) + overtaking + mine.seconds
+        else:  # several keys take turns, in which all that came before may be served first
+            before = self._admission.share_before(key, tokens) * pace.seconds(self._engine.queued())
+            seconds = before + mine.seconds
         return Expected(seconds, max(0.0, left), now, mine, overtaking > 0)
 
     def _is_late(self, expected: Expected) -> bool:
