@@ -318,6 +318,21 @@ def test_which_layers_have_experts_must_be_said():
         spec_from_config(raw)
 
 
+@pytest.mark.parametrize("shares", [{"attention_k_eq_v": True}, {"num_kv_shared_layers": 2}])
+def test_gemma_4_has_no_biases_of_keys_that_are_shared(shares):
+    raw = {"architectures": ["Gemma4ForCausalLM"], "attention_bias": True}
+    with pytest.raises(UnsupportedModel, match="attention_bias True"):
+        spec_from_config({**raw, **shares})
+    assert spec_from_config({**raw, **shares, "attention_bias": False}).family == "gemma4_text"
+
+
+@pytest.mark.parametrize("window", [0, -1, None])
+def test_gemma_4_has_a_window(window):
+    """Its layers with a window have heads of their own, so they cannot be layers without one."""
+    with pytest.raises(ValueError, match=f"sliding_window must be 1 or more, not {window}"):
+        spec_from_config({"architectures": ["Gemma4ForCausalLM"], "sliding_window": window})
+
+
 @pytest.mark.parametrize("name", ["residual_multiplier", "logits_scaling", "attention_multiplier"])
 def test_a_factor_of_zero_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be above 0"):

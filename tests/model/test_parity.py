@@ -210,3 +210,13 @@ def test_half_precision_is_near(tmp_path):
     logits = in_chunks(half, tokens, [50, *[1] * 10])
     assert logits.dtype == torch.float32
     assert (logits - full).abs().mean() < 0.1 * full.abs().mean()
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_factor": 1.3}])
+def test_norms_after_a_rotation_undo_its_factor(tmp_path, more):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, **more}
+    sizes = {"rope_parameters": {"rope_theta": 10_000.0, **rope}}
+    path = make_checkpoint("hunyuan", tmp_path / "model", sizes=sizes)
+    tokens = prompt(60)
+    ours = in_chunks(load_decoder(resolve(str(path))), tokens, [40, *[1] * 20])
+    close(ours, expected(reference(path), tokens))

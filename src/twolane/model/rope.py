@@ -42,7 +42,8 @@ def rotation(spec: ModelSpec, rope: RopeSpec) -> Rotation:
     if rope.type == "none":
         return Rotation(torch.zeros(pairs), scales)
     rotated = rope.rotated or spec.head_dim
-    scales[: rotated // 2] *= rope.attention_factor
+    if not spec.norms_rotated:  # norms after the rotation undo its factor
+        scales[: rotated // 2] *= rope.attention_factor
     turned = frequencies(rope, rotated, spec.max_positions)
     return Rotation(torch.cat([turned, torch.zeros(pairs - len(turned))]), scales)
 

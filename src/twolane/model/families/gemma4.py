@@ -65,6 +65,12 @@ class Gemma4Config(family.HFConfig, kw_only=True):
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input != self.vocab_size:
             name, value = "vocab_size_per_layer_input", self.vocab_size_per_layer_input
             raise UnsupportedModel.because(name, value, (f"vocab_size {self.vocab_size}",))
+        if self.attention_bias and (self.attention_k_eq_v or self.num_kv_shared_layers):
+            without = ("False where layers share keys or values",)
+            raise UnsupportedModel.because("attention_bias", True, without)
+        if not (self.sliding_window or 0) >= 1:
+            window = self.sliding_window
+            raise ValueError(f"config.json: sliding_window must be 1 or more, not {window}")
         if not 0 <= self.num_kv_shared_layers < self.num_hidden_layers:
             problem = f"must be 0 to {self.num_hidden_layers - 1}, not {self.num_kv_shared_layers}"
             raise ValueError(f"config.json: num_kv_shared_layers {problem}")
