@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.allocations import allocate_if_room
 from twolane.common.errors import FieldError
 from twolane.engine.build import make_kv_manager, with_running
 from twolane.engine.config import EngineConfig
@@ -25,7 +26,7 @@ def books(pages: int = 16, slots: int = 8) -> KVCacheManager:
 
 
 def allocate(kv: KVCacheManager, tokens: list[int]) -> Allocation:
-    allocation = kv.allocate(tokens)
+    allocation = allocate_if_room(kv, tokens)
     assert allocation is not None
     return allocation
 
@@ -197,7 +198,7 @@ def test_a_copy_of_a_page_that_nobody_uses_takes_its_place() -> None:
     first = allocate(kv, tokens)
     kv.share(first, tokens, 9)
     kv.give_up(first)
-    second = kv.allocate(tokens, reuse=False)
+    second = allocate_if_room(kv, tokens, reuse=False)
     assert second is not None
     assert not second.path
     assert (kv.free_pages, kv.reclaimable_pages) == (1, 2)
@@ -208,10 +209,10 @@ def test_a_copy_of_a_page_that_nobody_uses_takes_its_place() -> None:
 
 def test_allocation_is_all_or_nothing() -> None:
     kv = books(pages=3, slots=1)
-    assert kv.allocate(list(range(13))) is None
+    assert allocate_if_room(kv, list(range(13))) is None
     kv.check()
     assert allocate(kv, list(range(12))).slot == 0
-    assert kv.allocate([1]) is None
+    assert allocate_if_room(kv, [1]) is None
     kv.check()
 
 
@@ -240,7 +241,7 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
     for _ in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
         before, cost = kv.free_pages + kv.reclaimable_pages, kv.lookup(tokens).cost
-        allocation = kv.allocate(tokens)
+        allocation = allocate_if_room(kv, tokens)
         assert (allocation is not None) == (cost <= before and len(held) < 8)
         if allocation is not None:
             assert kv.free_pages + kv.reclaimable_pages == before - cost
@@ -279,7 +280,7 @@ def test_another_salt_shares_nothing() -> None:
     kv, tokens = books(), list(range(13))
     for salt in (b"", b"a" * 32, b"b" * 32):
         assert kv.lookup(tokens, salt=salt).reused == 0
-        held = kv.allocate(tokens, salt=salt)
+        held = allocate_if_room(kv, tokens, salt=salt)
         assert held is not None
         kv.share(held, tokens, 13)
         kv.check()
@@ -292,7 +293,7 @@ def test_a_node_has_the_hash_of_its_path() -> None:
     kv = books()
     tokens = list(range(14))
     for salt in (b"", b"tenant"):
-        allocation = kv.allocate(tokens, salt=salt)
+        allocation = allocate_if_room(kv, tokens, salt=salt)
         assert allocation is not None
         kv.share(allocation, tokens, 14)
         assert [node.hash for node in allocation.path] == list(page_hashes(tokens, PAGE, salt))

@@ -15,6 +15,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from tests.engine.allocations import allocate_if_room
 from tests.engine.random_plans import RandomPlans
 from tests.engine.test_adapters import Files, write
 from tests.engine.test_process import serve, until, with_engine
@@ -208,7 +209,7 @@ def published(tmp_path: Path) -> Iterator[Published]:
 
 
 def share(books: KVCacheManager, tokens: Sequence[int], salt: str | None = None) -> Any:
-    allocation = books.allocate(tokens, salt=salt_bytes(salt))
+    allocation = allocate_if_room(books, tokens, salt=salt_bytes(salt))
     assert allocation is not None
     books.share(allocation, tokens, len(tokens))
     return allocation
@@ -298,7 +299,7 @@ def test_pages_of_an_adapter_have_its_name_and_those_of_the_base_have_none(
     assert mine is not None
     for salt in (mine.salt(None), mine.salt("tenant"), salt_bytes("tenant"), b""):
         for end in (5, 13):  # the later pages come in an event of their own
-            allocation = published.books.allocate(tokens[:end], salt=salt)
+            allocation = allocate_if_room(published.books, tokens[:end], salt=salt)
             assert allocation is not None
             published.books.share(allocation, tokens, end)
             published.books.give_up(allocation)
@@ -492,7 +493,7 @@ def test_pages_of_windows_are_a_group_that_says_what_is_found() -> None:
                 held = end * PAGE
         assert books.lookup(tokens).reused == held
         partial += 0 < held < len(hashes) * PAGE
-        allocation = books.allocate(tokens)
+        allocation = allocate_if_room(books, tokens)
         assert allocation is not None
         books.share(allocation, tokens, len(tokens) - 1)
         books.slide(allocation, len(tokens) - 1)
@@ -518,7 +519,7 @@ def test_a_snapshot_of_the_tree_tells_pages_from_states() -> None:
     books.tree.watchers.append(journal)
     books.snapshots.watchers.append(journal)
     tokens = [*range(14)]
-    held = books.allocate(tokens)
+    held = allocate_if_room(books, tokens)
     assert held is not None
     books.plan_saves(held, 14, 0, 14)
     books.share(held, tokens, 14)

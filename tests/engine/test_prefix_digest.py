@@ -1,5 +1,6 @@
 """What a server publishes of its prefix tree."""
 
+from tests.engine.allocations import allocate_if_room
 from twolane.engine.kv.landmarks import LandmarkWatcher
 from twolane.engine.kv.manager import KVCacheManager
 from twolane.engine.kv.page_hash import page_hashes
@@ -35,7 +36,7 @@ def test_the_digest_follows_the_tree() -> None:
     kv.tree.watchers.append(watcher)
     book = PrefixBook(PAGE)
     prompts = [list(range(500)), [*range(100), *range(900, 1300)]]
-    held = [kv.allocate(prompt) for prompt in prompts]
+    held = [allocate_if_room(kv, prompt) for prompt in prompts]
     for allocation, prompt in zip(held, prompts, strict=True):
         assert allocation is not None
         kv.share(allocation, prompt, len(prompt))
@@ -45,7 +46,9 @@ def test_the_digest_follows_the_tree() -> None:
     assert book.digest().as_set() == both
     first = book.digest()
     assert book.digest() is first
-    assert kv.allocate(list(range(5000, 5900))) is not None  # the oldest leaves are evicted
+    assert (
+        allocate_if_room(kv, list(range(5000, 5900))) is not None
+    )  # the oldest leaves are evicted
     book.change(watcher.take_changes())
     left = book.digest()
     assert left.version != first.version

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.allocations import allocate_if_room
 from twolane.common.errors import FieldError
 from twolane.engine.build import with_states
 from twolane.engine.config import EngineConfig
@@ -23,7 +24,7 @@ def books(pages: int = 32, snapshots: int = 4, slots: int = 4) -> KVCacheManager
 
 def serve(kv: KVCacheManager, tokens: list[int], chunks: list[int] | None = None) -> Allocation:
     """Compute a prompt in chunks of these sizes, as the engine does; it still has its slot."""
-    held = kv.allocate(tokens)
+    held = allocate_if_room(kv, tokens)
     assert held is not None
     done = len(held.path) * PAGE
     for count in chunks or [len(tokens) - done]:
@@ -144,7 +145,7 @@ def test_prompts_that_leave_a_known_beginning_save_the_branch() -> None:
     second = serve(kv, [*system, *text(200, 11)])
     assert second.source == -1, "it found pages, and no state"
     kv.give_up(second)
-    third = kv.allocate([*system, *text(300, 11)])
+    third = allocate_if_room(kv, [*system, *text(300, 11)])
     assert third is not None
     assert len(third.path) * PAGE == 12
     assert third.source >= 0
@@ -165,7 +166,7 @@ def test_the_least_recently_used_gives_way_unless_it_is_in_use() -> None:
     kv.give_up(serve(kv, first))  # it is the latest used now
     kv.give_up(serve(kv, third))
     assert [reused(kv, prompt) for prompt in (first, second, third)] == [8, 0, 8]
-    holders = [kv.allocate(prompt) for prompt in (first, third)]
+    holders = [allocate_if_room(kv, prompt) for prompt in (first, third)]
     assert all(holders)
     kv.give_up(serve(kv, text(400, 12)))
     assert reused(kv, text(400, 12)) == 0, "launches are to read all snapshots"
@@ -191,7 +192,7 @@ def test_a_page_that_is_evicted_gives_its_snapshot_back() -> None:
 def test_what_is_never_written_is_given_back() -> None:
     """An abort before the launch that saves has ended."""
     kv = books(snapshots=1)
-    held = kv.allocate(text(0, 9))
+    held = allocate_if_room(kv, text(0, 9))
     assert held is not None
     kv.plan_saves(held, 9, 0, 9)
     assert held.saves

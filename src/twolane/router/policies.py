@@ -39,8 +39,8 @@ class RoundRobin:
 class PowerOfTwo:
     """Sends a request to the less loaded of two random replicas (Mitzenmacher 2001)."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
+        self._random = random.Random(0)
 
     def __call__(self, request: RoutedRequest, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""

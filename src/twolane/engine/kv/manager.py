@@ -198,7 +198,11 @@ class KVCacheManager:
         before: Lookup | None = None,
         salt: bytes = b"",
     ) -> Lookup:
-        """Return what `allocate` would find and take; `before` as for `match`."""
+        """Return what `begin` and `fill` would find and take; `before` as for `match`.
+
+        Pages in the tree are left out if `reuse` is false, so that all tokens are computed, and so
+        are those of allocations that have another salt.
+        """
         path = matched = self.match(tokens, before=before, salt=salt) if reuse else []
         seen = 0
         if path and ("branch" if path[-1].children else "turn") in self._borders:
@@ -218,30 +222,6 @@ class KVCacheManager:
             matched=matched,
             seen=seen,
         )
-
-    def allocate(
-        self,
-        tokens: Sequence[int],
-        *,
-        reuse: bool = True,
-        before: Lookup | None = None,
-        salt: bytes = b"",
-    ) -> Allocation | None:
-        """Allocate a slot and pages for all of these tokens, the shared ones pinned; None: no room.
-
-        Args:
-            tokens: Tokens of the request.
-            reuse: Whether pages in the tree may be used; without them, all tokens are computed.
-            before: an earlier answer of `lookup` for these tokens.
-            salt: pages are shared with those allocations alone that have the same.
-        """
-        match = self.lookup(tokens, reuse=reuse, before=before, salt=salt)
-        if not self._free_slots or match.cost > self.free_pages + self.reclaimable_pages:
-            return None
-        allocation = self.begin(match, salt)
-        filled = self.fill(allocation, len(tokens))
-        assert filled
-        return allocation
 
     def begin(self, match: Lookup, salt: bytes = b"") -> Allocation:
         """Allocate a slot and pin what was found, so that others can be allocated before its pages
