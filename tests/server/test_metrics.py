@@ -459,14 +459,28 @@ def test_adapters_beyond_the_first_share_a_label(metrics):
     assert [found[name] for name in (names[0], names[1], OTHER_ADAPTERS)] == [2, 1, 2]
 
 
-def test_an_adapter_that_is_unloaded_leaves_no_series(metrics):
-    """A server that loads and unloads new names for ever has no more of them than there are."""
-    for i in range(2 * MAX_ADAPTERS):
-        metrics.count_adapter(f"adapter {i}", 1)
-        metrics.forget_adapter(f"adapter {i}")
+def test_the_count_of_an_adapter_goes_on_when_it_is_loaded_again(metrics):
+    metrics.count_adapter("one", 2)
+    metrics.forget_adapter("one")
     metrics.forget_adapter("that nobody asked")
-    metrics.count_adapter("last", 3)
-    assert by_adapter(metrics) == {"last": 3}
+    assert by_adapter(metrics) == {"one": 2}
+    metrics.count_adapter("one", 1)
+    assert by_adapter(metrics) == {"one": 3}
+
+
+def test_labels_of_unloaded_adapters_are_taken_by_new_ones(metrics):
+    """A server that loads and unloads new names for ever has no more series, and no sum falls."""
+    metrics.count_adapter("kept", 1)
+    names = [f"adapter {i}" for i in range(2 * MAX_ADAPTERS)]
+    for i, name in enumerate(names):
+        metrics.count_adapter(name, 2)
+        metrics.forget_adapter(name)
+        assert sum(by_adapter(metrics).values()) == 2 * i + 3
+    found = by_adapter(metrics)
+    assert len(found) == MAX_ADAPTERS + 1
+    assert found["kept"] == 1
+    assert names[0] not in found
+    assert found[names[-1]] == 2
 
 
 def test_series_that_are_known_begin_at_zero():

@@ -315,6 +315,8 @@ class ServerMetrics:
         self._adapter = self._made(Counter, "adapter_requests")
         self._adapters = set[str]()
         """Adapters with a label."""
+        self._unloaded = dict[str, None]()
+        """Those of them that are unloaded, the one that has been for longest first."""
         self.in_flight = self._made(Gauge, "requests_in_flight").labels(model_name)
         self.prompt = self._counter("prompt_tokens")()
         self.slo_requests = self._counter("slo_requests")
@@ -356,6 +358,9 @@ class ServerMetrics:
 
     def count_adapter(self, name: str, requests: int) -> None:
         """Count requests that an adapter answers; adapters beyond `MAX_ADAPTERS` share a label."""
+        self._unloaded.pop(name, None)
+        if name not in self._adapters and len(self._adapters) == MAX_ADAPTERS and self._unloaded:
+            self._give_label_back(next(iter(self._unloaded)))
         if name in self._adapters or len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(name)
         else:
@@ -363,10 +368,22 @@ class ServerMetrics:
         self._adapter.labels(self._model_name, name).inc(requests)
 
     def forget_adapter(self, name: str) -> None:
-        """Remove the series of an unloaded adapter, whose label another may take."""
+        """Let another adapter take the label of one that is unloaded, if there is no free one.
+
+        Until then its count stays: loaded again, it is counted on.
+        """
         if name in self._adapters:
-            self._adapters.remove(name)
-            self._adapter.remove(self._model_name, name)
+            self._unloaded[name] = None
+
+    def _give_label_back(self, name: str) -> None:
+        """Count the requests of an unloaded adapter among the others', so that no sum falls."""
+        del self._unloaded[name]
+        self._adapters.remove(name)
+        [family] = self._adapter.collect()
+        labels = {"model_name": self._model_name, "adapter": name}
+        count = next(s.value for s in family.samples if s.labels == labels)
+        self._adapter.remove(self._model_name, name)
+        self._adapter.labels(self._model_name, OTHER_ADAPTERS).inc(count)
 
     def refuse(self, reason: str, message: str) -> None:
         """Count a refused request."""
