@@ -15,11 +15,13 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A server of a checkpoint in which the embedding of one token is NaN."""
-    path = make_checkpoint("qwen2", tmp_path_factory.mktemp("broken") / "model", seed=1)
+    folder = tmp_path_factory.mktemp("broken")
+    path = make_checkpoint("qwen2", folder / "model", seed=1)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][POISON] = float("nan")
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with serving(str(path), "--kv-tokens", "20000") as served:
+    with serving(str(path), "--kv-tokens", "20000", stderr=folder / "log") as served:
+        served.log_file = folder / "log"
         yield served
 
 
@@ -40,6 +42,7 @@ def test_a_broken_request_gets_500_and_others_their_answers(served):
         figures["request_success_total"] + figures["requests_aborted_total"]
     )
     assert served.request("/health")[0] == 200
+    wait_for(lambda: "a prompt of 3 tokens failed: the model" in served.log_file.read_text())
 
 
 def test_a_stream_that_breaks_ends_with_the_error(served):

@@ -307,6 +307,15 @@ def test_sampling_defaults_may_be_the_models():
     assert body.request(models).sampling == SamplingParams(top_k=20, top_p=0.5, max_tokens=16)
 
 
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
+def test_the_refusal_of_a_seed_names_the_last_one_that_is_taken(seed):
+    body = CompletionRequest.model_validate({"prompt": "x", "seed": seed})
+    assert body.request().sampling.seed == seed
+    beyond = refusal(CompletionRequest, {"prompt": "x", "seed": seed + (1 if seed > 0 else -1)})
+    assert beyond.param == "seed"
+    assert f"equal to {seed}" in str(beyond)
+
+
 def test_every_sampling_field_arrives():
     given = {
         "temperature": 0.5,

@@ -180,7 +180,7 @@ class SamplingFields(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
 
     @property
     def sampled(self) -> dict[str, Any]:

@@ -95,9 +95,10 @@ class RequestAccounting:
         match event:
             case Output(finish="stop" | "length" as outcome):
                 metrics.finish(outcome, now, event.times)
-            case Refused(code="broken"):
+            case Refused(code="broken", message=message):
                 outcome = "model"
                 metrics.fail(outcome)
+                log.warning("a prompt of %d tokens failed: %s", self._lengths[index], message)
             case Refused(code=outcome, message=message):
                 metrics.refuse(outcome, message, overload=outcome == "refused")
             case Output() | EngineGone():
