@@ -25,12 +25,12 @@ from llguidance.gbnf_to_lark import (
     resolve,
 )
 
+from twolane.frontend.structured.ecma import LAST, others
+
 Ranges = tuple[tuple[int, int], ...]
 """Characters, as inclusive ranges of code points."""
 CHARACTER = re.compile(r"\\x([0-9A-Fa-f]{2})|\\(.)|(.)", re.S)
 NAMED = {"n": "\n", "r": "\r", "t": "\t"}
-LAST = 0x10FFFF
-"""Largest code point."""
 MAX_PLACES = 1000
 """Most character positions for which a grammar's lexemes are compared."""
 MAX_LOOKS = 200_000
@@ -351,17 +351,7 @@ def class_ranges(text: str) -> Ranges:
             place += 2
         ranges.append((low, high))
         place += 1
-    return others(ranges) if negated else tuple(ranges)
-
-
-def others(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Return the characters that are in none of the ranges."""
-    left, start = [], 0
-    for low, high in sorted(ranges):
-        if low > start:
-            left.append((start, low - 1))
-        start = max(start, high + 1)
-    return (*left, (start, LAST)) if start <= LAST else tuple(left)
+    return tuple(others(ranges) if negated else ranges)
 
 
 def character_number(match: re.Match[str]) -> int:

@@ -47,8 +47,6 @@ class PrefillPlan:
     batch: AttentionBatch
     units: int
     backend: Backend
-    why: str
-    """Why this backend."""
     dense: bool
     """Whether `prefill_attention` reads `k` and `v` instead of the pool, and so needs them."""
     rounded: bool
@@ -95,17 +93,17 @@ class PrefillPlan:
         """
         shape = (page_size, heads, kv_heads, dim, dtype, window)
         batch = AttentionBatch.build(segments, tables, *shape, workspace)
-        best, why = _choose(batch)
+        best = _choose(batch)
         if backend is not None and backend != best:
             able, problem = choose(dtype, dim, workspace.device, batch.window)
             if backend == "flashinfer" and able != backend:
                 raise ValueError(f"backend='flashinfer': {problem}")
-            best, why = backend, "asked for"
+            best = backend
         dense = dense and best == "flashinfer" and not batch.segments.reused.any()
         if rounded and not dense and best == "flashinfer" and not fa3.unpackable(batch):
-            best, why = "triton", "too many tokens in e4m3 to widen them"
+            best = "triton"  # too many tokens in e4m3 to widen them
         program = _program(batch, units, best, dense, rounded)
-        return cls(batch, units, best, why, dense, rounded, program)
+        return cls(batch, units, best, dense, rounded, program)
 
     def at(self, units: int) -> "PrefillPlan":
         """Return a plan of this batch on another number of SMs: host work and one upload."""
@@ -183,12 +181,12 @@ def choose(
     return "flashinfer", "FA3 on Hopper"
 
 
-def _choose(batch: AttentionBatch) -> tuple[Backend, str]:
+def _choose(batch: AttentionBatch) -> Backend:
     """Return `choose`'s backend, but Triton where FA3's tiles, of one head each, are sparse."""
-    best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
+    best, _ = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
     if best == "flashinfer" and fa3.filled(batch) < FILLED:
-        return "triton", "few new tokens: the heads of a group share a tile"
-    return best, why
+        return "triton"  # whose tiles the heads of a group share
+    return best
 
 
 def _program(
