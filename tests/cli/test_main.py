@@ -184,7 +184,7 @@ def test_a_terminal_obeys_no_line_of_a_log_that_no_command_has_set_up(monkeypatc
 
 
 @pytest.mark.parametrize("server", ["vllm", "sglang", "llama-cpp"])
-def test_an_unknown_option_is_refused_with_the_pages_on_others(capsys, monkeypatch, server):
+def test_an_option_of_another_server_is_refused_with_what_to_use_here(capsys, monkeypatch, server):
     """A row of a page whose option is served by now must go: the parser takes it."""
     page = (Path(__file__).parents[2] / f"docs/guides/from-{server}.md").read_text()
     _, same, table = re.split(r"^## Options .*$", page, flags=re.MULTILINE)
@@ -199,8 +199,13 @@ def test_an_unknown_option_is_refused_with_the_pages_on_others(capsys, monkeypat
         assert ended.value.code == 2
         told = capsys.readouterr().err
         named = option if option.startswith("--") else option[:2]
-        assert told.startswith(f"twolane: No such option: {named}"), told
-        assert told.endswith(f"; {OTHERS} (see twolane serve --help)\n")
+        assert told.startswith(f"twolane: No such option: {named}; "), told
+        assert told.endswith(" (see twolane serve --help)\n")
+        assert named != option or "docs/guides/from-" not in told, told
+    monkeypatch.setattr(sys, "argv", ["twolane", "serve", MODEL, "--max-num-sequences", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"; {OTHERS} (" in capsys.readouterr().err
     params = [*Commands.load("serve").params, *Commands.load("fleet").params]
     served = {one for param in params for one in (*param.opts, *param.secondary_opts)}
     assert served >= set(re.findall(r"`(--[\w-]+)", same))

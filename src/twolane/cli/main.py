@@ -10,6 +10,7 @@ import typer
 import twolane
 from twolane.cli.errors import INTERRUPTED, fail, message_of
 from twolane.cli.lazy import LazyCommands
+from twolane.cli.other_servers import instead_of
 from twolane.common.log_lines import LineHandler
 from twolane.common.resources import open_standard_files
 
@@ -25,7 +26,7 @@ PLAIN = (
 """Phrases of the parser's error messages, each with a plain replacement."""
 
 OTHERS = "docs/guides/from-{vllm,sglang,llama-cpp}.md say what options of other servers are here"
-"""Explanation for an unknown option."""
+"""Explanation for an unknown option that the guides do not name."""
 LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
 """Explanation for a `TWOLANE_…` variable whose value is the address of a service."""
 
@@ -100,7 +101,8 @@ def explain(error: Any) -> int:
     context = getattr(error, "ctx", None)
     message = wrong_value(error) or plain(error.format_message())
     if hasattr(error, "option_name"):  # there is no such option
-        message += f"; {OTHERS}"
+        here = instead_of(error.option_name)
+        message = f"No such option: {error.option_name}; {here}" if here else f"{message}; {OTHERS}"
     if message and context is not None:
         message += f" (see {context.command_path} --help)"
     if message:

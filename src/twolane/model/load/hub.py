@@ -1,5 +1,6 @@
 """Sources of models: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
 
+import difflib
 import errno
 import fcntl
 import fnmatch
@@ -223,8 +224,10 @@ def resolve(
     if _HUB_ID.fullmatch(name):
         path = _fetched(name, dummy)
         return _directory(name, path) if path.is_dir() else ModelSource("gguf", name, path, path)
+    near = difflib.get_close_matches(name, {*ALIASES, *SHAPES}, 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ModelNotFound(
-        f"no model {name!r}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
+        f"no model {name!r}{hint}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
         f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name)"
     )
 
