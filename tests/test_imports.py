@@ -44,7 +44,7 @@ ALLOWED: Mapping[str, tuple[str, ...]] = {
     "lanes": ("model", "kernels", "parallel"),
     "estimate": (*FACTS, "kernels.sizes"),
     "systems": ("estimate",),
-    "engine": ("systems", "estimate", "lanes", *FACTS),
+    "engine": ("systems", "estimate", "lanes", *FACTS, "kernels.sizes"),
     "frontend": (*MESSAGES, *FACTS),
     "server": (
         *("frontend", "router.correction", "router.replica_queue", "router.state"),

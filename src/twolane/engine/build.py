@@ -24,6 +24,7 @@ from twolane.engine.settings import check_served, context_length, level_shares
 from twolane.engine.state import State
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.adapters import AdapterEstimator
+from twolane.kernels.sizes import BUCKET_STEP
 from twolane.lanes.base import Lanes, Machine, MachineLanes
 from twolane.lanes.load import chosen_device, load
 from twolane.lanes.settings import LaneSizes, memory_errors
@@ -32,8 +33,6 @@ from twolane.systems.registry import default_system, make_system
 SNAPSHOT_SHARE = 1 / 3
 """Share of the memory for pages and snapshots that snapshots of states get, if that is more than
 one for each request (docs/notes/hybrid-models.md)."""
-ROWS_STEP = 128
-"""What the most requests that run together are a multiple of, as rows of large decode steps are."""
 LOGIT_BYTES = 4
 """Bytes of a logit."""
 SNAPSHOT_TOKENS = 512
@@ -263,14 +262,14 @@ def running(config: EngineConfig) -> int:
 
 def with_running(config: EngineConfig, machine: Machine, max_model_len: int) -> EngineConfig:
     """Return the settings with the most requests that run together, where they do not say it: as
-    many as a GPU's KV pool has room for, in whole steps of rows. States of linear attention take
-    that memory instead, and a CPU's cores are busy with few."""
+    many as a GPU's KV pool has room for, in whole steps of the rows of large decode steps. States
+    of linear attention take that memory instead, and a CPU's cores are busy with few."""
     if config.max_running is not None:
         return config
     most = LEAST_RUNNING
     if machine.kind != "cpu" and machine.page_token_bytes and not machine.state_bytes:
         tokens = config.kv_tokens or machine.kv_bytes(max_model_len) // machine.page_token_bytes
-        fitting = tokens // RUNNING_TOKENS // ROWS_STEP * ROWS_STEP
+        fitting = tokens // RUNNING_TOKENS // BUCKET_STEP * BUCKET_STEP
         most = max(LEAST_RUNNING, min(fitting, MOST_RUNNING))
     return msgspec.structs.replace(config, max_running=most)
 

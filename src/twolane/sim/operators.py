@@ -281,8 +281,8 @@ class OperatorCosts:
         # Other kernels gather the rows, activate and add up.
         cost = cost.plus(self._stream(ITEM * rows * (2 * h + 3 * inner), units))
         if decode and moe.biases:
-            rate = GROUPED_BYTES if self._storage.own is None else GROUPED_MXFP4_BYTES
-            late = max(0.0, stored / (units * rate) - cost.alone)
+            read = GROUPED_BYTES if self._storage.own is None else GROUPED_MXFP4_BYTES
+            late = max(0.0, stored / (units * read) - cost.alone)
             cost = cost._replace(clocked=cost.clocked + late)
         return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
 

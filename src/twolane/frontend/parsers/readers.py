@@ -182,6 +182,7 @@ def tagged_call(types: Types) -> CallReader:
 
 
 SEP = "<｜tool▁sep｜>"
+"""DeepSeek's mark between the kind of a call and its name."""
 DEEPSEEK_HEADER = (
     rf"(?=[\s\S]*{SEP})\s*(function{SEP}\s*)?(?P<name>[^\s<]([^\n<]*[^\s<])?)\s*({SEP})?"
     r"\s*(```(json)?\s*)?"

@@ -10,6 +10,7 @@ import msgspec
 from twolane.frontend.parsers import harmony
 from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
+from twolane.frontend.parsers.readers import SEP
 from twolane.frontend.structured import grammar
 from twolane.frontend.structured.objects import json_expression
 from twolane.frontend.structured.schema import (
@@ -465,7 +466,6 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks, end: str) -
 DEFINITIONS = frozenset(("$defs", "definitions"))
 """Keywords of a schema's definitions."""
 END_PARAMETER = "\n</parameter>\n"
-SEP = "<｜tool▁sep｜>"
 ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {

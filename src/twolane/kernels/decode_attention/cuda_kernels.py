@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twolane.kernels.decode_attention.row_scores import RowScores
+from twolane.kernels.decode_attention.row_scores import LOG2E, RowScores
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.runtime import nvrtc
 
-LOG2E = 1.4426950408889634
 MAX_WORKERS = 12
 """Most warps of a block; there is one block an SM."""
 _HALF_BYTES = 8192

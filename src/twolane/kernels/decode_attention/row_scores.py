@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+LOG2E = 1.4426950408889634
+"""Binary logarithm of e, since kernels take powers of two."""
+
 
 class RowScores(NamedTuple):
     """The scores of a row's tokens."""

@@ -10,12 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twolane.kernels.decode_attention.row_scores import RowScores
+from twolane.kernels.decode_attention.row_scores import LOG2E, RowScores
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.prefill_attention.triton_kernels import scaled
-
-LOG2E = 1.4426950408889634
-
 
 MAX_WORKERS = 12
 """Most programs an SM."""
