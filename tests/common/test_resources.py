@@ -1,6 +1,8 @@
 """What control groups leave a process, its claim on the processor, and its open files."""
 
+import ctypes
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,14 @@ from threading import get_native_id
 import pytest
 
 from twolane.common import resources
-from twolane.common.resources import free_memory, open_files, usable_cores, yield_processor
+from twolane.common.resources import (
+    SHORT_SLICE,
+    ask_for_slice,
+    free_memory,
+    open_files,
+    usable_cores,
+    yield_processor,
+)
 
 GIB = 2**30
 
@@ -119,6 +128,32 @@ def test_a_thread_alone_yields_the_processor():
     with ThreadPoolExecutor(1, initializer=yield_processor, initargs=(3,)) as thread:
         other = thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, get_native_id())).result()
     assert other == min(19, os.getpriority(os.PRIO_PROCESS, get_native_id()) + 3)
+
+
+def slice_and_niceness():
+    """Those of this thread, as sched_getattr(2) tells."""
+    get, held = resources.SLICE_CALLS[platform.machine()][0], ctypes.create_string_buffer(56)
+    assert ctypes.CDLL(None).syscall(get, 0, held, 56, 0) == 0
+    fields = resources.SLICE_FIELDS.unpack(held.raw)
+    return fields[5], fields[3]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux"
+    or platform.machine() not in resources.SLICE_CALLS
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
+    reason="threads have no slices of their own there",
+)
+def test_a_thread_and_those_it_starts_have_the_slice_that_it_asked_for():
+    with ThreadPoolExecutor(1, initializer=yield_processor, initargs=(3,)) as thread:
+        own, nice = thread.submit(slice_and_niceness).result()
+        thread.submit(ask_for_slice, SHORT_SLICE).result()
+        assert thread.submit(slice_and_niceness).result() == (100_000, nice)
+        with thread.submit(ThreadPoolExecutor, 1).result() as other:
+            started = thread.submit(lambda: other.submit(slice_and_niceness)).result()
+            assert started.result() == (100_000, nice)
+        thread.submit(ask_for_slice, 0.0).result()
+        assert thread.submit(slice_and_niceness).result() == (own, nice)
 
 
 def test_open_files_are_counted_where_the_system_shows_them(tmp_path):

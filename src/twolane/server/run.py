@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 from twolane.common import garbage
 from twolane.common.errors import FieldError
 from twolane.common.log_lines import log_to, write_taken
-from twolane.common.resources import open_files, raise_file_limit
+from twolane.common.resources import SHORT_SLICE, ask_for_slice, open_files, raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
@@ -118,6 +118,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     """
     set_up_log(options.log_level)
     garbage.bound_heaps()
+    ask_for_slice(SHORT_SLICE)  # also for the engine process, which this thread starts
     return asyncio.run(run(config, options))
 
 

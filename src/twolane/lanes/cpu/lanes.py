@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from twolane.common.resources import pin_thread
+from twolane.common.resources import ask_for_slice, pin_thread
 from twolane.devices import EXCLUSIVE, LaneName
 from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
@@ -229,6 +229,7 @@ class _Worker:
 
     def _work(self) -> None:
         pin_thread(self._cores)
+        ask_for_slice(0.0)  # what delivers tokens goes before what computes them
         torch.set_num_threads(len(self._cores))  # of the calling thread's OpenMP team
         self._bind(self._lane)
         with torch.inference_mode():
