@@ -43,6 +43,8 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
             raise ValueError(f"config.json: full_attention_interval {problem}")
         if self.output_gate_type not in (works := ("swish", "silu")):
             raise UnsupportedModel.because("output_gate_type", self.output_gate_type, works)
+        if self.hidden_act not in works:  # linear attention has the function of the MLPs
+            raise UnsupportedModel.because("hidden_act", self.hidden_act, works)
 
     def kinds(self) -> tuple[LayerKind, ...]:
         """See `HFConfig.kinds`."""
@@ -61,7 +63,7 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
         )
         linear = LINEAR in self.kinds()
         fields = {"delta": delta if linear else None, "output_gate": self.attn_output_gate}
-        return {**fields, "qkv_bias": self.attention_bias}
+        return {**fields, "qkv_bias": self.attention_bias, "o_bias": self.attention_bias}
 
     def own_fields(self) -> dict[str, Any]:
         """See `HFConfig.own_fields`."""

@@ -704,9 +704,12 @@ class _Loader:
         return gate_up, [down.columns(i, i + width) for i in firsts]
 
     def _qkv_bias(self, attention: str, i: int) -> Tensor:
+        """Load the biases of the rows of `_qkv`, in their order."""
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")
-        dim, rope = self.spec.at(i).head_dim, self.spec.rope_of(i)
-        return torch.cat([pair_rows(q, dim, rope), pair_rows(k, dim, rope), v])
+        spec, rope = self.spec.at(i), self.spec.rope_of(i)
+        q, *gates = (each.flatten() for each in q.view(spec.heads, -1, spec.head_dim).unbind(1))
+        turned = [pair_rows(each, spec.head_dim, rope) for each in (q, k)]
+        return torch.cat([*turned, v, *gates])
 
     def _qk_norm(self, attention: str, i: int) -> Tensor:
         spec, rope = self.spec.at(i), self.spec.rope_of(i)
