@@ -1,6 +1,8 @@
 import json
 import os
+import re
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -150,6 +152,15 @@ def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no tokenizer: ") as error:
         load_tokenizer(resolve(str(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_is_not_taken_for_a_broken_tokenizer(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    write_tokenizer(tmp_path, words, None)
+    command = [sys.executable, "-m", "twolane.frontend.text.convert", "/dev/full", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert re.fullmatch(r"/dev cannot hold its [\d,]+ bytes: .*No space left.*\n", run.stderr)
 
 
 def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path, monkeypatch):

@@ -382,9 +382,14 @@ def main() -> int:
     target, *sources = map(Path, sys.argv[1:])
     limit_memory(SETUP_MEMORY)
     try:
-        target.write_bytes(msgspec.json.encode(convert(*sources)))
+        data = msgspec.json.encode(convert(*sources))
     except Exception as error:  # whatever a broken tokenizer leads to
         print(" ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
+        return 1
+    try:
+        target.write_bytes(data)
+    except OSError as error:
+        print(f"{target.parent} cannot hold its {len(data):,} bytes: {error}", file=sys.stderr)
         return 1
     return 0
 
