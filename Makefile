@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python tools/install.py -c constraints.txt
 MODEL := smollm2-135m-instruct
 
-# Three files at a time where there is memory for them, 13 GB: much of a server's test is waiting.
+# Three files at a time where there is memory for them, 13 GB, within the limits of control groups:
+# much of a server's test is waiting.
 # Threads that wait for their team in a busy loop would keep the other files' from the cores, and so
 # would BLAS with a thread for each core in all. Files go in the order of folders, which ends with
 # short ones.
-WORKERS := $(shell awk '/MemTotal/ {print 2 + ($$2 > 15e6)}' /proc/meminfo 2>/dev/null || echo 2)
-PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+MEMORY = from twolane.common.resources import total_memory; print(2 + (total_memory() > 15e9))
+WORKERS = $(shell $(BIN)/python -c '$(MEMORY)')
+PYTEST = OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What `make check` runs: the folders without a server, a real model or compiled kernels.
 FAST := $(addprefix tests/,common engine estimate frontend lanes results sim systems workload test_docs.py test_imports.py test_readability.py)
 

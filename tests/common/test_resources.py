@@ -3,9 +3,11 @@
 import ctypes
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import get_native_id
 
 import pytest
@@ -16,6 +18,7 @@ from twolane.common.resources import (
     ask_for_slice,
     free_memory,
     open_files,
+    total_memory,
     usable_cores,
     yield_processor,
 )
@@ -83,8 +86,38 @@ def test_the_first_version_of_control_groups_counts_too(machine):
     assert free("4:memory:/docker/y") == 8 * GIB
 
 
+def test_containers_have_the_memory_of_their_limits(tmp_path):
+    """On a host that has more, with both versions of control groups; "max" and the number that
+    version 1 has for it are no limits."""
+    (tmp_path / "self").mkdir()
+    own, groups = tmp_path / "self" / "cgroup", tmp_path / "cgroup"
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def total(lines):
+        own.write_text(lines)
+        return total_memory(tmp_path, groups)
+
+    write(groups, memory__max="max")
+    write(groups / "outer", memory__max=GIB)
+    write(groups / "outer" / "inner", memory__max="max")
+    write(groups / "memory", memory__limit_in_bytes=2**63 - 4096)
+    write(groups / "memory" / "docker", memory__limit_in_bytes=GIB // 2)
+    assert total("0::/") == total("4:memory:/") == total("3:cpu:/docker") == installed
+    assert total("0::/outer/inner") == GIB
+    assert total("4:memory:/docker\n0::/outer") == GIB // 2
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_suite_runs_as_many_files_at_a_time_as_memory_holds():
+    """`make` asks for what control groups leave of the machine's memory."""
+    command = ["make", "--dry-run", "unit", f"BIN={Path(sys.executable).parent}"]
+    root = Path(__file__).parents[2]
+    printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    assert f"pytest -n {3 if total_memory() > 15e9 else 2} " in printed
+
+
 def test_this_machine_has_some():
-    assert free_memory() > 0
+    assert 0 < free_memory() <= total_memory()
     assert set(usable_cores()) <= set(resources.allowed_cores())
 
 

@@ -18,7 +18,7 @@ from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.common.errors import FieldError
 from twolane.common.options import docstrings
-from twolane.common.resources import free_memory, usable_cores
+from twolane.common.resources import free_memory, total_memory, usable_cores
 from twolane.model.load import hub
 from twolane.systems.registry import SYSTEMS, defaults, describe, system_class
 
@@ -123,8 +123,7 @@ def affinity() -> str:
 
 def memory() -> str:
     """Return how much memory there is, and how much of it an engine would find."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{total / 2**30:.1f} GiB, {free_memory() / 2**30:.1f} GiB free"
+    return f"{total_memory() / 2**30:.1f} GiB, {free_memory() / 2**30:.1f} GiB free"
 
 
 def cpu_problem() -> str | None:

@@ -142,6 +142,17 @@ def open_standard_files() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
+def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes of memory that this process and those beside it in its control groups can
+    have: what is installed, or the least of the groups' limits."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (
+        _limit(group / ("memory.limit_in_bytes" if old else "memory.max"))
+        for group, old in _groups("memory", proc, cgroups)
+    )
+    return min([installed, *(limit for limit in limits if limit is not None)])
+
+
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes that this process can allocate without swapping and within the memory limits
     of its control groups."""
@@ -175,6 +186,14 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, 
         inside = root / path.strip("/")
         for group in {root, inside, *(p for p in inside.parents if p.is_relative_to(root))}:
             yield group, bool(controllers)
+
+
+def _limit(file: Path) -> int | None:
+    """Return the bytes that a file of a control group states; None: no such group, or "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _left(group: Path, limit: str, used: str, cache: str) -> int | None:
