@@ -342,6 +342,20 @@ def test_what_is_due_later_delays_no_request(still) -> None:
     assert refuses(made, 100, call(slo=Slo(ttft=0.97)))
 
 
+def test_a_burst_that_ends_idling_counts_before_the_engine_has_counted_it(still) -> None:
+    made, engine = guard({None: 400}), ByDeadline()
+    engine.stats, engine.stats_at, made._engine = Stats(prompt_pace=PACE, yielding=[]), 90.0, engine
+    burst, counted = PromptWork(1, 400, 0), engine.stats
+    engine.queued = lambda: counted.queued.plus(burst)
+    assert refuses(made, 101, call())
+    assert not refuses(made, 99, call())
+    # Once it is counted, it is computed as time passes.
+    engine.stats = counted = Stats(prompt_pace=PACE, queued=burst, yielding=[])
+    burst, engine.stats_at = PromptWork(), 99.9
+    assert not refuses(made, 199, call())
+    assert refuses(made, 201, call())
+
+
 def test_several_keys_take_turns_whatever_is_due_when() -> None:
     made, engine = guard({1: 900}), ByDeadline()
     work, long = PromptWork(1, 900, 0), WaitingPrompt(900, 0, 9.0)

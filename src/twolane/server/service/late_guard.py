@@ -176,7 +176,7 @@ class LateGuard:
         """By API key, requests that `check_early` let pass and whose calls are not made yet."""
         self._reading = defaultdict[int | None, ArrivingRequests](ArrivingRequests)
         """By API key, calls whose bodies are being read."""
-        self._line: tuple[Stats, PromptWork, ReplicaQueue] | None = None
+        self._line: tuple[Stats, ReplicaQueue] | None = None
         """What the queue by deadline was formed of, and the queue."""
         self._taken: deque[OwnWork] = deque(maxlen=OVERTAKING_REQUESTS)
         """The latest requests that were not refused, oldest first."""
@@ -318,12 +318,15 @@ class LateGuard:
     def _before(self, due: float, now: float) -> float:
         """Return the predicted seconds of the waiting work that is due earlier than a time, on the
         monotonic clock; only of a system that gives prompts up, which serves by deadline."""
-        queued, stats, line = self._engine.queued(), self._engine.stats, self._line
+        stats, line = self._engine.stats, self._line
         assert stats.yielding is not None
-        if line is None or line[0] is not stats or line[1] != queued:
-            at, pace = self._engine.stats_at, stats.prompt_pace
-            line = self._line = stats, queued, ReplicaQueue.of(at, queued, stats.yielding, pace)
-        return max(0.0, line[2].ahead(due).until - now)
+        pace = stats.prompt_pace
+        if line is None or line[0] is not stats:
+            at, queued = self._engine.stats_at, stats.queued
+            line = self._line = stats, ReplicaQueue.of(at, queued, stats.yielding, pace)
+        # The engine has computed nothing yet of what it has not counted, however long it idled.
+        uncounted = pace.seconds(self._engine.queued().plus(stats.queued, -1))
+        return max(0.0, line[1].ahead(due).until - now) + uncounted
 
     def _overtaking(self, bound: float, left: float, now: float) -> float:
         """Return the seconds of the work that is expected to come later and be due earlier than a
