@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from tests.model.checkpoints import load_decoder
+from tests.model.checkpoints import gguf_reference, load_decoder
 from tests.model.passes import in_chunks
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import DEFAULT_MODEL, pull, resolve
@@ -61,9 +60,7 @@ def test_fp8_costs_what_its_rounding_costs() -> None:
     assert len(tokens) == TOKENS
     plain = perplexity(in_chunks(load_decoder(source), tokens, [TOKENS]), tokens)
     decoder = load_decoder(source, quantization="fp8")
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    model = gguf_reference(path)
     round_products(model)
     ours, emulated = [], []
     embedding, there = decoder.weights.embedding, model.model.embed_tokens.weight

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from tests.model.checkpoints import load_decoder
+from tests.model.checkpoints import gguf_reference, load_decoder
 from tests.model.passes import close, expected, in_chunks
 from tests.parity.axes import Case, all_cases
 from tests.parity.judge import Judge, Tally
@@ -56,10 +55,7 @@ def decoder(source: ModelSource) -> Decoder:
 def judge(source: ModelSource) -> Judge:
     path = source.path
     assert isinstance(path, Path)
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    return Judge(model.eval())
+    return Judge(gguf_reference(path))
 
 
 @pytest.fixture(scope="module")
