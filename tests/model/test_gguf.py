@@ -263,6 +263,22 @@ def test_frequency_factors(tmp_path):
     same(checkpoint, file)
 
 
+def test_frequency_factors_beside_a_scaling(tmp_path):
+    """Positions are divided by both, as in llama.cpp; with YaRN they are refused."""
+    checkpoint, file = (
+        make_checkpoint("llama-bias", tmp_path / "model", seed=4),
+        tmp_path / "m.gguf",
+    )
+    tensors = [("rope_freqs.weight", np.full(8, 0.5, np.float32))]
+    linear = [("add_rope_scaling_type", RopeScalingType.LINEAR), ("add_rope_scaling_factor", 4.0)]
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=linear, tensors=tensors)
+    same(checkpoint, file)
+    yarn = [("add_rope_scaling_type", RopeScalingType.YARN), ("add_rope_scaling_factor", 4.0)]
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=yarn, tensors=tensors)
+    with pytest.raises(UnsupportedModel, match=r"rope scaling beside rope_freqs\.weight 'yarn'"):
+        load_decoder(resolve(str(file)))
+
+
 def test_linear_scaling_and_biases(tmp_path):
     checkpoint = make_checkpoint("llama-bias", tmp_path / "model", seed=4)
     file = tmp_path / "m.gguf"

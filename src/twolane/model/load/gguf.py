@@ -436,11 +436,17 @@ class GGUFModel:
     def _stretched(self, theta: float, positions: int) -> RopeSpec:
         if _ROPE_LONG in self._tensors:
             return self._longrope(theta, positions)
-        if _ROPE_FREQS in self._tensors:
-            return RopeSpec(theta, "factors", divisors=tuple(self.numbers(_ROPE_FREQS)))
         # As in llama.cpp: a factor alone is linear, and one of 0 is none.
         kind = self._key("rope.scaling.type", "linear")
         factor = float(self._key("rope.scaling.factor", self._key("rope.scale_linear", 1.0))) or 1.0
+        if _ROPE_FREQS in self._tensors:
+            if kind not in ("none", "linear"):
+                what = f"rope scaling beside {_ROPE_FREQS}"
+                raise UnsupportedModel.because(what, kind, ("none", "linear"))
+            each = factor if kind == "linear" else 1.0
+            return RopeSpec(
+                theta, "factors", divisors=tuple(each * n for n in self.numbers(_ROPE_FREQS))
+            )
         if kind == "linear" and factor != 1.0:
             return RopeSpec(theta, "linear", factor)
         if kind == "yarn":
