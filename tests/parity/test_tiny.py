@@ -62,6 +62,8 @@ KINDS = (
     ("smollm3", "static-split"),
 )
 """Families that have, with `PAIRWISE`, every kind of layer, each with a schedule."""
+TIMED = ("static-split", "prefill-first", "chunked-640")
+"""Schedules that hold as much of prompts at once as has arrived by then."""
 QUICK = 10
 """The first of them have layers that the lanes treat in a way of their own: windows and sinks,
 heads and keys by layer, experts beside a dense MLP, experts alone, states, gates, convolutions."""
@@ -277,11 +279,12 @@ def check_setting(case: Case, served: Served, *, windowed: bool) -> None:
     """Memory ran out where it should, pages were shared where they may be, cuts are where meant.
 
     The small pool holds two requests that give back what has left their windows, and more of them
-    where time decides how much of their prompts is held at once, as in two lanes.
+    where time decides how much of their prompts is held at once: in two lanes, and where prompts
+    are computed as they arrive.
     """
     running, schedule = case["running"], case["schedule"]
     full = case["pool"] == "small" and running > 1 + windowed
-    if not windowed or not full or not schedule.startswith("static-split"):
+    if not windowed or not full or not schedule.startswith(TIMED):
         assert bool(served.preemptions) == full
     assert bool(served.prefix_hits) == case["prefix_cache"]
     assert served.max_together <= running
