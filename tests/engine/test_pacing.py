@@ -73,11 +73,11 @@ def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
 
 
 def test_tokens_are_due_sooner_where_deliveries_are_late_unevenly() -> None:
-    """Gaps vary by twice the spread. A greater one counts at once and is forgotten slowly; short
+    """Gaps vary by the spread at most. A greater one counts at once and is forgotten slowly; short
     bounds have no room."""
     pacer = Pacer(0.02, 0.0005)
     assert pacer.pace(0.020) == pytest.approx(PACE_FRACTION * 0.020)
-    pacer.hear(0.0008)
+    pacer.hear(0.0016)
     assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.0016)
     pacer.hear(0.0)
     assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.9 * 0.0016)

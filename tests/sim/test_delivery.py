@@ -57,4 +57,4 @@ def test_a_slow_host_is_paced_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCosts, "client_token", 20e-6)  # it is the server that is slow
     learnt = gaps_p99(9.0)
     monkeypatch.setattr(pacing, "SHORT_BOUND", 1.0)  # all bounds are paced alike on all hosts
-    assert learnt < 0.95 * gaps_p99(9.0)
+    assert learnt < 0.97 * gaps_p99(9.0)
