@@ -14,7 +14,7 @@ from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.devices import LaneName
 from twolane.engine.messages import Abort, ToEngine
-from twolane.engine.pacing import KEPT_GAPS, LEAST_PACE, Gaps, Pacer
+from twolane.engine.pacing import CAUTIOUS_PACE, KEPT_GAPS, LEAST_PACE, Gaps, Pacer
 from twolane.engine.request import Phase, Request
 from twolane.lanes.base import Sampled, Ticket
 from twolane.lanes.work import DecodeWork, Work
@@ -73,11 +73,17 @@ def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
 
 
 def test_tokens_are_due_sooner_where_deliveries_are_late_unevenly() -> None:
-    """Gaps vary by the spread at most. A greater one counts at once and is forgotten slowly; short
-    bounds have no room."""
+    """A small spread counts twice, a large one once. A greater one counts at once and is forgotten
+    slowly; short bounds have no room."""
     pacer = Pacer(0.02, 0.0005)
     assert pacer.pace(0.020) == pytest.approx(PACE_FRACTION * 0.020)
-    pacer.hear(0.0016)
+    pacer.hear(0.0022)
+    assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.0022)
+    pacer = Pacer(0.02, 0.0005)
+    pacer.hear(0.0012)
+    assert pacer.pace(0.020) == pytest.approx(CAUTIOUS_PACE * 0.020)
+    pacer = Pacer(0.02, 0.0005)
+    pacer.hear(0.0008)
     assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.0016)
     pacer.hear(0.0)
     assert pacer.pace(0.020) == pytest.approx(0.0205 - 0.9 * 0.0016)

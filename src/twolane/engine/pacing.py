@@ -18,6 +18,9 @@ from twolane.playout import PACE_FRACTION, SHORT_BOUND, first_shown, next_shown
 from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
+CAUTIOUS_PACE = 0.92
+"""What an expected variation of twice the spread makes of the pace at least, as a fraction of the
+TBT bound."""
 LEAST_PACE = 0.88
 """Tokens are due no closer together than this fraction of the TBT bound."""
 SPREAD_KEPT = 0.9
@@ -116,13 +119,15 @@ class Pacer:
         """Return the seconds from one due time to the next under a TBT bound.
 
         Of gaps as written, the P99 is longer than that of gaps between due times by 0.6 to 0.8 of
-        the spread (measured on busy and on quiet hosts); the time for transport covers what the
-        client adds.
+        the spread (measured on busy and on quiet hosts), and by up to twice of it if the client is
+        as slow; the time for transport covers a part of it. A small spread counts twice.
         """
         most, least = PACE_FRACTION * bound, LEAST_PACE * bound
         if bound < SHORT_BOUND:
             return most
-        return max(least, min(most, bound + self._transport - self._spread))
+        at_most = bound + self._transport
+        cautious = max(CAUTIOUS_PACE * bound, at_most - 2 * self._spread)
+        return max(least, min(most, cautious, at_most - self._spread))
 
     def schedule(self, request: Request, at: float) -> None:
         """Set when the request's next token, which the device made at `at` seconds, is due."""
