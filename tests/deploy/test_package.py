@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.serving import serving, write_tiny_model
+from twolane.cli.other_servers import SERVERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/twolane"
@@ -44,6 +45,7 @@ def wheel(dist):
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     wanted = {str(path.relative_to(PACKAGE.parent)) for path in files}
+    wanted |= {f"twolane/cli/guides/from-{server}.md" for server in SERVERS}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == wanted

@@ -1,4 +1,4 @@
-"""Each field of a config changes what it changes in `transformers`, or is refused by name."""
+"""Each field of a config changes what it changes in `transformers`, or is refused."""
 
 import json
 from collections.abc import Iterator

@@ -101,13 +101,23 @@ def explain(error: Any) -> int:
     context = getattr(error, "ctx", None)
     message = wrong_value(error) or plain(error.format_message())
     if hasattr(error, "option_name"):  # there is no such option
-        here = instead_of(error.option_name)
-        message = f"No such option: {error.option_name}; {here}" if here else f"{message}; {OTHERS}"
+        name = _as_written(error.option_name)
+        here = instead_of(name) or instead_of(error.option_name)
+        message = f"No such option: {name}; {here}" if here else f"{message}; {OTHERS}"
     if message and context is not None:
         message += f" (see {context.command_path} --help)"
     if message:
         fail(message)
     return int(error.exit_code)
+
+
+def _as_written(option: str) -> str:
+    """Return an unknown option as it stands on the command line: of `-np` the parser names `-n`."""
+    if option.startswith("--"):
+        return option
+    return next(
+        (word.partition("=")[0] for word in sys.argv[1:] if word.startswith(option)), option
+    )
 
 
 def plain(text: str) -> str:
