@@ -10,7 +10,7 @@ import typer
 import twolane
 from twolane.cli.errors import INTERRUPTED, fail, message_of
 from twolane.cli.lazy import LazyCommands
-from twolane.cli.other_servers import instead_of
+from twolane.cli.other_servers import SERVERS, instead_of
 from twolane.common.log_lines import LineHandler
 from twolane.common.resources import open_standard_files
 
@@ -25,7 +25,7 @@ PLAIN = (
 )
 """Phrases of the parser's error messages, each with a plain replacement."""
 
-OTHERS = "docs/guides/from-{vllm,sglang,llama-cpp}.md say what options of other servers are here"
+OTHERS = f"docs/guides/from-{{{','.join(SERVERS)}}}.md say what options of other servers are here"
 """Explanation for an unknown option that the guides do not name."""
 LINKED = "Kubernetes sets it for a service named twolane: set enableServiceLinks: false"
 """Explanation for a `TWOLANE_…` variable whose value is the address of a service."""

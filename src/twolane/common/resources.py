@@ -20,6 +20,11 @@ SECRET = re.compile(r"(KEYS?|KEY_ID|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS|HEA
 """Ends of the names of environment variables that have secrets."""
 MAX_FILES = 1 << 20
 """Most open files that a process asks the system for."""
+MEMORY_NAMES = ("memory.max", "memory.current", "inactive_file")
+"""Files of a control group with its limit and what it uses, and the field of memory.stat with the
+inactive page cache."""
+OLD_MEMORY_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""The same of groups of version 1."""
 SHORT_SLICE = 0.0001
 """Seconds of the shortest time slice that Linux grants (sched_setattr(2))."""
 SLICE_CALLS = {"x86_64": (315, 314), "aarch64": (275, 274)}
@@ -145,12 +150,8 @@ def open_standard_files() -> None:
 def total_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes of memory that this process and those beside it in its control groups can
     have: what is installed, or the least of the groups' limits."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = (
-        _limit(group / ("memory.limit_in_bytes" if old else "memory.max"))
-        for group, old in _groups("memory", proc, cgroups)
-    )
-    return min([installed, *(limit for limit in limits if limit is not None)])
+    limits = (_limit(group / names[0]) for group, names in _memory_groups(proc, cgroups))
+    return min([_installed_memory(), *(limit for limit in limits if limit is not None)])
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
@@ -160,14 +161,19 @@ def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
         fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        free = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    names = ("memory.max", "memory.current", "inactive_file")
-    old_names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    left = [
-        _left(group, *(old_names if old else names))
-        for group, old in _groups("memory", proc, cgroups)
-    ]
+        free = _installed_memory() // 2
+    left = (_left(group, *names) for group, names in _memory_groups(proc, cgroups))
     return max(0, min([free, *(bytes for bytes in left if bytes is not None)]))
+
+
+def _installed_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _memory_groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the groups that may limit this process's memory, each with its version's names."""
+    for group, old in _groups("memory", proc, cgroups):
+        yield group, OLD_MEMORY_NAMES if old else MEMORY_NAMES
 
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, bool]]:

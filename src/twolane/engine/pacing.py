@@ -19,8 +19,8 @@ from twolane.slo import Slo
 from twolane.systems.plan import PrefillSlice
 
 CAUTIOUS_PACE = 0.92
-"""What an expected variation of twice the spread makes of the pace at least, as a fraction of the
-TBT bound."""
+"""Twice the spread makes the pace no shorter than this fraction of the TBT bound; beyond that, the
+spread counts once."""
 LEAST_PACE = 0.88
 """Tokens are due no closer together than this fraction of the TBT bound."""
 SPREAD_KEPT = 0.9
@@ -125,9 +125,9 @@ class Pacer:
         most, least = PACE_FRACTION * bound, LEAST_PACE * bound
         if bound < SHORT_BOUND:
             return most
-        at_most = bound + self._transport
-        cautious = max(CAUTIOUS_PACE * bound, at_most - 2 * self._spread)
-        return max(least, min(most, cautious, at_most - self._spread))
+        allowed = bound + self._transport
+        twice = max(CAUTIOUS_PACE * bound, allowed - 2 * self._spread)
+        return max(least, min(most, twice, allowed - self._spread))
 
     def schedule(self, request: Request, at: float) -> None:
         """Set when the request's next token, which the device made at `at` seconds, is due."""

@@ -68,8 +68,7 @@ class Gemma4Config(family.HFConfig, kw_only=True):
         if self.attention_bias and (self.attention_k_eq_v or self.num_kv_shared_layers):
             without = ("False where layers share keys or values",)
             raise UnsupportedModel.because("attention_bias", True, without)
-        if not (self.sliding_window or 0) >= 1:
-            window = self.sliding_window
+        if (window := self.sliding_window) is None or window < 1:
             raise ValueError(f"config.json: sliding_window must be 1 or more, not {window}")
         if not 0 <= self.num_kv_shared_layers < self.num_hidden_layers:
             problem = f"must be 0 to {self.num_hidden_layers - 1}, not {self.num_kv_shared_layers}"

@@ -359,12 +359,13 @@ class ServerMetrics:
     def count_adapter(self, name: str, requests: int) -> None:
         """Count requests that an adapter answers; adapters beyond `MAX_ADAPTERS` share a label."""
         self._unloaded.pop(name, None)
-        if name not in self._adapters and len(self._adapters) == MAX_ADAPTERS and self._unloaded:
-            self._give_label_back(next(iter(self._unloaded)))
-        if name in self._adapters or len(self._adapters) < MAX_ADAPTERS:
-            self._adapters.add(name)
-        else:
-            name = OTHER_ADAPTERS
+        if name not in self._adapters:
+            if len(self._adapters) == MAX_ADAPTERS and self._unloaded:
+                self._give_label_back(next(iter(self._unloaded)))
+            if len(self._adapters) < MAX_ADAPTERS:
+                self._adapters.add(name)
+            else:
+                name = OTHER_ADAPTERS
         self._adapter.labels(self._model_name, name).inc(requests)
 
     def forget_adapter(self, name: str) -> None:
