@@ -14,7 +14,7 @@ from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.devices import LaneName
 from twolane.engine.messages import Abort, ToEngine
-from twolane.engine.pacing import CAUTIOUS_PACE, KEPT_GAPS, LEAST_PACE, Gaps, Pacer
+from twolane.engine.pacing import CAUTIOUS_PACE, KEPT_GAPS, LEAST_PACE, SURE_FRACTION, Gaps, Pacer
 from twolane.engine.request import Phase, Request
 from twolane.lanes.base import Sampled, Ticket
 from twolane.lanes.work import DecodeWork, Work
@@ -157,21 +157,26 @@ def test_news_of_a_turn_have_each_token_with_its_time() -> None:
     assert len({output.due for output in bound}) == 3
 
 
-def served(*messages: tuple[float, ToEngine], paced: bool = True) -> Simulation:
-    """Beside a request that decodes from the start; paced by a buffer too short to matter."""
-    pacer = Pacer(buffer=1e-6 if paced else 0.0)
-    return simulate(Script(one_by_one), [(0.0, submit("early", 20, 40)), *messages], pacer=pacer)
+def served(*messages: tuple[float, ToEngine], buffer: float = 0.0) -> Simulation:
+    """Beside a request that decodes from the start."""
+    early = 0.0, submit("early", 20, 40)
+    return simulate(Script(one_by_one), [early, *messages], pacer=Pacer(buffer))
+
+
+SHORT = 1e-6
+"""A buffer too short to matter, in seconds."""
 
 
 TIGHT = Slo(tbt=0.021)
 """A little more than a step."""
 
 
-def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
+@pytest.mark.parametrize("buffer", [0.0, SHORT])
+def test_a_paced_first_token_goes_out_when_its_step_can_begin(buffer: float) -> None:
     """With the tokens of the step under way: what follows is the gap of one step."""
     late = submit("late", 20, 4, slo=TIGHT)
-    ends = served((0.11, late), paced=False).times["late"][0]
-    sim = served((0.11, late))
+    ends = served((0.11, replace(late, slo=Slo()))).times["late"][0]
+    sim = served((0.11, late), buffer=buffer)
     times = sim.times["late"]
     assert ends < times[0] < ends + 0.02
     assert times[0] in sim.times["early"]
@@ -182,19 +187,36 @@ def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
     assert len(times) == 4
 
 
+@pytest.mark.parametrize("buffer", [0.0, SHORT])
 @pytest.mark.parametrize(
     ("slo", "output"),
     [
         (Slo(ttft=1.0), 4),
-        (replace(TIGHT, tbt=0.04), 4),
+        (replace(TIGHT, tbt=0.05), 4),
         (replace(TIGHT, ttft=0.085), 4),
         (TIGHT, 1),
     ],
     ids=["no TBT SLO", "the second is in time", "the first would be late", "there is no second"],
 )
-def test_a_first_token_is_not_paced_for_nothing(slo: Slo, output: int) -> None:
-    late = (0.11, submit("late", 20, output, slo=slo))
-    assert served(late).times["late"] == served(late, paced=False).times["late"]
+def test_a_first_token_is_not_paced_for_nothing(slo: Slo, output: int, buffer: float) -> None:
+    late = submit("late", 20, output, slo=slo)
+    unbound = replace(late, slo=Slo())
+    times = served((0.11, late), buffer=buffer).times["late"]
+    assert times == served((0.11, unbound)).times["late"]
+
+
+def test_without_a_buffer_a_second_token_is_predicted_well_within_its_bound() -> None:
+    """A first token is held if nothing but luck would bring the second one in time."""
+    pacer = Pacer()
+    request, other = requests(pacer, TIGHT, 2)
+    request.phase = Phase.DECODE
+    assert pacer.hold(request, Sampled(0, 7))
+    launch, ticket = Launch("decode", UNITS, DecodeSteps()), Ticket("decode", UNITS)
+    flight: Any = SimpleNamespace(launch=launch, ticket=ticket, rows=[(other, None)])
+    flight.predicted = 0.51 * SURE_FRACTION * 0.021
+    assert not [*pacer.release_ready(0.0, [flight])]
+    flight.predicted = 0.49 * SURE_FRACTION * 0.021
+    assert [*pacer.release_ready(0.0, [flight])]
 
 
 @pytest.mark.parametrize(("work", "released"), [(PrefillSlice(0, 4), True), (DecodeSteps(), False)])

@@ -76,7 +76,8 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """Latency bounds of requests that have none of their own."""
     tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
     """Longest time in seconds for which a token of a request with a TBT bound is held back, so that
-    gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once."""
+    gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once, but
+    for a first token whose second could not follow in time."""
     tbt_buffer_at: Annotated[TbtBufferAt, Option(SCHEDULING)] = "server"
     """Where tokens are held back for that time: `client` is for clients that do so themselves; the
     server plans as if it did and sends each token at once."""

@@ -3,7 +3,9 @@
 A token that the device makes early is held back, so that a later one may take longer than the bound
 without being late for the client (`twolane.playout`). The engine decides here when each token is
 due, and `frontend.delivery` delivers it then; or clients hold tokens back themselves, and get them
-at once. A first token whose second could not follow in time is held here, unseen, until it can.
+at once. A first token whose second could not follow in time is held here, unseen, until it can,
+also where there is no buffer: a slice makes first tokens in the middle of a decode step, a pass at
+its end.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +27,10 @@ LEAST_PACE = 0.88
 """Tokens are due no closer together than this fraction of the TBT bound."""
 SPREAD_KEPT = 0.9
 """A spread of late deliveries counts for this fraction of it a second later."""
+
+SURE_FRACTION = 0.8
+"""Without a buffer, a held first token goes out once its second is predicted within this fraction
+of the TBT bound after it: the rest is for a step that takes longer than predicted."""
 
 Scheduled = tuple[float, float | None, float, float | None]
 """When a token was made and is due, its slack, and when it is delivered, in seconds: see
@@ -83,7 +89,7 @@ class Pacer:
 
     Args:
         buffer: Longest time in seconds for which a token is held back, or its TBT bound if that is
-            less; 0 turns pacing off.
+            less. With 0, only a first token is, until its second can follow in time.
         transport: Seconds that the way to the client may take. Every paced token is due that much
             after the device made it, at the earliest, so that a shorter way does not show.
         at_client: Whether clients hold tokens back. Tokens are due at the same times and are
@@ -171,11 +177,11 @@ class Pacer:
         return None if self._at_client else request.due
 
     def hold(self, request: Request, sampled: Sampled) -> bool:
-        """Hold a first token that a prefill slice sampled, if it is to be paced.
+        """Hold a first token that a prefill slice sampled, if its request has a TBT bound.
 
         A request that is sent back loses its prompt's log-probabilities, so those go out at once.
         """
-        if not self._buffer or request.slo.tbt is None or request.prompt_logprobs:
+        if request.slo.tbt is None or request.prompt_logprobs:
             return False
         self._held[request] = sampled
         return True
@@ -230,4 +236,5 @@ class Pacer:
         deadline = request.deadline
         if begins == now or (deadline is not None and begins > deadline):
             return False
-        return step is None or begins + step > now + bound + min(self._buffer, bound)
+        allowed = bound + min(self._buffer, bound) if self._buffer else SURE_FRACTION * bound
+        return step is None or begins + step > now + allowed
