@@ -211,6 +211,26 @@ def test_an_option_of_another_server_is_refused_with_what_to_use_here(capsys, mo
     assert served >= {one for _, here in rows for one in re.findall(r"`?(--[a-z][\w-]+)", here)}
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("srve", "No such command 'srve'; did you mean 'serve'? (see twolane --help)"),
+        ("serve m --sytem auto", "--sytem; did you mean '--system'? (see twolane serve --help)"),
+        ("serve m --no-prefix-cach", "'--no-prefix-cache'? (see twolane serve --help)"),
+        ("fleet m --replcas 2", "did you mean '--replicas'? (see twolane fleet --help)"),
+        ("fleet m --max-qeue 2", "did you mean '--max-queue'? (see twolane fleet --help)"),
+        ("simulate m --gpus h200", "did you mean '--gpu'? (see twolane simulate --help)"),
+    ],
+)
+def test_a_mistyped_word_is_answered_with_the_nearest_one(capsys, monkeypatch, words, meant):
+    monkeypatch.setattr(sys, "argv", ["twolane", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    told = capsys.readouterr().err
+    assert told.startswith("twolane: No such ")
+    assert told.endswith(f"{meant}\n")
+
+
 def test_every_serve_option_has_a_variable_and_a_line_in_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "cli.md").read_text()
     rows = dict(re.findall(r"^\| `(TWOLANE_\w+)` \| `(.+?)` \|", page, re.MULTILINE))
@@ -258,7 +278,7 @@ def test_a_fleet_writes_no_trace():
 
 def test_mistyped_variables_are_named():
     result = run("serve", "nope", variables={"TWOLANE_PROT": "1"})
-    assert "TWOLANE_PROT is not one of mine; did you mean TWOLANE_PORT?" in result.stderr
+    assert "TWOLANE_PROT is not one of mine; did you mean 'TWOLANE_PORT'?" in result.stderr
 
 
 def test_variables_that_are_read_without_an_option_are_known():

@@ -21,9 +21,11 @@ from .checkpoints import make_checkpoint
 
 
 def test_names_that_lead_nowhere(tmp_path):
-    with pytest.raises(ModelNotFound, match=r"no model 'gpt5': .*smollm2-135m-instruct.*qwen3-8b"):
+    with pytest.raises(
+        ModelNotFound, match=r"'gpt5'; MODEL is an alias .*smollm2-135m-instruct.*qwen3-8b"
+    ):
         resolve("gpt5")
-    with pytest.raises(ModelNotFound, match=r"no model .* \(did you mean 'qwen3-8b'\?\): it is"):
+    with pytest.raises(ModelNotFound, match=r"no model .*; did you mean 'qwen3-8b'\? MODEL is"):
         resolve("qwen38b")
     with pytest.raises(ModelNotFound, match=r"no model '\./gone'"):  # a path is no hub id
         resolve("./gone")

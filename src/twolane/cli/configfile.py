@@ -6,11 +6,12 @@ Values are taken as they are written and read like those of flags, so that YAML'
 """
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from twolane.common.nearest import did_you_mean
 
 NULL = "tag:yaml.org,2002:null"
 
@@ -67,7 +68,8 @@ def settings(path: Path, keys: dict[str, Any]) -> Iterator[tuple[str, str | list
         key = key_node.value
         param = keys.get(key.replace("_", "-"))
         if param is None:
-            raise ValueError(f"line {line}: unknown key {key!r}{nearest(key, keys)}")
+            meant = did_you_mean(key.replace("_", "-"), keys) or ", no flag has this name"
+            raise ValueError(f"line {line}: unknown key {key!r}{meant}")
         if param.name in seen:
             raise ValueError(f"line {line}: {key} is given twice")
         seen[param.name] = key
@@ -140,9 +142,3 @@ def scalar(node: Any) -> str:
     if node.id != "scalar":
         raise ValueError("is nested too deeply")
     return str(node.value)
-
-
-def nearest(key: object, keys: dict[str, Any]) -> str:
-    """Return a hint that names the key which was probably meant."""
-    near = get_close_matches(str(key).replace("_", "-"), keys, 1)
-    return f"; did you mean {near[0]!r}?" if near else ", no flag has this name"

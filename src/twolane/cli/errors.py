@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import typer
 
@@ -35,6 +36,12 @@ def flag(field: str) -> str:
     if field.isupper():
         return field
     return _flags().get(field) or _bench_flags().get(field, "--" + field.replace("_", "-"))
+
+
+def options_of(context: Any) -> list[str]:
+    """Return the options of a command as they are written, by the parser's context of it."""
+    words = (word for one in context.command.params for word in (*one.opts, *one.secondary_opts))
+    return [word for word in words if word.startswith("-")]
 
 
 def with_flags(text: str) -> str:

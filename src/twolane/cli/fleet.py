@@ -11,14 +11,13 @@ when open answers have ended; SIGHUP restarts its servers one after the other.
   — on a Ray cluster, with as many servers as the load needs
 """
 
-from difflib import get_close_matches
 from typing import Any
 
 import typer
 from typer.main import get_command
 
 from twolane.cli import serve as single
-from twolane.cli.errors import USAGE_ERROR, fail, one_line_errors
+from twolane.cli.errors import USAGE_ERROR, fail, one_line_errors, options_of
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
@@ -55,7 +54,7 @@ class FleetCommand(Command):
 def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any]) -> None:
     """Serve a model with several servers behind one address."""
     arguments = [model, *ctx.args]
-    server = checked(arguments, [flag for param in ctx.command.params for flag in param.opts])
+    server = checked(arguments, ctx)
     single.check_keys(server["api_key"] or ())
     if server["trace"] is not None:
         problem = "--trace is for one server: all of a fleet would write the same file"
@@ -76,18 +75,18 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
     single.leave(code)
 
 
-def checked(arguments: list[str], own: list[str]) -> dict[str, Any]:
+def checked(arguments: list[str], fleet: typer.Context) -> dict[str, Any]:
     """Parse and check these words as `twolane serve` would.
 
     Args:
         arguments: the words that the fleet passes on.
-        own: options of the fleet, which an unknown one may have meant.
+        fleet: the context of the fleet, one of whose options an unknown one may have meant.
     """
     try:
         with get_command(single.app).make_context("twolane serve", list(arguments)) as context:
             return dict(context.params)
     except Exception as error:
-        if hasattr(error, "possibilities"):
-            meant = get_close_matches(str(getattr(error, "option_name", "")), own)
-            error.possibilities = [*meant, *(error.possibilities or ())]
+        unknown: Any = error
+        if hasattr(unknown, "possibilities"):  # there is no such option
+            unknown.possibilities, unknown.ctx = options_of(unknown.ctx), fleet
         raise

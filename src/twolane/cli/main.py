@@ -8,13 +8,15 @@ from typing import Annotated, Any, ClassVar
 import typer
 
 import twolane
-from twolane.cli.errors import INTERRUPTED, fail, message_of
+from twolane.cli.errors import INTERRUPTED, fail, message_of, options_of
 from twolane.cli.lazy import LazyCommands
 from twolane.cli.other_servers import SERVERS, instead_of
 from twolane.common.log_lines import LineHandler
+from twolane.common.nearest import did_you_mean
 from twolane.common.resources import open_standard_files
 
 PLAIN = (
+    (". Did you mean", "; did you mean"),
     ("Invalid value: ", ""),
     ("Value error, ", ""),
     ("Input should be less than or equal to", "must be at most"),
@@ -103,7 +105,9 @@ def explain(error: Any) -> int:
     if hasattr(error, "option_name"):  # there is no such option
         name = _as_written(error.option_name)
         here = instead_of(name) or instead_of(error.option_name)
-        message = f"No such option: {name}; {here}" if here else f"{message}; {OTHERS}"
+        known = {*options_of(context), *(error.possibilities or ())}
+        meant = f"; {here}" if here else did_you_mean(name, known) or f"; {OTHERS}"
+        message = f"No such option: {name}{meant}"
     if message and context is not None:
         message += f" (see {context.command_path} --help)"
     if message:

@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,6 +31,7 @@ from twolane.cli.errors import USAGE_ERROR, fail, one_line_errors
 from twolane.cli.helptext import Command
 from twolane.cli.lazy import command_app
 from twolane.cli.options import MODEL_HELP, takes, takes_engine_settings
+from twolane.common.nearest import did_you_mean
 from twolane.engine.config import EngineConfig
 from twolane.server.options import ServerOptions
 
@@ -102,6 +102,5 @@ def warn_of_unknown_variables() -> None:
     known = NO_OPTIONS | {str(param.envvar) for param in get_command(app).params}
     for name in sorted(os.environ):
         if name.startswith("TWOLANE_") and name not in known:
-            near = get_close_matches(name, sorted(known), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            typer.echo(f"twolane: the variable {name} is not one of mine{hint}", err=True)
+            meant = did_you_mean(name, known)
+            typer.echo(f"twolane: the variable {name} is not one of mine{meant}", err=True)

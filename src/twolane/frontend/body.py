@@ -6,7 +6,6 @@ the same ones with the same words.
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, ClassVar, LiteralString, NamedTuple, TypeVar
 
@@ -19,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from twolane.common.nearest import did_you_mean
 
 IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
 """Collects names of ignored unknown fields; None: they are refused."""
@@ -77,8 +78,7 @@ class Body(BaseModel):
                 ignored.append(shortened(str(name)))
                 continue
             if name not in cls.unsupported:  # pydantic would collect them all
-                near = get_close_matches(str(name), fields, 1)
-                context = {"param": name, **({"near": near[0]} if near else {})}
+                context = {"param": name, "meant": did_you_mean(str(name), fields)}
                 raise PydanticCustomError("unknown_field", "unknown field", context)
             if not is_neutral(value, cls.unsupported[name]):
                 why = cls.why_unsupported.get(name, "is not supported")
@@ -128,8 +128,7 @@ def first_finding(errors: Sequence[Any], prefix: str = "") -> Finding:
         message = error["msg"]
     else:
         message = {
-            "unknown_field": f"unknown field {param!r}"
-            + (f"; did you mean {context['near']!r}?" if "near" in context else ""),
+            "unknown_field": f"unknown field {param!r}{context.get('meant', '')}",
             "missing": f"{param} is required",
             **dict.fromkeys(NO_OBJECT, f"{param} must be a JSON object"),
         }.get(error["type"], f"{param}: {error['msg']}")

@@ -1,6 +1,5 @@
 """Sources of models: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
 
-import difflib
 import errno
 import fcntl
 import fnmatch
@@ -32,6 +31,7 @@ from twolane.common.files import (
     user_cache,
     write_cache,
 )
+from twolane.common.nearest import did_you_mean
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -224,11 +224,10 @@ def resolve(
     if _HUB_ID.fullmatch(name):
         path = _fetched(name, dummy)
         return _directory(name, path) if path.is_dir() else ModelSource("gguf", name, path, path)
-    near = difflib.get_close_matches(name, {*ALIASES, *SHAPES}, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    meant = did_you_mean(name, (*ALIASES, *SHAPES)) or ";"
     raise ModelNotFound(
-        f"no model {name!r}{hint}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
-        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name)"
+        f"no model {name!r}{meant} MODEL is an alias ({', '.join(ALIASES)}), a directory, "
+        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) or a Hugging Face id (owner/name)"
     )
 
 
