@@ -213,9 +213,15 @@ def test_documents_of_text_and_tools_that_were_found_are_text(client):
     """Claude Code's search for tools has references as its result, which stay in the history."""
     source = {"type": "text", "media_type": "text/plain", "data": "21 degrees"}
     document = {"type": "document", "title": "Rome", "source": source}
-    found = [{"type": "tool_reference", "tool_name": "weather"}, document]
+    passage = {"type": "search_result", "title": "Rome", "source": "https://rome.example"}
+    passage |= {"content": [{"type": "text", "text": "21 degrees"}], "citations": {}}
+    reference = {"type": "tool_reference", "tool_name": "weather"}
     call = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
-    for result in ([{"type": "tool_result", "tool_use_id": "a", "content": found}], [document]):
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": [reference, found]}
+        for found in (document, passage)
+    ]
+    for result in ([results[0]], [results[1]], [document], [passage]):
         said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [call]}]
         message = whole(client, [*said, {"role": "user", "content": result}])
         assert message.content[0].text == "It is 21 degrees in Rome."

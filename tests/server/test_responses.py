@@ -483,9 +483,77 @@ def test_the_tokens_of_the_input_are_counted(client, server):
     assert (status, answer["input_tokens"] > 20_000) == (200, True)
     for body, param in (
         ({"input": "Hi", "temperature": 0}, "temperature"),
-        ({"input": "Hi", "truncation": "auto"}, "truncation"),
+        ({"input": "Hi", "truncation": "last"}, "truncation"),
         ({"input": "Hi", "previous_response_id": "resp_0"}, "previous_response_id"),
         ({"input": "Hi", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
     ):
         status, _, answer = server.request(path, body)
         assert (status, answer["error"]["param"]) == (400, param)
+
+
+def message(role, text):
+    return {"role": role, "content": text}
+
+
+def called(number, output):
+    call = {"type": "function_call", "call_id": f"c{number}", "name": "weather", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": f"c{number}", "output": output}]
+
+
+BEGUN = message("system", "Be brief.")
+SPAIN = message("user", "And Spain?")
+LONG = 19_500
+"""Tokens of an answer beside which a prompt may have 500 in this context."""
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ([BEGUN, SPAIN], [-1]),
+        ([BEGUN, *(message("user", "a" * 200) for _ in range(9)), SPAIN], [-3, -2, -1]),
+        ([message("user", "Hi"), message("assistant", "a" * 20_000), SPAIN], [-1]),
+        ([message("user", "a" * 500), message("assistant", "Oh"), BEGUN, SPAIN], [-1]),
+        ([BEGUN, SPAIN, *called(1, "a" * 500), *called(2, "b" * 100)], [1, -2, -1]),
+        ([message("user", "Hi"), SPAIN, *called(1, "a" * 500), *called(2, "b")], [1, -2, -1]),
+    ],
+)
+def test_the_oldest_items_of_a_long_conversation_are_left_out(client, said, left):
+    """As few as leave room for the answer, and never the first instructions; `left` has the places
+    of the others that stay."""
+    kept = [*([BEGUN] if said[0] is BEGUN else []), *(said[place] for place in left)]
+    fields = {"instructions": "Now.", "max_output_tokens": LONG}
+    shown = ask(client, said, truncation="auto", **fields)
+    assert shown.usage.input_tokens == ask(client, kept, **fields).usage.input_tokens
+    assert shown.truncation == "auto"
+    if kept[-1] is SPAIN:
+        assert shown.output_text == "Madrid."
+
+
+def test_what_is_left_out_is_stored_all_the_same(client):
+    fields = {"max_output_tokens": LONG, "truncation": "auto"}
+    first = ask(client, "a" * 300, **fields)
+    second = ask(client, "b" * 300, previous_response_id=first.id, **fields)
+    assert second.usage.input_tokens < 400
+    listed = client.responses.input_items.list(second.id, order="asc").data
+    assert [listed[0].content[0].text, listed[-1].content[0].text] == ["a" * 300, "b" * 300]
+
+
+def test_the_tokens_of_a_shortened_input_are_counted(client, server):
+    long = [message("user", "a" * 25_000), SPAIN]
+    counted = server.request("/v1/responses/input_tokens", {"input": long, "truncation": "auto"})
+    assert counted[2]["input_tokens"] == ask(client, [SPAIN]).usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("said", "fields", "param"),
+    [
+        ("a" * 20_000, {}, "input"),
+        ([message("assistant", "a" * 20_000)], {}, "input"),
+        ([message("user", "a" * 600), SPAIN], {"truncation": "disabled"}, "max_output_tokens"),
+        ([SPAIN, message("user", "a" * 600)], {}, "max_output_tokens"),
+    ],
+)
+def test_what_cannot_be_shortened_is_refused(client, said, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, said, max_output_tokens=LONG, **{"truncation": "auto", **fields})
+    assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
 from twolane.frontend.answer_formats import FormatOptions
@@ -14,6 +15,8 @@ from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+INSTRUCTIONS = ("system", "developer")
+"""Roles of the messages at the beginning that a shortened conversation keeps."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +31,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """Variables of the chat template."""
     effort: str | None = None
     """Reasoning effort, "none" for no thinking; None: the template's own."""
+    drops_oldest: bool = False
+    """Whether the oldest messages are left out of a prompt that is too long."""
 
     @property
     def length(self) -> int:
@@ -38,6 +43,28 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     def continued(self) -> str | None:
         """Text of the message that the answer continues; None: it is a new one."""
         return text_of(self.turns[-1]) if self.continue_final_message else None
+
+    @property
+    def cuts(self) -> list[tuple[Sequence[Turn], int]]:
+        """The ways to shorten this conversation, the one that leaves out least first.
+
+        Each has the messages to keep at the beginning (instructions, then the user's latest message
+        if calls after it are left out) and the place of the first other message that stays. What is
+        left out ends before a message of the user or, after the latest of these, before an answer.
+        """
+        turns, count = self.turns, len(self.turns)
+        begin = next((i for i in range(count) if turns[i]["role"] not in INSTRUCTIONS), count)
+        asked = [i for i in range(begin, count) if turns[i]["role"] == "user"]
+        if not asked:
+            return []
+        answers = [i for i in range(asked[-1] + 1, count) if turns[i]["role"] == "assistant"]
+        cuts = [(turns[:begin], i) for i in asked if i > begin]
+        kept = [*turns[:begin], turns[asked[-1]]]
+        return [*cuts, *((kept, i) for i in answers[1:])]
+
+    def cut(self, kept: Sequence[Turn], place: int) -> "Conversation":
+        """Return the conversation shortened in one of the ways of `cuts`."""
+        return replace(self, turns=[*kept, *self.turns[place:]])
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

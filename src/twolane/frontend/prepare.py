@@ -103,6 +103,8 @@ class Preparer:
         self._texts = texts
         self._formats = formats
         self._context = engine.ready.max_model_len
+        self._most_text = max(MIN_TEXT, TEXT_FACTOR * self._context)
+        """Most characters of a text that is tokenised."""
         self._most_scores = most_scores
         self._maker: GrammarMaker | None = None
         """Compiles grammars; started by the first one."""
@@ -147,8 +149,9 @@ class Preparer:
         if request.conversation is not None:
             tokens = request.rendered
             if tokens is None:
-                self._check_text(request.conversation.length, request)
-                tokens = await self._texts.tokens(self._chat(request), client)
+                if not request.conversation.drops_oldest:
+                    self._check_text(request.conversation.length, request)
+                tokens = await self._rendered(request, client)
             return self._fitted([Prompt(tokens)], request)
         special, prompts = request.add_special_tokens is not False, []
         for prompt in request.prompts:
@@ -164,9 +167,7 @@ class Preparer:
 
     async def count(self, request: GenerateRequest, client: str = "") -> int:
         """Return how many tokens a conversation has, which may be longer than the context."""
-        assert request.conversation is not None
-        self._check_length(request.conversation.length, request.prompt_field)
-        return len(await self._texts.tokens(self._chat(request), client))
+        return len(await self._rendered(request, client))
 
     async def listed(self, request: GenerateRequest, listing: Listing, client: str = "") -> Listed:
         """Return the tokens of a text or a conversation, which may be longer than the context."""
@@ -198,6 +199,43 @@ class Preparer:
             await self._maker.close()
         await self._texts.close()
 
+    async def _rendered(self, request: GenerateRequest, client: str) -> list[int]:
+        """Return the tokens of a conversation; one that drops its oldest messages lacks as few of
+        them as leave room for the answer, or as many as it can."""
+        whole = request.conversation
+        assert whole is not None
+        cuts = whole.cuts if whole.drops_oldest else []
+        fewest, most, found = 0, len(cuts), None
+        while fewest < most:
+            place = (fewest + most) // 2 if fewest else 0  # most conversations are short enough
+            short = whole if place == 0 else whole.cut(*cuts[place - 1])
+            tokens = await self._short(replace(request, conversation=short), client)
+            if tokens is None:
+                fewest = place + 1
+            else:
+                most, found = place, tokens
+        if found is not None:
+            return found
+        last = whole.cut(*cuts[-1]) if cuts else whole
+        self._check_length(last.length, request.prompt_field)
+        return await self._texts.tokens(self._chat(replace(request, conversation=last)), client)
+
+    async def _short(self, request: GenerateRequest, client: str) -> list[int] | None:
+        """Return the tokens of a conversation that leaves room for its answer; None: it does
+        not."""
+        assert request.conversation is not None
+        length = request.conversation.length
+        if length > self._most_text or self.codec.min_tokens_of(length) >= self._context:
+            return None
+        tokens = await self._texts.tokens(self._chat(request), client)
+        return tokens if len(tokens) <= self._room(request) else None
+
+    def _room(self, request: GenerateRequest) -> int:
+        """Return the most tokens that a prompt may have beside the answer that it asks for."""
+        params = request.sampling
+        wanted = params.max_tokens or params.min_tokens if request.limit_field else 0
+        return max(1, self._context - (wanted or 1))
+
     def _chat(self, request: GenerateRequest, listing: Listing | None = None) -> Chat:
         """Return a conversation as its chat template renders it."""
         asked = request.conversation
@@ -219,9 +257,9 @@ class Preparer:
 
     def _check_length(self, length: int, field: str) -> None:
         """Refuse a text that would take too long to tokenise."""
-        most = max(MIN_TEXT, TEXT_FACTOR * self._context)
-        if length > most:
-            raise FieldError(field, f"has {length} characters; at most {most} are tokenised")
+        if length > self._most_text:
+            most = f"at most {self._most_text} are tokenised"
+            raise FieldError(field, f"has {length} characters; {most}")
 
     def _check_text(self, length: int, request: GenerateRequest) -> None:
         """Refuse, by its length alone, a text that is slow to tokenise or cannot fit the
@@ -238,10 +276,7 @@ class Preparer:
         if not prompts:
             raise PromptError(field, "there is no prompt")
         if (kept := request.truncate_prompt_tokens) is not None:
-            if kept < 0:
-                params = request.sampling
-                wanted = params.max_tokens or params.min_tokens if request.limit_field else 0
-                kept = max(1, self._context - (wanted or 1))
+            kept = self._room(request) if kept < 0 else kept
             prompts = [prompt.last(kept) for prompt in prompts]
         for place, prompt in enumerate(prompts):
             name = request.prompt_name if len(prompts) == 1 else f"prompt {place}"

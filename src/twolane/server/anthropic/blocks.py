@@ -51,6 +51,23 @@ class DocumentBlock(ContentBlock):
         return "\n".join(filter(None, [self.title, self.context, self.source.data]))
 
 
+class SearchResultBlock(ContentBlock):
+    """A passage that a search of the client's found; its title and source are put before it."""
+
+    inert = ContentBlock.inert - {"citations"}
+    unsupported = DocumentBlock.unsupported
+
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: Annotated[list[TextBlock], Field(min_length=1, fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """Text that the model reads."""
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
 class ToolReferenceBlock(ContentBlock):
     """A tool found by a tool search; the model knows all tools of the request anyway."""
 
@@ -95,11 +112,16 @@ def _list_of(kinds: Mapping[str, type[Body]]) -> TypeAdapter[Any]:
     )
 
 
-TextualBlock = TextBlock | DocumentBlock | ToolReferenceBlock
-"""Blocks with text."""
+TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
+"""Blocks with text, in messages and in results of tools."""
+TEXTUAL: Mapping[str, type[Body]] = {
+    "text": TextBlock,
+    "document": DocumentBlock,
+    "search_result": SearchResultBlock,
+}
 _TEXTS: TypeAdapter[list[TextBlock]] = _list_of({"text": TextBlock})
-_TEXTUAL: TypeAdapter[list[TextualBlock]] = _list_of(
-    {"text": TextBlock, "document": DocumentBlock, "tool_reference": ToolReferenceBlock}
+_TEXTUAL: TypeAdapter[list[TextualBlock | ToolReferenceBlock]] = _list_of(
+    {**TEXTUAL, "tool_reference": ToolReferenceBlock}
 )
 
 
@@ -135,11 +157,10 @@ class ToolResultBlock(ContentBlock):
     content: ResultText = ""
 
 
-Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextualBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 _BLOCKS: TypeAdapter[list[Block]] = _list_of(
     {
-        "text": TextBlock,
-        "document": DocumentBlock,
+        **TEXTUAL,
         "thinking": ThinkingBlock,
         "redacted_thinking": ThinkingBlock,
         "tool_use": ToolUseBlock,
@@ -197,5 +218,5 @@ class AnthropicMessage(Body):
 
 def joined(blocks: Sequence[Block]) -> str:
     """Return the texts of the text blocks, joined by newlines."""
-    texts = (block for block in blocks if isinstance(block, TextBlock | DocumentBlock))
+    texts = (block for block in blocks if isinstance(block, TextualBlock))
     return "\n".join(block.text for block in texts)

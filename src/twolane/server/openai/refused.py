@@ -10,6 +10,9 @@ NO_SCORES = "is not served: there are no scoring models; compare vectors of /v1/
 NO_BATCHES = "is not served: `twolane run-batch` answers a file of requests"
 ONLY_TEXT = "is not served: only text models are"
 OTHER_SERVER = "is not served: ask /v1/completions or /v1/chat/completions"
+OLLAMA = "is Ollama's API: give the client OpenAI's instead, with /v1 as the end of its base URL"
+OLLAMA_NAMES = ("chat", "embed", "generate", "ps", "pull", "show", "tags", "version")
+"""Last parts of the paths of Ollama's API that its clients ask."""
 REFUSED: Mapping[str, str] = {
     "/v1/rerank": NO_SCORES,
     "/rerank": NO_SCORES,
@@ -31,8 +34,7 @@ REFUSED: Mapping[str, str] = {
     "/v1/images/generations": ONLY_TEXT,
     "/generate": OTHER_SERVER,
     "/completion": OTHER_SERVER,
-    "/api/chat": OTHER_SERVER,
-    "/api/generate": OTHER_SERVER,
+    **dict.fromkeys((f"/api/{name}" for name in OLLAMA_NAMES), OLLAMA),
 }
 """Reasons by path that is not served."""
 

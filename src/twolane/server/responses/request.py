@@ -132,10 +132,7 @@ Included = Literal[
 class InputTokensRequest(Body):
     """The body of POST /v1/responses/input_tokens: the fields that are part of a prompt."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "conversation": (),
-        "truncation": ("disabled",),
-    }
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conversation": ()}
 
     model: str | None = None
     input: Input
@@ -146,6 +143,7 @@ class InputTokensRequest(Body):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -232,10 +230,15 @@ class InputTokensRequest(Body):
         except ValidationError as error:
             raise renamed(from_validation(error.errors(), "messages")) from error
         effort = None if self.reasoning is None else self.reasoning.effort
-        variables = self.chat_template_kwargs
+        conversation = Conversation(
+            turns=turns,
+            variables=self.chat_template_kwargs,
+            effort=effort,
+            drops_oldest=self.truncation == "auto",
+        )
         return GenerateRequest(
             prompt_field="input",
-            conversation=Conversation(turns=turns, variables=variables, effort=effort),
+            conversation=conversation,
             format=self._format,
             sampling=sampling_params({}, defaults),
             adapter=self.model,
@@ -320,7 +323,7 @@ class ResponsesRequest(fields.SamplingFields, InputTokensRequest):
             "metadata": self.metadata or {},
             "service_tier": "default",
             "store": self.store is not False,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "background": False,
         }
 
