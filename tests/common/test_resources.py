@@ -1,8 +1,6 @@
 """What control groups leave a process, its claim on the processor, and its open files."""
 
-import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from threading import get_native_id
 
 import pytest
 
+from tests.common.slices import needs_slices, slice_and_niceness
 from twolane.common import resources
 from twolane.common.resources import (
     SHORT_SLICE,
@@ -163,20 +162,7 @@ def test_a_thread_alone_yields_the_processor():
     assert other == min(19, os.getpriority(os.PRIO_PROCESS, get_native_id()) + 3)
 
 
-def slice_and_niceness():
-    """Those of this thread, as sched_getattr(2) tells."""
-    get, held = resources.SLICE_CALLS[platform.machine()][0], ctypes.create_string_buffer(56)
-    assert ctypes.CDLL(None).syscall(get, 0, held, 56, 0) == 0
-    fields = resources.SLICE_FIELDS.unpack(held.raw)
-    return fields[5], fields[3]
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux"
-    or platform.machine() not in resources.SLICE_CALLS
-    or tuple(map(int, platform.release().split(".")[:2])) < (6, 12),
-    reason="threads have no slices of their own there",
-)
+@needs_slices
 def test_a_thread_and_those_it_starts_have_the_slice_that_it_asked_for():
     with ThreadPoolExecutor(1, initializer=yield_processor, initargs=(3,)) as thread:
         own, nice = thread.submit(slice_and_niceness).result()

@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from tests.common.slices import needs_slices, slice_and_niceness
 from tests.model.adapters import make_adapter
 from tests.server.parrot import TEMPLATE, write_parrot
 from tests.server.serving import (
@@ -30,6 +31,7 @@ from tests.server.serving import (
     wait_for,
     write_tiny_model,
 )
+from twolane.common.resources import SHORT_SLICE
 from twolane.engine.kv.prefix_digest import Landmarks
 from twolane.engine.prompt_work import UNKNOWN
 from twolane.router.choose import choose
@@ -135,6 +137,13 @@ def test_one_address_answers_as_a_server_does(pair):
     assert stream(pair, 5)[-1] == {}
     assert pair.request("/v1/completions", {"prompt": []})[0] == 400
     assert pair.request("/nowhere")[0] == 404
+
+
+@needs_slices
+def test_what_delivers_tokens_asks_for_short_slices(pair):
+    pids = [pair.process.pid, *(each["pid"] for each in serving(pair))]
+    assert len(pids) == 3
+    assert {slice_and_niceness(pid)[0] for pid in pids} == {round(1e9 * SHORT_SLICE)}
 
 
 def test_answers_name_a_pages_origin_once_and_are_counted(pair):

@@ -1,6 +1,7 @@
 """What clients can do with connections alone: open many, be silent, not read, write odd heads."""
 
 import asyncio
+import gc
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ from uvicorn.server import ServerState
 
 from twolane.common.garbage import gc_disabled
 from twolane.frontend.socket_folders import SocketFolder
+from twolane.server import run
 from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.http.connection import (
     CONNECTION,
@@ -508,7 +510,8 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
     seen = []
 
     async def app(scope, receive, send):
-        seen.append(weakref.ref(scope["state"][CONNECTION]))
+        connection = scope["state"][CONNECTION]
+        seen.extend(map(weakref.ref, (connection, connection.transport)))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"yes"})
 
@@ -539,9 +542,40 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
             for whole in (True, False, True):
                 await ask(address, whole=whole)
             async with asyncio.timeout(PATIENCE):
-                while len(seen) < 2 or any(connection() is not None for connection in seen):
+                while len(seen) < 4 or any(one() is not None for one in seen):
                     await asyncio.sleep(0.01)
         server.should_exit = True
         await serving
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("requests", "seconds", "full"), [(8, 99.0, True), (9, 99.0, False), (9, 0.0, True)]
+)
+def test_garbage_is_collected_when_few_requests_are_open_or_after_long(
+    monkeypatch, requests, seconds, full
+):
+    """A collection visits what all open requests hold, and no token is written meanwhile."""
+    seen = []
+    monkeypatch.setattr(run, "RETURN_SECONDS", 0.01)
+    monkeypatch.setattr(run, "COLLECT_SECONDS", seconds)
+
+    def note(phase, info):
+        if phase == "start":
+            seen.append(info["generation"])
+
+    async def work():
+        server = run.UvicornServer(uvicorn.Config(None, lifespan="off", log_config=None))
+        server.server_state.tasks |= {
+            asyncio.create_task(asyncio.sleep(PATIENCE)) for _ in range(requests)
+        }
+        gc.callbacks.append(note)
+        returning = asyncio.create_task(run.return_memory(server))
+        await asyncio.sleep(0.1)
+        gc.callbacks.remove(note)
+        returning.cancel()
+
+    with gc_disabled():
+        asyncio.run(work())
+    assert (2 in seen) == full

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 import twolane
 from twolane.common import garbage
 from twolane.common.errors import FieldError
+from twolane.common.resources import SHORT_SLICE, ask_for_slice
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
 from twolane.fleet.metrics import PREFIX
@@ -64,6 +65,7 @@ def serve_fleet(arguments: Sequence[str], options: FleetOptions, shared: ServerO
     """
     set_up_log("info")
     garbage.bound_heaps()
+    ask_for_slice(SHORT_SLICE)
     return asyncio.run(_run(arguments, options, shared))
 
 
@@ -172,7 +174,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
                 await end(server, serving)
                 return 0 if stop.asked.is_set() else 1
             restarting = asyncio.create_task(_restart(pool, again))
-            returning = asyncio.create_task(return_memory())
+            returning = asyncio.create_task(return_memory(server))
             garbage.freeze(garbage.OLDER_WITH_CLIENTS)
             slo = next((each.state.slo for each in pool.serving), Slo())
             said = bounds(slo, refuses=shared.refuse_late)

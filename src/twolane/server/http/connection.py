@@ -390,6 +390,7 @@ class Connection(H11Protocol):
         # These refer back to it. Garbage in cycles would stay until a collection of old objects.
         self.app_state = {}
         self.scope = self.cycle = None  # type: ignore[assignment]
+        vars(self.transport).pop("_read_ready_cb", None)  # asyncio's transport refers to itself
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP, with status and reason of the error that uvicorn has caught where it
