@@ -25,8 +25,10 @@ from twolane.server import run
 from twolane.server.http.backpressure import UnsentOutput
 from twolane.server.http.connection import (
     CONNECTION,
+    CUT_OFF,
     EXTRA_CONNECTIONS,
     GRACE_SECONDS,
+    HALF_CLOSED,
     LOG_SECONDS,
     READ_AT_ONCE,
     SMALL_CHUNKS,
@@ -108,6 +110,41 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
     assert answer is not None, "the connection was kept open"
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"HTTP/1.1 ") == 1
+
+
+LASTING = b'{"prompt":[5],"max_tokens":20000,"ignore_eos":true}'
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (JSON + b"Content-Length: %d\r\n\r\n%b" % (len(LASTING), LASTING), HALF_CLOSED),
+        (JSON + b"Content-Length: 99\r\n\r\n" + LASTING, CUT_OFF),
+        (JSON + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", CUT_OFF),
+        (JSON, CUT_OFF),
+        (b"", None),
+    ],
+    ids=["whole", "cut body", "cut chunk", "cut head", "nothing"],
+)
+def test_a_client_that_closes_its_side_is_told_that_its_request_is_aborted(tiny, data, said):
+    """One that has left looks the same."""
+    before = tiny.metrics()
+    with socket.create_connection(address(tiny), timeout=PATIENCE) as client:
+        client.sendall(data)
+        if said is HALF_CLOSED:
+            wait_for(lambda: tiny.metrics()["num_requests_running"] == 1)
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    if said is None:
+        assert answer == b""
+        return
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (error["code"], error["message"]) == ("client_closed", said)
+    counted = "requests_aborted_total"
+    if said is HALF_CLOSED:
+        wait_for(lambda: tiny.metrics()[counted] == before[counted] + 1)
+        wait_for(lambda: tiny.metrics()["num_requests_running"] == 0)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Stats
+from twolane.frontend.adapters import AdapterInfo
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
 from twolane.frontend.sandbox import Limits, Sandbox
@@ -206,6 +207,7 @@ def service_of(texts):
     ready = SimpleNamespace(
         max_model_len=100,
         vocab_size=100,
+        eos_token_ids=(),
         slo=Slo(),
         page_size=16,
         kv_cache_dtype="auto",
@@ -272,6 +274,27 @@ def test_a_client_that_leaves_is_not_tokenised_for():
                 return status, await service.texts.tokens(Encode("another client's", True))
 
     assert asyncio.run(run()) == (499, [1])  # the first of a new worker
+
+
+def test_an_adapter_that_is_unloaded_while_a_prompt_is_tokenised_is_not_counted():
+    """Else it would keep a label of the metrics that no unloading gives back."""
+
+    async def run():
+        async with slow_service() as service:
+            loaded = service.engine.adapters.loaded
+            loaded["gone"] = AdapterInfo("", 0, "")
+            asked = {"prompt": "slow", "model": "gone"}
+            asking = asyncio.create_task(ask(service, "/v1/completions", asked))
+            async with asyncio.timeout(PATIENCE):
+                while not any(queue._waiting for queue in service.texts._queues):
+                    await asyncio.sleep(0.01)
+                del loaded["gone"]
+                status, answer = await asking
+            return status, answer["error"]["code"], service._observer.render()
+
+    status, code, metrics = asyncio.run(run())
+    assert (status, code) == (404, "model_not_found")
+    assert b'adapter="gone"' not in metrics
 
 
 def test_stopping_refuses_what_is_being_tokenised():

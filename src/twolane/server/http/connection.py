@@ -34,6 +34,10 @@ EXTRA_CONNECTIONS = 64
 """Connections beyond the bound that are still read, to serve probes and refuse the rest."""
 MAX_HEAD = 1 << 16
 """Bytes that a request line and its headers may have together."""
+CUT_OFF = "the connection ended before the request was complete"
+HALF_CLOSED = (
+    "the client closed its side of the connection before its answer, which aborts the request"
+)
 TOO_LONG = f"the request line and the headers have more than {MAX_HEAD} bytes"
 TCP_INFO_BYTES, LAST_DATA_RECEIVED = 56, slice(52, 56)
 """Bytes of `struct tcp_info` that are read, and those of `tcpi_last_data_recv`, in milliseconds
@@ -375,6 +379,24 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._watch_arrival()
 
+    def eof_received(self) -> None:
+        """See `asyncio.Protocol`: the request is aborted, and the answer says so.
+
+        A client that has left looks the same as one that will send no more but still reads.
+        """
+        state = self.conn.their_state
+        arriving = state is h11.IDLE and self.conn.trailing_data[0]
+        if arriving or state is h11.SEND_BODY:
+            message = CUT_OFF
+        elif self.conn.our_state is h11.SEND_RESPONSE:
+            message = HALF_CLOSED
+        else:
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._write_error(400, message, "client_closed")
+
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         held, self._held = self._held, b""
@@ -505,15 +527,17 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is not None:
                 set_refusal(self.cycle.scope["state"], status, code, message)
-            body = msgspec.json.encode(error_body(status, message, code))
-            length = (b"content-length", str(len(body)).encode())
-            headers = [(b"content-type", b"application/json"), length, CLOSE_HEADER]
-            answer = h11.Response(
-                status_code=status, headers=headers, reason=STATUS_PHRASES[status]
-            )
-            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            self._write_error(status, message, code)
         self.transport.close()
+
+    def _write_error(self, status: int, message: str, code: str) -> None:
+        """Write an error as the whole answer to the current request."""
+        body = msgspec.json.encode(error_body(status, message, code))
+        length = (b"content-length", str(len(body)).encode())
+        headers = [(b"content-type", b"application/json"), length, CLOSE_HEADER]
+        answer = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
 
 
 def unacknowledged(transport: asyncio.Transport) -> int:

@@ -195,10 +195,12 @@ class Service:
             call: the HTTP call, which is admitted here.
 
         Raises:
-            ApiError: 429 or 503.
+            ApiError: 404 (its adapter was unloaded while it was prepared), 429 or 503.
         """
         self.availability.check()
         request = prepared.request
+        if request.adapter is not None:
+            self.check_model(request.adapter)
         answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
         tokens = sum(map(len, answers))
 
