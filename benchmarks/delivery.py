@@ -2,6 +2,9 @@
 
 A stand-in for the engine process makes every stream a token each `--step-ms`; the server in front
 of it is the real one. What a client's gaps differ from a step was added on the way. Needs no GPU.
+
+The client has a core of its own, as one on another machine has: Linux wakes it on the core of the
+server that writes to it, and each token would cost two switches between them.
 """
 
 import argparse
@@ -12,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +24,7 @@ import numpy as np
 import zmq
 from measured import api_cpu_seconds
 
+from twolane.common.resources import allowed_cores, pin_thread
 from twolane.engine import messages
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import Output, Submit, TokenLogprobs
@@ -59,9 +63,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     given = parser.parse_args()
-    runs = []
+    runs, cores = [], allowed_cores()
     for playout_ms in given.playout_ms * given.rounds:
-        with served(given, playout_ms) as (pid, url):
+        with served(given, playout_ms, cores) as (pid, url):
             figures = read(pid, connect(url, given), given.seconds)
         runs.append({"playout_ms": playout_ms, **figures})
         print(msgspec.json.encode(runs[-1]).decode(), flush=True)
@@ -71,8 +75,13 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def served(given: argparse.Namespace, playout_ms: float) -> Iterator[tuple[int, str]]:
-    """Run the server, and busy processes beside it, within the block; yield its id and its URL."""
+def served(
+    given: argparse.Namespace, playout_ms: float, cores: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Run the server, and busy processes beside it, within the block; yield its id and its URL.
+    This process has the last core alone, unless a model's engine needs it, too."""
+    apart = len(cores) > 1 + given.real
+    pin_thread(cores[:-1] if apart else cores)
     words = f"{given.step_ms:g}", f"{playout_ms:g}", *(["real"] if given.real else [])
     command = [sys.executable, __file__, SERVER, given.model, *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as own:
@@ -83,6 +92,7 @@ def served(given: argparse.Namespace, playout_ms: float) -> Iterator[tuple[int, 
             announcement = own.stdout.readline()
             if not announcement:
                 raise SystemExit(f"the server ended with {own.wait()}")
+            pin_thread(cores[-1:] if apart else cores)
             yield own.pid, announcement.split(" | ")[1]
         finally:
             for each in (*busy, own):
