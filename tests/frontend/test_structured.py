@@ -22,16 +22,21 @@ from twolane.frontend.structured.grammar import (
     made_grammar,
     regex_grammar,
 )
+from twolane.frontend.structured.jobs import Calls, GrammarJob, Schema
 from twolane.frontend.structured.patterns import EQUAL
 from twolane.frontend.structured.schema import plain_schema
 from twolane.frontend.structured.tools import (
+    ANSWERS,
     ASSISTANT,
+    BARE,
     OPENINGS,
     Tool,
     calls_grammar,
     parameter_types,
     strict_grammar,
+    with_open_arguments,
 )
+from twolane.frontend.structured.worker import maker
 from twolane.frontend.text.codec import TextCodec
 
 from .checkpoints import byte_level, codec, write
@@ -615,6 +620,26 @@ def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
     single = calls_grammar(form, [WEATHER], lambda _: None, several=False)
     assert not takes(single, CALLS[form])
     assert not takes(grammar, re.sub("Rome", "", CALLS[form]).replace("city", "town"))
+
+
+@pytest.mark.parametrize("form", sorted(FORMATS.keys() - set(BARE)))
+def test_an_answer_with_a_format_may_be_a_call_instead(takes, form):
+    tools = with_open_arguments([WEATHER, NOTHING])
+    schema = Schema({"type": "object", "properties": {"city": {"enum": ["Rome"]}}})
+    job = GrammarJob("response_format", schema, calls=Calls(form, tools, True, False))
+    grammar = maker(job, lambda _: None)()
+    before = ANSWERS.get(form, "")
+    assert takes(grammar, before + '{"city": "Rome"}')
+    assert takes(grammar, CALLS[form])
+    assert takes(grammar, CALLS[form].replace("city", "town"))  # the tool is not strict
+    for wrong in ("It is warm.", '{"city": "Lima"}', "", '{"city": "Rome"}' + CALLS[form]):
+        assert not takes(grammar, before + wrong)
+    strict = msgspec.structs.replace(WEATHER, strict=True)
+    enforced = Calls(form, with_open_arguments([strict, NOTHING]), True, False)
+    grammar = maker(msgspec.structs.replace(job, calls=enforced), lambda _: None)()
+    assert takes(grammar, before + '{"city": "Rome"}')
+    assert takes(grammar, CALLS[form])
+    assert not takes(grammar, CALLS[form].replace("city", "town"))
 
 
 @pytest.mark.parametrize(

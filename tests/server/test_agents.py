@@ -37,6 +37,7 @@ FRANCE = "What is the capital of France?"
 LEARNT = [
     Learnt(ASK, CALL),
     Learnt("Two towns", TOWNS),
+    Learnt("By a mark", ("<tool_call>", "\n{}")),
     Learnt("21 degrees", "It is 21 degrees in Rome."),
     Learnt(FRANCE, "<think>\nEasy.\n</think>\n\nParis."),
 ]
@@ -115,6 +116,23 @@ def test_a_whole_turn_with_a_tool(parrot):
     assert last.finish_reason == "stop"
     assert last.message.content == "It is 21 degrees in Rome."
     assert last.message.tool_calls is None
+
+
+def test_a_format_leaves_the_model_free_to_call_and_holds_for_what_it_says(parrot):
+    form = {"type": "json_schema", "json_schema": {"name": "made", "schema": SCHEMA}}
+    answer = chat(parrot, "By a mark", tools=[WEATHER], response_format=form, max_tokens=60)
+    [call] = answer.choices[0].message.tool_calls  # what follows the mark is the grammar's
+    assert call.function.name == "weather"
+    said = {"structured_outputs": {"regex": r"It is \d+ degrees in Rome\."}}
+    answer = chat(parrot, "21 degrees", tools=[WEATHER], extra_body=said).choices[0]
+    assert (answer.message.content, answer.message.tool_calls) == (LEARNT[3].answer, None)
+    forced = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = chat(parrot, "Hello", response_format=form, **forced).choices[0]
+    assert [call.function.name for call in answer.message.tool_calls] == ["clock"]
+    wrong = {**CLOCK["function"], "strict": True, "parameters": {"uniqueItems": True}}
+    tools = [{"type": "function", "function": wrong}]
+    with pytest.raises(openai.BadRequestError, match="400 - tools cannot be served"):
+        chat(parrot, ASK, tools=tools, response_format=form)
 
 
 def test_one_call_is_shown_where_several_are_not_wanted(parrot):

@@ -18,7 +18,7 @@ from twolane.frontend.parsers.reasoning import (
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.jobs import Calls, GrammarJob, OutputConstraint
-from twolane.frontend.structured.tools import Tool, parameter_types
+from twolane.frontend.structured.tools import BARE, Tool, parameter_types, with_open_arguments
 
 
 class AnswerFormat(NamedTuple):
@@ -58,6 +58,11 @@ class FormatOptions(NamedTuple):
     """Field that asks for a constraint, and the constraint."""
     reads: bool = True
     """Whether thinking and calls are read in the answer; if not, all of it is text."""
+
+    @property
+    def may_call_instead(self) -> bool:
+        """Whether an answer that follows a constraint may be calls instead."""
+        return self.constraint is not None and bool(self.tools) and not self.enforced
 
     @classmethod
     def of(
@@ -144,8 +149,6 @@ class ModelFormats:
         if not options.reads:
             job = self._grammar_job(options, None)
             return FREE_TEXT if job is None else AnswerFormat(job)
-        if options.enforced and options.constraint is not None:
-            raise FieldError("tool_choice", f"cannot be combined with {options.constraint[0]}")
         if self._harmony:
             return self._in_channels(options, prompt, continued)
         if not (self.thinking or options.tools or options.constraint):
@@ -165,7 +168,7 @@ class ModelFormats:
         """Return the format of answers whose messages are in channels (`parsers.harmony`)."""
         ended = continued is not None or prompt.endswith(harmony.MESSAGE)
         marks = None if ended else harmony.THINKING
-        if options.enforced and marks is not None:
+        if (options.enforced or options.may_call_instead) and marks is not None:
             marks = msgspec.structs.replace(marks, end=harmony.BEFORE_CALL)
         free = any(tool.strict for tool in options.tools)
         free = free and not (options.enforced or options.constraint)
@@ -193,17 +196,21 @@ class ModelFormats:
         self, options: FormatOptions, thinking: ThinkingMarks | None
     ) -> GrammarJob | None:
         wanted: tuple[str, OutputConstraint | Calls]
+        several, instead = options.several and not (options.named or self._harmony), None
         if options.enforced:
-            several = options.several and not (options.named or self._harmony)
             wanted = "tools", Calls(self.calls, options.enforced, several, free=False)
         elif options.constraint is not None:
             wanted = options.constraint
+            unmarked = thinking is None if self._harmony else self.calls in BARE
+            if options.may_call_instead and not unmarked:
+                tools = with_open_arguments(options.tools)
+                instead = Calls(self.calls, tools, several, free=False)
         elif any(tool.strict for tool in options.tools):
             wanted = "tools", Calls(self.calls, options.tools, options.several, free=True)
         else:
             return None
         field, answer = wanted
-        return GrammarJob(field, answer, thinking, self._closes)
+        return GrammarJob(field, answer, thinking, self._closes, instead)
 
     def _reader(
         self, options: FormatOptions, thinking: ThinkingMarks | None

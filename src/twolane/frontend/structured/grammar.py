@@ -172,6 +172,21 @@ def after_thinking(grammar: str, token_of: TokenOf, thinking: ThinkingMarks) -> 
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]})
 
 
+def either(answer: str, calls: str, before: str) -> str:
+    """Return the grammar of an answer or of calls.
+
+    Args:
+        answer: the grammar of the answer.
+        calls: the grammar of the calls.
+        before: Lark terminals before the answer, or nothing.
+    """
+    [text, *others] = json.loads(answer)["grammars"]
+    [called, *more] = json.loads(calls)["grammars"]
+    named = [{**text, "name": "text"}, *others, {**called, "name": "calls"}, *more]
+    first = {"lark_grammar": f"start: {before} @text | @calls"}
+    return json.dumps({"grammars": [first, *named]})
+
+
 def terminal(mark: str, token_of: TokenOf) -> str:
     """Return the Lark terminals of a mark: an added token, or text, which may have such in it."""
     token = token_of(mark)

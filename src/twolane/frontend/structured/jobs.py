@@ -70,6 +70,8 @@ class GrammarJob(msgspec.Struct, frozen=True):
     """Marks of the thinking before the answer; None: there is none."""
     closes: bool = False
     """Whether objects of schemas have declared names only, unless the answer says it itself."""
+    calls: Calls | None = None
+    """Calls that the model may make in place of the answer; None: it may not call."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
@@ -88,9 +90,11 @@ class MadeGrammar(msgspec.Struct, frozen=True, tag=True):
 
 
 class InvalidGrammar(msgspec.Struct, frozen=True, tag=True):
-    """An error of a grammar, as a clause about the field."""
+    """An error of a grammar, as a clause about a field."""
 
     problem: str
+    field: str | None = None
+    """Field at fault; None: that of the job."""
 
 
 Result = MadeGrammar | InvalidGrammar

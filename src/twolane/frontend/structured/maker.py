@@ -60,7 +60,7 @@ class GrammarMaker:
         result = msgspec.msgpack.decode(reply, type=Result)
         if isinstance(result, MadeGrammar):
             return result.grammar
-        raise FieldError(job.field, result.problem)
+        raise FieldError(result.field or job.field, result.problem)
 
     async def close(self) -> None:
         """Stop the sandbox."""

@@ -64,6 +64,11 @@ class Tool(msgspec.Struct, frozen=True):
         return closed if set(whole.get("required") or ()) <= named.keys() else whole
 
 
+def with_open_arguments(tools: Sequence[Tool]) -> list[Tool]:
+    """Return tools whose arguments follow their schemas if they are strict, else are any object."""
+    return [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
+
+
 def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:
     """Return the JSON types of parameters by tool and parameter, where schemas name some."""
     finder = KindFinder()
@@ -133,7 +138,7 @@ def strict_grammar(
     if call_format == harmony.NAME:
         return _strict_channels(tools, marks)
     openings, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
-    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
+    known = with_open_arguments(tools)
     calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     each_opens = not before and call_format not in BARE
@@ -172,7 +177,7 @@ def _strict_lines(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
 
 def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> str:
     """See `strict_grammar`: a list begins with a bracket and a tool's name, other ones are text."""
-    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
+    known = with_open_arguments(tools)
     rules, lists = [], []
     for i, tool in enumerate(known):
         name = re.escape(tool.name).replace("/", "\\/")
@@ -199,7 +204,7 @@ def _strict_channels(tools: Sequence[Tool], marks: "_Marks") -> str:
     if any(map(marks.is_text, between)):
         raise ValueError("strict calls need the marks of messages to be special tokens")
     end, start, channel, message = map(marks.of, between)
-    known = [tool if tool.strict else Tool(tool.name, grammar.ANY_OBJECT) for tool in tools]
+    known = with_open_arguments(tools)
     lark = [
         f'start: (message {end} {start} "assistant")* (message | call)',
         f"message: {channel} NAME {message} TEXT?",
@@ -550,3 +555,5 @@ NO_CALL = r"[\[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?"
 """Text that does not begin like a call without a mark, or a list of such calls."""
 BARE = ("llama3_json",)
 """Formats in which an answer that begins like a call is one."""
+ANSWERS: Mapping[str, str] = {harmony.NAME: harmony.THINKING.bare}
+"""Marks before an answer in whose place there may be a call."""

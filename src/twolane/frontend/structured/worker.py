@@ -8,6 +8,7 @@ this process.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import nlargest
 
 import msgspec
@@ -24,7 +25,7 @@ from twolane.engine.constrained.matching import (
 from twolane.frontend import sandboxed
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured import jobs
-from twolane.frontend.structured.tools import calls_grammar, strict_grammar
+from twolane.frontend.structured.tools import ANSWERS, calls_grammar, strict_grammar
 
 TRIED_STEPS, TRIED_TOKENS = 3, 1024
 """Number of consecutive tokens that a grammar is tried with, and the number of longest tokens that
@@ -73,16 +74,31 @@ def result(
         grammar = grammars.made_grammar(maker(job, token_of), job.field)
         try_out(grammar, job.field, vocabulary, longest)
     except FieldError as error:
-        return jobs.InvalidGrammar(error.problem)
+        return jobs.InvalidGrammar(error.problem, error.field)
     return jobs.MadeGrammar(grammar)
 
 
 def maker(job: jobs.GrammarJob, token_of: grammars.TokenOf) -> grammars.Maker:
     """Return the maker of a job's grammar."""
     make = answer_maker(job.answer, token_of, closes=job.closes)
+    if (calls := job.calls) is not None:
+        make = partial(with_calls, calls, make, token_of, closes=job.closes)
     if (thinking := job.thinking) is None:
         return make
     return lambda: grammars.after_thinking(make(), token_of, thinking)
+
+
+def with_calls(
+    calls: jobs.Calls, answer: grammars.Maker, token_of: grammars.TokenOf, *, closes: bool
+) -> str:
+    """Return the grammar of an answer or of calls in its place; `closes`: see the job.
+
+    Raises:
+        FieldError: the tools have schemas that cannot be served.
+    """
+    made = grammars.made_grammar(answer_maker(calls, token_of, closes=closes), "tools")
+    before = grammars.terminal(ANSWERS[calls.format], token_of) if calls.format in ANSWERS else ""
+    return grammars.either(answer(), made, before)
 
 
 def answer_maker(
