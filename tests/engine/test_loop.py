@@ -2,14 +2,21 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.systems.simulation import simulate, submit
+from tests.engine.test_rules import Script, one_by_one, small_engine
+from tests.sim.durations import FixedDurations
+from tests.systems.simulation import LEVELS, UNITS, simulate, submit
+from twolane.engine import engine as engine_module
 from twolane.engine.engine import Engine
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import LaunchShape
-from twolane.systems.plan import Plan
+from twolane.sim.lanes import SimLanes
+from twolane.systems.base import System
+from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.registry import make_system
+from twolane.systems.view import View
 
 
 def test_tokens_are_sent_before_what_comes_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +51,72 @@ def test_tokens_are_sent_before_the_estimator_learns(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Engine, "reap", watched)
     simulate(make_system("static-split", {}), [(0.0, submit("a", 20, 8))], estimator=Learner())
     assert kept == [0] * 7
+
+
+PLANNING = 0.003
+"""Seconds of a plan."""
+
+
+def test_a_plan_waits_for_tokens_that_would_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes a while. Prompts come all the time, most of them just before a step ends; the
+    tokens of a step are sent when it ends nevertheless."""
+    late: dict[bool, float] = {}
+    for awaited in (False, True):
+        with monkeypatch.context() as patch:
+            if not awaited:
+                patch.setattr(engine_module, "tokens_before", lambda state, planning: None)
+            late[awaited] = _mean_lateness()
+    assert late[False] > 0.0005
+    assert late[True] < 0.3 * late[False]
+
+
+def _mean_lateness() -> float:
+    """Return how much later than the device made them tokens are sent, in seconds."""
+    lanes = SimLanes(UNITS, LEVELS, FixedDurations())
+    sent, made = [], []
+
+    class Planning(System):
+        def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+            plan = two_ahead(view)
+            lanes.advance(lanes.clock() + PLANNING)
+            return plan, None
+
+    arrivals = [(0.0, submit("early", 20, 60))]
+    arrivals += [(0.1 + 0.0173 * i, submit(f"{i}", 5, 1)) for i in range(60)]
+    served = simulate(Planning(), arrivals, lanes=lanes)
+    made = [ran.end for ran in served.record.of("decode") if "early" in ran.requests]
+    sent = served.times["early"][1:]
+    return sum(b - a for a, b in zip(made, sent, strict=True)) / len(sent)
+
+
+def two_ahead(view: View) -> Plan:
+    """Whole prompts as they come, and two decode steps in flight."""
+    launches = list(one_by_one(view).launches)
+    if view.decoding and view.lanes["decode"].queued == 1:
+        launches.append(Launch("decode", UNITS, DecodeSteps()))
+    return msgspec.structs.replace(one_by_one(view), launches=tuple(launches))
+
+
+def test_tokens_that_are_found_together_keep_what_came_with_the_first() -> None:
+    """The second two requests reuse a page of the first two's prompts, and are told so."""
+
+    def decide(view: View) -> Plan:
+        chunks = tuple(Chunk(request.id, request.new) for request in view.waiting)
+        works = PrefillSlice(0, view.layers), DecodeSteps(2, waits=True)
+        launches = tuple(Launch("decode", UNITS, work) for work in works)
+        return Plan(admit=chunks, launches=launches) if chunks else Plan()
+
+    engine = small_engine(system=Script(decide))
+    lanes = engine.state.lanes
+    assert isinstance(lanes, SimLanes)
+    told = []
+    for pair in (("a", "b"), ("c", "d")):
+        prompts = zip(pair, ("a", "b"), strict=True)
+        engine.take([msgspec.structs.replace(submit(of, 20, 3), id=id) for id, of in prompts])
+        engine.carry_out(engine.plan())
+        lanes.advance(lanes.clock() + 9.0)
+        engine.reap()
+        news = engine.outputs()
+        assert news is not None
+        told += [(output.id, len(output.tokens), output.cached) for output in news.outputs]
+    assert told == [("a", 3, 0), ("b", 3, 0), ("c", 3, 16), ("d", 3, 16)]

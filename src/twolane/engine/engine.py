@@ -14,7 +14,7 @@ from twolane.engine.launches.fair_shares import make_room_for_turn
 from twolane.engine.launches.late_masks import LateMasks
 from twolane.engine.launches.launch import carry_out, joining
 from twolane.engine.launches.overlap import lane_waits
-from twolane.engine.launches.reap import learn, reap
+from twolane.engine.launches.reap import learn, reap, tokens_before
 from twolane.engine.messages import (
     Abort,
     DeliveryLateness,
@@ -39,6 +39,8 @@ from twolane.systems.view import View
 
 NO_JOINS: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """The joining requests of each lane while no batch is launched to the last layer."""
+PLANNING_KEPT = 0.98
+"""A long planning time counts for this fraction of it at the next plan."""
 
 
 class Engine:
@@ -91,6 +93,8 @@ class Engine:
         """Whether anything has changed since the last `Outputs` message."""
         self._pinged = False
         """Whether a `Ping` is unanswered."""
+        self._planning = 0.0
+        """Seconds that a plan took: the latest, or what is left of longer ones."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """Handle the messages of the API process; return whether anything changed."""
@@ -135,13 +139,19 @@ class Engine:
             self._kv_events.publish()
 
     def plan(self) -> Plan:
-        """Let the estimator learn from the reaped launches; return the system's plan."""
+        """Let the estimator learn from the reaped launches; return the system's plan, or one that
+        waits for tokens which would otherwise wait for the plan."""
+        begun = self.state.now()
+        awaited = tokens_before(self.state, self._planning)
+        if awaited is not None:
+            return Plan(wake_at=awaited)
         learn(self.state)
         if isinstance(self.state.estimator, AdapterEstimator):
             self.state.estimator.running = len(self.state.adapters_named() - {-1})
         self.state.queue.promote_oldest()
         make_room_for_turn(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
+        self._planning = max(self.state.now() - begun, PLANNING_KEPT * self._planning)
         return plan
 
     def carry_out(self, plan: Plan) -> bool:

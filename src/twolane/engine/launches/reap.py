@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 import numpy as np
+from msgspec.structs import replace
 
 from twolane.engine.constrained.token_rule import TokenRule
 from twolane.engine.kv.manager import Allocation
@@ -21,6 +22,43 @@ BROKEN = (
     "the model's logits are NaN or infinite: its weights or number format do not serve this prompt"
 )
 """The error message for a request whose logits are NaN or infinite."""
+
+OVERDUE_SECONDS = 0.001
+"""Tokens are awaited for this many seconds beyond their predicted time."""
+
+
+def tokens_before(state: State, planning: float) -> float | None:
+    """Return until when a plan should wait for tokens, in seconds; None: it need not.
+
+    The next tokens come, by prediction, before a plan begun now would end, and would be sent after
+    it. A plan does not wait if a lane might run dry by that.
+
+    Args:
+        state: the engine's.
+        planning: the seconds that a plan may take.
+    """
+    at = _next_tokens(state)
+    now = state.now()
+    if at is None or not at - planning < now < at + OVERDUE_SECONDS:
+        return None
+    until = at + OVERDUE_SECONDS
+    ends = [lane.until for lane in state.lane_views(now).values() if lane.queued]
+    ready = all(end is not None and end > until + 2 * planning for end in ends)
+    return until if ready else None
+
+
+def _next_tokens(state: State) -> float | None:
+    """Return the predicted time in seconds of the next tokens of the decode launch under way."""
+    for flight in state.in_flight:
+        work, start = flight.launch.work, flight.ticket.start
+        if isinstance(work, PrefillSlice):
+            continue
+        if start is None or flight.predicted is None:
+            return None
+        steps = work.k if isinstance(work, DecodeSteps) else 1
+        if flight.taken < steps:
+            return start + flight.predicted * (flight.taken + 1) / steps
+    return None
 
 
 def reap(state: State) -> bool:
@@ -119,8 +157,10 @@ def _deliver_rows(
             _share_full_pages(state, request)
         key = request.id, scheduled[1]
         before = outputs.get(key) if merges else None
-        added = [token] if before is None else [*before.tokens, token]
-        outputs[key] = Output(request.id, added, due=due)
+        if before is None:
+            outputs[key] = Output(request.id, [token], due=due)
+        else:
+            outputs[key] = replace(before, tokens=[*before.tokens, token])
         if to_look and (token in request.stops or len(request.tokens) >= request.limit):
             state.finish(request, "stop" if token in request.stops else "length")
 
