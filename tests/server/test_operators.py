@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -138,10 +139,13 @@ def test_a_batch_file_is_answered(model, tmp_path):
 
 def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    other, before = tmp_path / "asked.jsonl", '{"id":"batch_req_0"}\n{"id":"ba'
     source.write_text("asked")
-    target.write_text("answered before")
+    other.write_text(f'{before}tch_req_1"}}\n{{"custom_id":"1"}}\n')
+    target.write_text(before)
     for out, lora, problem in (
         (source, {}, "the requests' file"),
+        (other, {}, "line 3 of .*asked.jsonl is not an answer"),
         (target, {}, "nowhere"),
         (target, {"mine": str(tmp_path)}, "mine is the name of the model itself"),
     ):
@@ -149,7 +153,12 @@ def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
         options = ServerOptions(served_model_names=("other", "mine") if lora else ())
         with pytest.raises((ValueError, PullError), match=problem):
             asyncio.run(run_batch(config, options, source, out, 1))
-    assert (source.read_text(), target.read_text()) == ("asked", "answered before")
+    assert (source.read_text(), target.read_text()) == ("asked", before)
+    assert len(other.read_text().splitlines()) == 3
+    with target.open("ab") as held, pytest.raises(ValueError, match="another run"):
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asyncio.run(run_batch(EngineConfig(model="nowhere"), ServerOptions(), source, target, 1))
+    assert target.read_text() == before
 
 
 class Bounded(FileIO):
@@ -245,7 +254,7 @@ def test_a_batch_that_was_killed_goes_on_with_what_is_not_answered(tmp_path):
         return counts, {answer["custom_id"]: answer["response"]["body"] for answer in answers}
 
     out = tmp_path / "out.jsonl"
-    out.write_text("an older file\n")
+    out.write_text('{"id":"batch_req_0"}\n')
     counts, first = run(["a", "fails", "c", "d"])
     assert (counts, asked) == ((3, 1), ["a", "fails", "c", "d"])
     whole = out.read_bytes()

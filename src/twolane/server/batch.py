@@ -6,6 +6,7 @@ strictly as bodies, and requests pass the same application as those of `twolane 
 """
 
 import asyncio
+import fcntl
 import hashlib
 import logging
 import os
@@ -35,6 +36,8 @@ from twolane.server.run import check_adapter_names, service_of
 
 log = logging.getLogger("twolane.server")
 
+ANSWER_BEGINS = b'{"id":"batch_req_'
+"""How each line of the output begins."""
 MAX_PIPED_LINE = 1 << 26
 """Bytes that a line of a pipe may have; two such lines are kept."""
 
@@ -128,8 +131,8 @@ async def run_batch(
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: see `start_engine`, `check_adapter_names` and `lines_of`; or both files are
-            one.
+        ValueError: see `start_engine`, `check_adapter_names`, `claim`, `is_output_file` and
+            `lines_of`; or both files are one.
         EngineError: the engine died; the lines that it left have errors in the output.
     """
     check_adapter_names(config, options)
@@ -137,6 +140,7 @@ async def run_batch(
     with source.open("rb") as lines, target.open("ab", buffering=0) as out:
         if os.path.sameopenfile(lines.fileno(), out.fileno()):
             raise ValueError(f"the answers cannot be written to the requests' file {target}")
+        is_file = is_output_file(out, target)
         with progress_bars() as show:
             started = await start_engine(config, show, options.log_level)
         service, monitoring = service_of(started, config, options)
@@ -147,7 +151,6 @@ async def run_batch(
             kind = os.fstat(lines.fileno()).st_mode
             waits = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or lines.isatty()
             answered = Answered(settings_of(config, options))
-            is_file = stat.S_ISREG(os.fstat(out.fileno()).st_mode)
             if is_file:
                 answered = kept_answers(
                     target.resolve(), answered, () if restart or waits else lines
@@ -155,6 +158,8 @@ async def run_batch(
             asked = lines_of(lines, waits=waits)
             # The file may be another one by now.
             with target.open("ab", buffering=0) if is_file else nullcontext(out) as into:
+                if not os.path.sameopenfile(out.fileno(), into.fileno()):
+                    claim(into)
                 done = await answer_all(app, asked, into, concurrency, answered)
             if service.engine.failed.is_set():
                 raise EngineError(str(service.engine.failure))
@@ -162,6 +167,40 @@ async def run_batch(
         finally:
             await service.close()
             await service.engine.close()
+
+
+def claim(out: IO[bytes]) -> None:
+    """Keep other runs from an output as long as it is open.
+
+    Raises:
+        ValueError: another run has it, whose answers would be lost.
+    """
+    try:
+        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{out.name}: another run is writing its answers there") from error
+    except OSError as error:  # not every file system has locks
+        log.debug("%s is not locked: %s", out.name, error)
+
+
+def is_output_file(out: IO[bytes], target: Path) -> bool:
+    """Return whether an open output is a file, which is claimed then; anything else, such as a
+    pipe, has no earlier answers.
+
+    Raises:
+        ValueError: see `claim`; or it has anything else than answers, as the file of the requests
+            does, which would be removed.
+    """
+    if not stat.S_ISREG(os.fstat(out.fileno()).st_mode):
+        return False
+    claim(out)
+    with target.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            cut_off = ANSWER_BEGINS.startswith(line)
+            if line.strip() and not cut_off and not line.startswith(ANSWER_BEGINS):
+                problem = f"line {number} of {target} is not an answer of a batch"
+                raise ValueError(f"{problem}: name another OUTPUT, or remove that file")
+    return True
 
 
 def settings_of(config: EngineConfig, options: ServerOptions) -> bytes:
