@@ -292,21 +292,24 @@ def respond(served, **body):
 
 
 def test_a_response_is_gone_on_with_at_the_server_that_stores_it(pair):
-    stored: dict[str, str] = {}
+    stored: dict[str, tuple[str, str]] = {}
 
     def of_both() -> bool:
         both(pair)
         _, headers, first = respond(pair)
-        stored[headers["x-replica"]] = first["id"]
+        stored[headers["x-replica"]] = first["id"], first["output"][0]["id"]
         return len(stored) == 2
 
     wait_for(of_both)
-    for name, id in stored.items():
+    for name, (id, item) in stored.items():
+        items = [{"type": "item_reference", "id": item}, {"role": "user", "content": "Hello"}]
 
-        def goes_on(name=name, id=id) -> bool:
+        def goes_on(name=name, id=id, items=items) -> bool:
             status, headers, _ = respond(pair, previous_response_id=id)
             again = pair.request(f"/v1/responses/{id}")
-            return (status, headers["x-replica"], again[0]) == (200, name, 200)
+            referring, there, _ = respond(pair, input=items)
+            homes = headers["x-replica"], there["x-replica"]
+            return (status, again[0], referring, *homes) == (200, 200, 200, name, name)
 
         wait_for(lambda: all(goes_on() for _ in range(8)), 120)  # not by chance
     status, _, answer = respond(pair, previous_response_id="resp_0")

@@ -12,7 +12,9 @@ from twolane.engine.kv.prefix_digest import Landmarks, PrefixBook
 from twolane.fleet import routing_facts
 from twolane.fleet.calls import ClientCall
 from twolane.fleet.routing_facts import RoutingFacts, session_key
+from twolane.frontend.text.output_reader import Delta
 from twolane.router.state import ReplicaState, RoutedRequest
+from twolane.server.responses.events import ResponseAnswer
 
 from .scripted import Fleet, Script, Scripted, Writer, fleet_of, whole
 from .test_replicas import ANSWER, holding, well
@@ -164,6 +166,20 @@ def test_homes_of_only_so_many_responses_are_known(monkeypatch) -> None:
             assert homes == [frozenset(), {"replica-1"}]
             counting = call("/v1/responses/input_tokens", previous_response_id="resp_2")
             assert (await known.ask(counting))[0].homes == {"replica-1"}
+            answer = ResponseAnswer("m", 1, {}, None, {}, lambda response: None)
+            answer.add(Delta(0, "Hello", [5], [0], finish="stop"))
+            shown = answer.whole()
+            known.note_response(call("/v1/responses"), member, json.dumps(shown).encode())
+            [item] = shown["output"]
+            for items, homes in (
+                ([1, {"id": item["id"]}], frozenset()),
+                ([{"role": "user", "content": "Hi"}, {"id": item["id"]}], {"replica-1"}),
+                ([{"type": "item_reference", "id": item["id"]}], {"replica-1"}),
+                ([{"type": "item_reference", "id": "msg_1"}, {"id": None}], frozenset()),
+                ("Hi", frozenset()),
+            ):
+                referring = call("/v1/responses", input=items)
+                assert (await known.ask(referring))[0].homes == homes
 
     asyncio.run(run())
 

@@ -26,6 +26,8 @@ GENERATING_PATHS = (*LANDMARKS, RESPONSES, "/v1/messages")
 RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
 """A response's id: the first match in an answer of `RESPONSES`, or in its first event, is its
 own."""
+ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{4,}")
+"""The id of an item of a response's output, which has the response's id in it."""
 RESPONSE_HEAD = 1024
 """First bytes of an answer, which contain its id."""
 KNOWN_RESPONSES = 65536
@@ -38,6 +40,13 @@ USUAL_OUTPUT, MAX_OUTPUT = 256, 1 << 20
 """Assumed tokens of an answer without a limit, and the largest limit that the router counts."""
 
 
+class _Item(msgspec.Struct):
+    """What of an item may refer to another one."""
+
+    type: str | None = None
+    id: str | None = None
+
+
 class _Body(msgspec.Struct):
     """Fields of a request's body that the router reads."""
 
@@ -46,6 +55,19 @@ class _Body(msgspec.Struct):
     user: str | None = None
     model: str | None = None
     previous_response_id: str | None = None
+    input: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def response(self) -> str | None:
+        """The earlier response that is continued, or has the first item that is referred to."""
+        if self.previous_response_id is not None:
+            return self.previous_response_id
+        with suppress(*UNREADABLE):
+            for item in msgspec.json.decode(self.input, type=list[_Item]):
+                found = item.type in (None, "item_reference") and ITEM_ID.fullmatch(item.id or "")
+                if found:
+                    return f"resp_{found[1]}"
+        return None
 
     @property
     def max_output(self) -> int:
@@ -132,7 +154,7 @@ class RoutingFacts:
     def _homes(self, path: str, known: _Body) -> frozenset[str]:
         """Return the replicas that have a request's adapter or earlier response; empty: any will
         do, or none has it and will say so."""
-        response = known.previous_response_id
+        response = known.response if path.startswith(RESPONSES) else None
         if response is None and path.startswith(f"{RESPONSES}/"):
             response = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
         if (home := self._responses.get(response or "")) is not None:

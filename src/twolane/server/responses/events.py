@@ -145,7 +145,7 @@ class ResponseAnswer:
         self._emit_part(f"response.{TEXT_OF[kind]}.delta", delta=text, **LOGPROBS[kind])
 
     def _open_text(self, kind: str) -> None:
-        item: Json = {"id": f"{PREFIX[kind]}_{uuid.uuid4().hex}", "type": kind}
+        item: Json = {"id": self._item_id(kind), "type": kind}
         if kind == "reasoning":
             item |= {"summary": [], "content": [], "status": "in_progress"}
         else:
@@ -159,7 +159,7 @@ class ResponseAnswer:
 
     def _open_call(self, call_id: str, called: CalledTool) -> None:
         kind = "custom_tool_call" if called.custom else "function_call"
-        item = {"id": f"{PREFIX[kind]}_{uuid.uuid4().hex}", "type": kind, "call_id": call_id}
+        item = {"id": self._item_id(kind), "type": kind, "call_id": call_id}
         item |= {"name": called.name, TEXT_OF[kind]: "", "status": "in_progress"}
         if called.namespace is not None:
             item["namespace"] = called.namespace
@@ -172,6 +172,11 @@ class ResponseAnswer:
             return
         self._items[-1]["arguments"] += text
         self._emit_item("response.function_call_arguments.delta", delta=text)
+
+    def _item_id(self, kind: str) -> str:
+        """Return the id of the next item, which names its response: a fleet's router finds the
+        server that stores what a request refers to."""
+        return f"{PREFIX[kind]}_{self.id.removeprefix('resp_')}{len(self._items):04x}"
 
     def _add_item(self, item: Json) -> None:
         self._items.append(item)
