@@ -13,6 +13,8 @@ from typer.main import get_command
 
 from twolane.cli.lazy import LazyCommands
 from twolane.cli.main import app
+from twolane.model.load.hub import ALIASES
+from twolane.model.shapes import SHAPES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -34,6 +36,12 @@ def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_quickstart_lists_every_built_in_shape() -> None:
+    page = (ROOT / "docs/quickstart.md").read_text()
+    [paragraph] = (part for part in page.split("\n\n") if part.startswith("A built-in *shape*"))
+    assert set(re.findall(r"`([\w.-]+)`", paragraph)) == SHAPES.keys() - ALIASES.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
