@@ -39,7 +39,7 @@ from twolane.systems.view import View
 
 NO_JOINS: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """The joining requests of each lane while no batch is launched to the last layer."""
-PLANNING_KEPT = 0.98
+PLANNING_KEPT = 0.99
 """A long planning time counts for this fraction of it at the next plan."""
 
 

@@ -31,7 +31,7 @@ def tokens_before(state: State, planning: float) -> float | None:
     """Return until when a plan should wait for tokens, in seconds; None: it need not.
 
     The next tokens come, by prediction, before a plan begun now would end, and would be sent after
-    it. A plan does not wait if a lane might run dry by that.
+    it. A plan does not wait if a lane would run dry meanwhile.
 
     Args:
         state: the engine's.
@@ -43,7 +43,7 @@ def tokens_before(state: State, planning: float) -> float | None:
         return None
     until = at + OVERDUE_SECONDS
     ends = [lane.until for lane in state.lane_views(now).values() if lane.queued]
-    ready = all(end is not None and end > until + 2 * planning for end in ends)
+    ready = all(end is not None and end > until for end in ends)
     return until if ready else None
 
 
