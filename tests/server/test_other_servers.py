@@ -75,6 +75,21 @@ def test_endpoints_that_are_not_served_say_why(tiny) -> None:
         assert (status, error["message"], error.get("code")) == (501, f"{path} {why}", "not_served")
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # a base URL without /v1
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),  # and one with two
+        ("/models", "/v1/models"),
+        ("/metadata", None),
+    ],
+)
+def test_a_mistyped_path_is_answered_with_the_nearest_one(tiny, path: str, meant: str) -> None:
+    status, _, answer = tiny.request(path, {})
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert (status, answer["error"]["message"]) == (404, f"POST {path}: Not Found{hint}")
+
+
 @pytest.mark.parametrize("server", SERVERS)
 def test_metrics_are_those_that_the_server_has(tiny, server: str) -> None:
     text = tiny.request("/metrics")[2]

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from twolane.common.errors import FieldError
+from twolane.common.nearest import did_you_mean
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 from twolane.frontend.text.codec import TextError
 from twolane.server.http.calls import CLIENT_GONE, set_reason
@@ -69,14 +70,7 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        headers: Mapping[str, str] | None = error.headers
-        if error.status_code == 405:
-            headers = {"Allow": allowed_methods(app, request)}
-        return await refuse(
-            request, ApiError(error.status_code, message, code=code, headers=headers)
-        )
+        return await refuse(request, from_routing(error, request, app))
 
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
@@ -99,6 +93,24 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
     async def internal(request: Request, error: Exception) -> Response:
         body = error_body(500, "internal error", "internal_error")
         return json_response(error_for(request.url.path, body), 500)
+
+
+def from_routing(error: HTTPException, request: Request, app: FastAPI) -> ApiError:
+    """Return an error of the routes as an API error: there is no such path, or not this method."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code == 404:
+        message += did_you_mean(request.url.path, served_paths(app))
+    headers: Mapping[str, str] | None = error.headers
+    if error.status_code == 405:
+        headers = {"Allow": allowed_methods(app, request)}
+    return ApiError(error.status_code, message, code=code, headers=headers)
+
+
+def served_paths(app: FastAPI) -> list[str]:
+    """Return the paths that clients ask, without those that have an id in them."""
+    routes = (route for route in app.routes if isinstance(route, APIRoute))
+    return [route.path for route in routes if route.include_in_schema and "{" not in route.path]
 
 
 def allowed_methods(app: FastAPI, request: Request) -> str:
