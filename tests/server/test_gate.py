@@ -265,6 +265,7 @@ def test_the_docs_need_a_key_and_no_third_party(guarded):
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert b"<script src=" not in page
     assert b"cdn." not in page
+    assert page.index(b"POST /v1/chat/completions") < page.index(b"GET /health")
 
 
 def test_bodies_that_are_kept_count_until_they_are_needed_no_more():

@@ -306,7 +306,8 @@ class _Loader:
         weights = Weights(embedding, tuple(layers), norm, head, inputs, scales)
         progress("weights", 1.0)
         for (before, after), count in self.converted.items():
-            log.info("%d matrices stored as %s are served as %s", count, before, after)
+            kept = "four or eight bits (tiles)" if after == "tiles" else after
+            log.info("%d matrices stored as %s are served as %s", count, before, kept)
         return weights
 
     def _alone(self, name: str, *, plain: bool) -> Matrix:

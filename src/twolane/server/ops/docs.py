@@ -12,6 +12,7 @@ STYLE = (
     "code,pre{font:14px/1.4 ui-monospace,monospace}pre{overflow:auto;padding:1rem;"
     "background:#8882}h2{border-top:1px solid #8886;padding-top:1rem;font-size:1.1rem}"
     "td,th{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0}"
+    "td{overflow-wrap:anywhere}"
     ":root{color-scheme:light dark}"
 )
 STYLE_HASH = b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
@@ -33,12 +34,18 @@ def described(schema: dict[str, Any]) -> str:
         f"<style>{STYLE}</style><h1>{title}</h1><p>{escape(info.get('description', ''))} "
         'For programs: <a href="openapi.json">openapi.json</a>.</p>'
     ]
-    for path, methods in schema["paths"].items():
+    for path, methods in sorted(schema["paths"].items(), key=_place):
         for method, operation in methods.items():
             parts += _operation(path, method, operation)
     for name, one in schema.get("components", {}).get("schemas", {}).items():
         parts += _object(name, one)
     return "".join(parts) + "</html>"
+
+
+def _place(item: tuple[str, dict[str, Any]]) -> tuple[bool, bool]:
+    """Return the place of a path: what answers prompts is before what tells of the server."""
+    path, methods = item
+    return not path.startswith("/v1/"), "post" not in methods
 
 
 def _operation(path: str, method: str, operation: dict[str, Any]) -> Iterator[str]:
