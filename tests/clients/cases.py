@@ -248,6 +248,32 @@ def default_agent(base):
     assert asyncio.run(Runner.run(agent, ASK)).final_output == FINAL
 
 
+@case("openai-agents")
+def agent_with_a_typed_answer(base):
+    import openai
+    from agents import Agent, Runner, function_tool, set_default_openai_api
+    from agents import set_default_openai_client as set_client
+    from pydantic import BaseModel
+
+    class Cat(BaseModel):
+        name: str
+        age: int
+
+    @function_tool
+    def weather(city: str) -> str:
+        """Weather now."""
+        assert city == "Rome"
+        return "Make a cat"
+
+    for api in ("chat_completions", "responses"):
+        set_default_openai_api(api)
+        client = openai.AsyncOpenAI(base_url=f"{base}/v1", max_retries=0)
+        set_client(client, use_for_tracing=False)  # it belongs to one event loop
+        agent = Agent(name="A", tools=[weather], output_type=Cat, model=MODEL)
+        made = asyncio.run(Runner.run(agent, ASK)).final_output
+        assert (made.name, made.age) == ("Tom", 3)
+
+
 @case("instructor")
 def models_by_three_modes(base):
     import instructor
