@@ -235,11 +235,13 @@ class LateGuard:
             return PromptWork()
         bodies, now = self._bodies[key], time.monotonic()
         try:
-            named = [headers.get(name) for name in TTFT_HEADERS]
-            own = Slo(ttft=tighter(*(float(text) for text in named if text is not None))).over(slo)
+            bounds = [float(headers[name]) for name in TTFT_HEADERS if name in headers]
             works = bodies.range(int(length))
         except ValueError:  # the endpoint says what is wrong
             return PromptWork()
+        if not all(bound > 0.0 for bound in bounds):  # likewise
+            return PromptWork()
+        own = Slo(ttft=tighter(*bounds)).over(slo)
         if own.ttft is None:
             return works[0]
         self._learn_from_overdue()
