@@ -302,6 +302,17 @@ def test_what_a_config_asks_beyond_is_refused_by_name(field, decoder, base, tmp_
         load(path, decoder)
 
 
+@pytest.mark.parametrize("field", ["target_modules", "rank_pattern", "alpha_pattern"])
+def test_more_names_of_modules_than_any_model_has_are_refused(field, decoder, base, tmp_path):
+    """Each is compared with every module: millions of them kept the server's only reader of
+    adapters for hours."""
+    names = [f"other.{i}" for i in range(4097)]
+    given = names if field == "target_modules" else dict.fromkeys(names, 2)
+    path = make_adapter(base, tmp_path / "adapter", config={field: given})
+    with pytest.raises(AdapterError, match=f"{field} has more than 4096 names"):
+        load(path, decoder)
+
+
 def test_fields_that_are_empty_or_without_effect_are_taken(decoder, base, tmp_path):
     config = {
         **{"use_dora": False, "modules_to_save": None, "loftq_config": {}, "rank_pattern": None},

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ _PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
 """Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing, but
 for `.*` at most `_MAX_GAPS` times."""
 _MAX_GAPS = 3
+_MAX_NAMES = 4096
+"""Most names or patterns of modules in a field: each is compared with every module."""
 _ENDS = ("lm_head", "model.embed_tokens")
 """The modules outside of layers that PEFT makes adapters of."""
 
@@ -56,7 +59,7 @@ class AdapterError(ValueError):
     """An adapter cannot be served; the message says why."""
 
 
-class _AdapterConfig(msgspec.Struct):
+class _AdapterConfig(msgspec.Struct, dict=True):
     """The fields of an `adapter_config.json` that are honoured."""
 
     peft_type: str
@@ -71,13 +74,21 @@ class _AdapterConfig(msgspec.Struct):
     exclude_modules: list[str] | str | None = None
     init_lora_weights: Any = True
 
+    @cached_property
+    def _ranks(self) -> list[tuple[re.Pattern[str], int]]:
+        return _compiled(self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> list[tuple[re.Pattern[str], float]]:
+        return _compiled(self.alpha_pattern)
+
     def rank(self, module: str) -> int:
         """Return the rank of a module."""
-        return _of(self.rank_pattern, module) or self.r
+        return _of(self._ranks, module) or self.r
 
-    def scale(self, module: str) -> float:
-        """Return the factor of B @ A of a module."""
-        alpha, rank = _of(self.alpha_pattern, module), self.rank(module)
+    def scale(self, module: str, rank: int) -> float:
+        """Return the factor of B @ A of a module of this rank."""
+        alpha = _of(self._alphas, module)
         alpha = self.lora_alpha if alpha is None else alpha
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -197,8 +208,11 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
     if config.init_lora_weights not in (True, False, None, "gaussian", "orthogonal", "eva", "mica"):
         start = _short(config.init_lora_weights)
         raise AdapterError(f"{CONFIG}: init_lora_weights {start} changes the base model's weights")
-    for field in ("rank_pattern", "alpha_pattern"):
-        for key in getattr(config, field):
+    for field in ("target_modules", "rank_pattern", "alpha_pattern"):
+        value = getattr(config, field)
+        if not isinstance(value, str) and len(value) > _MAX_NAMES:
+            raise AdapterError(f"{CONFIG}: {field} has more than {_MAX_NAMES} names")
+        for key in value if isinstance(value, dict) else ():
             _check_pattern(field, key)
     alphas = [config.lora_alpha, *config.alpha_pattern.values()]
     if not all(map(math.isfinite, alphas)):
@@ -216,10 +230,14 @@ def _check_pattern(field: str, key: str) -> None:
         raise problem from None
 
 
-def _of(pattern: Mapping[str, T], module: str) -> T | None:
-    """Return the value of a module in `rank_pattern` or `alpha_pattern`, by the rules of PEFT."""
-    matches = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(matches, None)
+def _compiled(values: Mapping[str, T]) -> list[tuple[re.Pattern[str], T]]:
+    """Return the patterns of `rank_pattern` or `alpha_pattern` by the rules of PEFT."""
+    return [(re.compile(rf"(.*\.)?({key})$"), value) for key, value in values.items()]
+
+
+def _of(values: Sequence[tuple[re.Pattern[str], T]], module: str) -> T | None:
+    """Return the value of the first pattern that a module matches."""
+    return next((value for pattern, value in values if pattern.match(module)), None)
 
 
 def _modules(spec: ModelSpec) -> Iterator[tuple[str, _LinearModule]]:
@@ -362,7 +380,7 @@ def _layer(i: int, read: _Reader) -> dict[LoraProduct, list[Section]]:
             continue
         module = read.modules[name]
         a, b = (read.tensors[f"{_PREFIX}{name}.lora_{end}.weight"].float() for end in "AB")
-        b = b * read.config.scale(name)
+        b = b * read.config.scale(name, read.found[name])
         sections = layer.setdefault(module.product, [])
         sections += _sections(i, module, a, b, read.shard, read.dtype)
         if values_too and name.endswith(_KEYS):
