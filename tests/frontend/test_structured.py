@@ -28,7 +28,6 @@ from twolane.frontend.structured.schema import plain_schema
 from twolane.frontend.structured.tools import (
     ANSWERS,
     ASSISTANT,
-    BARE,
     OPENINGS,
     Tool,
     calls_grammar,
@@ -622,10 +621,24 @@ def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
     assert not takes(grammar, re.sub("Rome", "", CALLS[form]).replace("city", "town"))
 
 
-@pytest.mark.parametrize("form", sorted(FORMATS.keys() - set(BARE)))
+LISTED = Tool(
+    "listed",
+    {
+        "$defs": {"Unit": {"enum": ["km", "m"]}},
+        "type": "object",
+        "properties": {"all": {"type": "array", "items": {"$ref": "#/$defs/Unit"}}},
+        "required": ["all"],
+        "additionalProperties": False,
+    },
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_an_answer_with_a_format_may_be_a_call_instead(takes, form):
     tools = with_open_arguments([WEATHER, NOTHING])
-    schema = Schema({"type": "object", "properties": {"city": {"enum": ["Rome"]}}})
+    town = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}}
+    schema = Schema({**town, "additionalProperties": False})
     job = GrammarJob("response_format", schema, calls=Calls(form, tools, True, False))
     grammar = maker(job, lambda _: None)()
     before = ANSWERS.get(form, "")
@@ -635,11 +648,21 @@ def test_an_answer_with_a_format_may_be_a_call_instead(takes, form):
     for wrong in ("It is warm.", '{"city": "Lima"}', "", '{"city": "Rome"}' + CALLS[form]):
         assert not takes(grammar, before + wrong)
     strict = msgspec.structs.replace(WEATHER, strict=True)
-    enforced = Calls(form, with_open_arguments([strict, NOTHING]), True, False)
+    enforced = Calls(form, with_open_arguments([strict, NOTHING, LISTED]), True, False)
     grammar = maker(msgspec.structs.replace(job, calls=enforced), lambda _: None)()
     assert takes(grammar, before + '{"city": "Rome"}')
     assert takes(grammar, CALLS[form])
     assert not takes(grammar, CALLS[form].replace("city", "town"))
+
+
+def test_calls_without_marks_refer_to_their_own_definitions(takes):
+    job = GrammarJob("response_format", Schema({"type": "integer"}))
+    job = msgspec.structs.replace(job, calls=Calls("llama3_json", [LISTED], False, False))
+    grammar = maker(job, lambda _: None)()
+    call = '{"name": "listed", "parameters": {"all": ["km"]}}'
+    assert takes(grammar, call)
+    assert not takes(grammar, call.replace("km", "mile"))
+    assert takes(grammar, "12")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from twolane.frontend.parsers.reasoning import (
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.jobs import Calls, GrammarJob, OutputConstraint
-from twolane.frontend.structured.tools import BARE, Tool, parameter_types, with_open_arguments
+from twolane.frontend.structured.tools import Tool, parameter_types, with_open_arguments
 
 
 class AnswerFormat(NamedTuple):
@@ -201,8 +201,8 @@ class ModelFormats:
             wanted = "tools", Calls(self.calls, options.enforced, several, free=False)
         elif options.constraint is not None:
             wanted = options.constraint
-            unmarked = thinking is None if self._harmony else self.calls in BARE
-            if options.may_call_instead and not unmarked:
+            continues = self._harmony and thinking is None  # a message that is an answer
+            if options.may_call_instead and not continues:
                 tools = with_open_arguments(options.tools)
                 instead = Calls(self.calls, tools, several, free=False)
         elif any(tool.strict for tool in options.tools):

@@ -30,6 +30,8 @@ GEMMA_KEY = re.compile(r"[^\s:,{}\[\]\"<>\/]+")
 """Names of parameters that Gemma 4 writes as they are."""
 ANY_TEXT = (r"(.|\n)*",)
 NO_TEXT: Mapping[str, Any] = {"type": ["number", "boolean", "null", "object", "array"]}
+SHARED = ("$defs", "definitions")
+"""Keywords of schemas to be referred to, which stand at the top."""
 PLAIN = frozenset(("type", "properties", "required", "title", "description", "$defs", "$schema"))
 """Keywords of schemas whose objects need no other names than those of `properties`."""
 
@@ -108,6 +110,26 @@ def calls_grammar(
     start = f"start: {marks.of(*before)} call{more} {marks.of(*after)}"
     lark = "\n".join([start, f"call: {call}", rules, *marks.rules])
     return grammar.lark_grammar(lark)
+
+
+def bare_calls_grammar(
+    tools: Sequence[Tool], token_of: grammar.TokenOf, *, several: bool, closes: bool = False
+) -> str:
+    """Return the grammar of calls without marks beside which an answer may be JSON, too.
+
+    Calls are written as JSON throughout: a call that began with a fixed text would be the only way
+    on after its first bracket. See `calls_grammar` for the arguments.
+    """
+    marks, calls = _Marks(token_of, closes), []
+    for tool in tools:
+        arguments = dict(tool.schema)
+        named = {key: arguments.pop(key) for key in SHARED if key in arguments}
+        fields = {"name": {"const": tool.name}, "parameters": arguments}
+        whole = {"type": "object", "properties": fields, "required": [*fields], **named}
+        calls.append(marks.json({**whole, "additionalProperties": False}))
+    more = ' ("; " call)*' if several else ""
+    lark = [f"start: call{more}", f"call: {' | '.join(calls)}", *marks.rules]
+    return grammar.lark_grammar("\n".join(lark))
 
 
 def strict_grammar(

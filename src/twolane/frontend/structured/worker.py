@@ -25,7 +25,13 @@ from twolane.engine.constrained.matching import (
 from twolane.frontend import sandboxed
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured import jobs
-from twolane.frontend.structured.tools import ANSWERS, calls_grammar, strict_grammar
+from twolane.frontend.structured.tools import (
+    ANSWERS,
+    BARE,
+    bare_calls_grammar,
+    calls_grammar,
+    strict_grammar,
+)
 
 TRIED_STEPS, TRIED_TOKENS = 3, 1024
 """Number of consecutive tokens that a grammar is tried with, and the number of longest tokens that
@@ -96,7 +102,11 @@ def with_calls(
     Raises:
         FieldError: the tools have schemas that cannot be served.
     """
-    made = grammars.made_grammar(answer_maker(calls, token_of, closes=closes), "tools")
+    make = answer_maker(calls, token_of, closes=closes)
+    if calls.format in BARE:
+        tools, several = calls.tools, calls.several
+        make = partial(bare_calls_grammar, tools, token_of, several=several, closes=closes)
+    made = grammars.made_grammar(make, "tools")
     before = grammars.terminal(ANSWERS[calls.format], token_of) if calls.format in ANSWERS else ""
     return grammars.either(answer(), made, before)
 
