@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
+from twolane.engine.config import EngineConfig
 from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Stats
@@ -30,6 +31,7 @@ from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
 from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
+from twolane.server.run import engine_settings
 from twolane.server.service.service import Service
 from twolane.slo import Slo
 
@@ -486,3 +488,9 @@ def test_a_container_ends_by_sigterm_at_any_time_of_its_start(tiny_model, second
         assert container.wait(PATIENCE) in (0, 128 + signal.SIGTERM)
     finally:
         container.kill()
+
+
+@pytest.mark.parametrize(("told", "captures"), [(None, True), (False, False), (True, True)])
+def test_a_server_captures_the_rest_of_its_graphs_when_idle_unless_told(told, captures):
+    config = EngineConfig(model="m", capture_when_idle=told)
+    assert engine_settings(config).capture_when_idle is captures

@@ -106,7 +106,7 @@ def assemble(
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
     pool = kv.total_pages, kv.page_size, running(config), max_model_len, snapshots
-    sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=config.capture_when_idle)
+    sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=bool(config.capture_when_idle))
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     progress("predictions", 0.0)

@@ -111,9 +111,10 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     estimator: Annotated[EstimatorName | None, Option(SCHEDULING)] = None
     """Estimator of the times that systems plan with, fitted on the profile; by default the one that
     the system was published with. `twolane bench estimators` compares them."""
-    capture_when_idle: Annotated[bool, Option(DEVICE)] = False
+    capture_when_idle: Annotated[bool | None, Option(DEVICE)] = None
     """Whether a GPU serves before the CUDA graphs of all sizes are captured: the rest follow while
-    nothing runs, and until then steps and passes are padded to larger sizes."""
+    nothing runs, and until then steps and passes are padded to larger sizes. By default servers do,
+    and `LLM` and run-batch, whose work has no pause, do not."""
     trace: Annotated[str | None, Option(DEVICE, "FILE")] = None
     """File for a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev)."""
 

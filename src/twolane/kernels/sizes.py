@@ -19,7 +19,7 @@ most this many keys for them. That takes a tenth of a millisecond; small tiles c
 and the host takes longer to launch their layer."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
-FIRST_BUCKETS = (1, 4, 16, 32, 64, 96, 128, 192, 256)
+FIRST_BUCKETS = (1, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 FIRST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)
 """Rows of decode steps and tokens of passes whose graphs a server captures before it is ready; it
 pads to them until the rest are captured, while nothing runs. A row more or less in a bucket costs a
