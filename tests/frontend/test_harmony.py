@@ -17,6 +17,7 @@ from twolane.frontend.structured.grammar import (
 )
 from twolane.frontend.structured.jobs import Schema
 from twolane.frontend.structured.tools import Tool, calls_grammar, strict_grammar
+from twolane.frontend.structured.worker import maker
 from twolane.frontend.text.template import ChatTemplate
 
 THOUGHT = "<|channel|>analysis<|message|>We add.<|end|>"
@@ -189,6 +190,23 @@ def test_grammars_of_calls_and_schemas_follow_the_analysis(made, takes) -> None:
     assert takes(schema, THOUGHT + FINAL + "12")
     assert not takes(schema, THOUGHT + FINAL + "twelve")
     assert not takes(schema, "12")
+
+
+def test_an_answer_with_a_format_may_be_a_call_instead(made, takes) -> None:
+    options = FormatOptions([ADD], constraint=("response_format", Schema({"type": "integer"})))
+    grammar = maker(formats().of(options, PROMPT).grammar_job, made.token_of)()
+    call = CALL.removeprefix("<|start|>assistant")
+    for text, fits in (
+        (THOUGHT + FINAL + "12", True),
+        (THOUGHT + FINAL + "twelve", False),
+        (THOUGHT + "<|start|>assistant" + call + '{"b": 1}', True),  # the tool is not strict
+        (THOUGHT + "<|start|>assistant" + call.replace("add", "other") + "{}", False),
+        (THOUGHT + FINAL.replace("final", "commentary") + "12", False),
+    ):
+        assert takes(grammar, text) is fits, text
+    continued = maker(formats().of(options, PROMPT, "1").grammar_job, made.token_of)()
+    assert takes(continued, "12")
+    assert not takes(continued, call + '{"b": 1}')
 
 
 def test_strict_calls_follow_their_schemas_where_the_model_may_choose(made, takes) -> None:

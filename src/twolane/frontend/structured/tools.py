@@ -30,8 +30,6 @@ GEMMA_KEY = re.compile(r"[^\s:,{}\[\]\"<>\/]+")
 """Names of parameters that Gemma 4 writes as they are."""
 ANY_TEXT = (r"(.|\n)*",)
 NO_TEXT: Mapping[str, Any] = {"type": ["number", "boolean", "null", "object", "array"]}
-SHARED = ("$defs", "definitions")
-"""Keywords of schemas to be referred to, which stand at the top."""
 PLAIN = frozenset(("type", "properties", "required", "title", "description", "$defs", "$schema"))
 """Keywords of schemas whose objects need no other names than those of `properties`."""
 
@@ -122,10 +120,9 @@ def bare_calls_grammar(
     """
     marks, calls = _Marks(token_of, closes), []
     for tool in tools:
-        arguments = dict(tool.schema)
-        named = {key: arguments.pop(key) for key in SHARED if key in arguments}
-        fields = {"name": {"const": tool.name}, "parameters": arguments}
-        whole = {"type": "object", "properties": fields, "required": [*fields], **named}
+        defined = {name: tool.schema[name] for name in DEFINITIONS & tool.schema.keys()}
+        fields = {"name": {"const": tool.name}, "parameters": tool.schema}
+        whole = {**defined, "type": "object", "properties": fields, "required": [*fields]}
         calls.append(marks.json({**whole, "additionalProperties": False}))
     more = ' ("; " call)*' if several else ""
     lark = [f"start: call{more}", f"call: {' | '.join(calls)}", *marks.rules]
