@@ -8,7 +8,7 @@ _REASONS = {
     "soft caps of scores and logits are not built": "gemma2 vaultgemma",
     "of Gemma, the third and the fourth are built": "gemmafor gemma$ t5gemma paligemma",
     "diffusion of text is not built": "diffusiongemma dream llada",
-    "of linear attention, the gated delta rule of Qwen3-Next and Qwen3.5 alone is built": (
+    "its kind of linear attention is not built, only the gated delta rule of Qwen3-Next and Qwen3.5": (
         "qwen38 qwen4 kimilinear olmohybrid bailinghybrid minimaxfor minimaxm1 minimaxtext glm5next"
     ),
     "sparse attention, whose keys an indexer chooses, is not built": (
@@ -24,7 +24,7 @@ _REASONS = {
     ),
     "of LFM, the text models LFM2 and LFM2.5 are built": "lfm2vl lfm3",
     "clamped gates of experts, whose bound differs by layer, are not built": "step3p5 step3p7",
-    "its layers are described by code in its repository alone, and are not built": (
+    "its layers are described only by code in its repository, and are not built": (
         "interns2 plamo3"
     ),
     "attention in chunks is not built": "llama4",
