@@ -3,8 +3,9 @@
 import asyncio
 import itertools
 import os
+import resource
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -142,6 +143,42 @@ def test_a_stopped_or_killed_worker_is_replaced_and_its_job_may_be_sent_again(mo
             with pytest.raises(WorkerLost, match="killed"):
                 await asked
             assert len({worker, second, int(await queue.run([b"pid"]))}) == 3
+
+    run(work())
+
+
+@contextmanager
+def no_more_files():
+    """Let this process open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first_free = os.dup(0)
+    os.close(first_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_where_no_file_is_left_for_a_worker_its_job_may_be_sent_again():
+    """The workers of other queues go on."""
+
+    async def work():
+        async with sandboxed() as sandbox:
+            queue, other = sandbox.queue(), sandbox.queue()
+            there = await other.run([b"pid"])
+            with no_more_files():
+                with pytest.raises(WorkerLost, match="could be started: Too many open files"):
+                    await queue.run([b"pid"])
+                assert await other.run([b"pid"]) == there
+            assert await queue.run([b"next"]) == b"next"
+            assert await other.run([b"pid"]) == there
+            os.kill(sandbox._zygote.pid, signal.SIGKILL)
+            await sandbox._zygote.wait()
+            queue.close()
+            with no_more_files(), pytest.raises(WorkerLost, match="Too many open files"):
+                await queue.run([b"pid"])
+            assert await queue.run([b"next"]) == b"next"
 
     run(work())
 

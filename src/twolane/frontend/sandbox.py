@@ -265,6 +265,7 @@ class Sandbox:
         """Start the zygote unless it runs.
 
         Raises:
+            OSError: this process has no file or no memory left for it.
             SandboxError: the program cannot be set up, or the sandbox is closed.
         """
         async with self._starting:
@@ -320,9 +321,13 @@ class Sandbox:
             WorkerLost: there is none, also with a new zygote.
         """
         for _ in range(2):
-            await self.start()
             try:
-                made = await self._fork(niceness)
+                await self.start()
+                own, its = socket.socketpair()
+            except OSError as error:  # which a new zygote does not change
+                raise WorkerLost(f"no process could be started: {error.strerror}") from error
+            try:
+                made = await self._fork(own, its, niceness)
             except (EOFError, OSError):
                 self._end_zygote()
                 continue
@@ -332,8 +337,8 @@ class Sandbox:
             return made
         raise WorkerLost("no process could be started")
 
-    async def _fork(self, niceness: int) -> Worker:
-        """Have the zygote fork a worker.
+    async def _fork(self, own: socket.socket, its: socket.socket, niceness: int) -> Worker:
+        """Have the zygote fork a worker that has the second of two connected sockets.
 
         Raises:
             EOFError, OSError: it does not, within the limit on a job.
@@ -341,7 +346,6 @@ class Sandbox:
         control, zygote = self._control, self._zygote  # the sandbox may be closed meanwhile
         assert control is not None
         assert zygote is not None
-        own, its = socket.socketpair()
         streams = await asyncio.open_connection(sock=own)
         try:
             with its, self.awaiting(zygote.pid):
@@ -438,7 +442,7 @@ class JobQueue:
         except BaseException as error:
             self.close()
             if isinstance(error, WorkerLost):
-                log.warning("%s (%s); another one takes its place", error, self._sandbox.jobs)
+                log.warning("%s (%s); the next job gets another one", error, self._sandbox.jobs)
             raise
 
     async def _watched(self, worker: Worker, job: Sequence[bytes]) -> bytes:
