@@ -353,15 +353,16 @@ def command_of(task: Task, hints: Mapping[str, Any]) -> Contender:
     """Return the command of an engine's only server, and its search at each bound."""
     target, guesses, [system, *_] = task.target, hints.get(task.engine, {}), task.systems
     words = contenders.system_flags(system)
-    command = str(target.get("command") or f"{sys.executable} -m twolane serve {target['serve']}")
+    own = f"{sys.executable} -m twolane serve --no-capture-when-idle {target.get('serve')}"
+    command = str(target.get("command") or own)
     searches = {
         tbt: task.search(guesses.get(round(tbt, 6), ("", None))[1], tbt=(tbt,))
         for tbt in task.part.tbt
     }
     if playout := task.part.rest.get("playout"):  # never two buffers
         words += ["--tbt-buffer-at", "client", f"--tbt-buffer-ms={playout * 1e3:g}"]
-    own = [] if "command" in target else words
-    return Contender(task.engine, command, own, searches, task.folder, task.load)
+    added = [] if "command" in target else words
+    return Contender(task.engine, command, added, searches, task.folder, task.load)
 
 
 def side_by_side(tasks: Sequence[Task], given: argparse.Namespace) -> None:
