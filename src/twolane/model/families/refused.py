@@ -8,7 +8,7 @@ _REASONS = {
     "soft caps of scores and logits are not built": "gemma2 vaultgemma",
     "of Gemma, the third and the fourth are built": "gemmafor gemma$ t5gemma paligemma",
     "diffusion of text is not built": "diffusiongemma dream llada",
-    "its kind of linear attention is not built, only the gated delta rule of Qwen3-Next and Qwen3.5": (
+    "its linear attention is not built, only the gated delta rule of Qwen3-Next and 3.5": (
         "qwen38 qwen4 kimilinear olmohybrid bailinghybrid minimaxfor minimaxm1 minimaxtext glm5next"
     ),
     "sparse attention, whose keys an indexer chooses, is not built": (
