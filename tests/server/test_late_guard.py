@@ -122,7 +122,7 @@ def test_the_queue_alone_refuses_by_the_headers() -> None:
     assert refusal.value.status_code == 429
     made.check_arrival({"content-length": "900", "x-slo-ttft-ms": "700"}, call(), None)
     made.check_arrival({"content-length": "900"}, call(slo=Slo(ttft=0.5, ttft_per_token=1)), None)
-    for wrong in ("many", "0", "-1", "nan"):  # to be sent again would help nobody
+    for wrong in ("many", "0", "-1", "nan", "inf"):  # to be sent again would help nobody
         made.check_arrival({"content-length": "900", "x-slo-ttft-ms": wrong}, call(), None)
     made.check_arrival({}, call(), None)
 

@@ -384,14 +384,11 @@ class Connection(H11Protocol):
 
         A client that has left looks the same as one that will send no more but still reads.
         """
-        state = self.conn.their_state
-        arriving = state is h11.IDLE and self.conn.trailing_data[0]
-        if arriving or state is h11.SEND_BODY:
-            message = CUT_OFF
-        elif self.conn.our_state is h11.SEND_RESPONSE:
-            message = HALF_CLOSED
-        else:
+        theirs, ours = self.conn.their_state, self.conn.our_state
+        arriving = theirs is h11.SEND_BODY or (theirs is h11.IDLE and self.conn.trailing_data[0])
+        if ours is not h11.SEND_RESPONSE and not (ours is h11.IDLE and arriving):
             return
+        message = CUT_OFF if arriving else HALF_CLOSED
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -236,12 +236,12 @@ class LateGuard:
         bodies, now = self._bodies[key], time.monotonic()
         try:
             bounds = [float(headers[name]) for name in TTFT_HEADERS if name in headers]
+            own = Slo(ttft=tighter(*bounds)).over(slo)
             works = bodies.range(int(length))
         except ValueError:  # the endpoint says what is wrong
             return PromptWork()
         if not all(bound > 0.0 for bound in bounds):  # likewise
             return PromptWork()
-        own = Slo(ttft=tighter(*bounds)).over(slo)
         if own.ttft is None:
             return works[0]
         self._learn_from_overdue()
