@@ -240,7 +240,7 @@ class LateGuard:
             works = bodies.range(int(length))
         except ValueError:  # the endpoint says what is wrong
             return PromptWork()
-        if not all(bound > 0.0 for bound in bounds):  # likewise
+        if not all(0.0 < bound < math.inf for bound in bounds):  # likewise
             return PromptWork()
         if own.ttft is None:
             return works[0]
