@@ -68,6 +68,10 @@ assert 200 < len(times) < 600, "the young ones not now and then"
 assert set(times) == {0}, "older ones, too, while requests were served"
 held += [[] for _ in range(1_000_000)]
 assert 1 in times, "the older ones never"
+garbage.freeze(1, asks=ASKS)
+times.clear()
+held += [[] for _ in range(100_000)]
+assert (2 in times) != ASKS, "all of them by themselves just where nobody asks"
 """
 
 
@@ -79,7 +83,7 @@ def test_the_engine_makes_no_reference_cycles(system: str) -> None:
     simulate(made, arrivals[:1])  # what is imported on first use makes classes, which are cycles
     gc.collect()
     with gc_disabled():
-        served = simulate(made, arrivals)
+        served = simulate(made, arrivals, pages=80)  # so that prefixes are evicted
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             gc.collect()
@@ -106,5 +110,6 @@ def test_a_thread_keeps_no_memory_behind_what_it_has_freed() -> None:
     assert kept["bound_heaps()"] < 4 << 20 < 16 << 20 < kept[""], kept
 
 
-def test_collections_are_short() -> None:
-    subprocess.run([sys.executable, "-c", SEEN], check=True, timeout=60)
+@pytest.mark.parametrize("asks", [False, True])
+def test_collections_are_short(asks: bool) -> None:
+    subprocess.run([sys.executable, "-c", SEEN.replace("ASKS", str(asks))], check=True, timeout=60)

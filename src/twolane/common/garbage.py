@@ -13,7 +13,7 @@ OLDER_WITH_CLIENTS = 2
 """Young collections before one of the middle generation in a process with connections, which visits
 6,000 containers in half a millisecond: requests that fail may leave cycles."""
 NEVER = 1 << 30
-"""Collections of the middle generation before a full one: full ones are asked for."""
+"""Collections of the middle generation before a full one where full ones are asked for."""
 HEAP_KEEPS_BYTES = 1 << 20
 """Free bytes that each of malloc's heaps keeps at its end; larger allocations are mapped
 separately."""
@@ -21,12 +21,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of these two parameters of glibc's `mallopt` (malloc.h)."""
 
 
-def freeze(older: int = OLDER_EVERY) -> None:
-    """Exclude all objects that exist now from garbage collection, make collections rare or small,
-    and leave full ones to `return_free_memory`.
+def freeze(older: int = OLDER_EVERY, *, asks: bool = False) -> None:
+    """Exclude all objects that exist now from garbage collection, and make collections rare or
+    small.
 
     Args:
         older: collections of young containers after which older ones are looked at.
+        asks: True leaves full collections to this process's calls of `return_free_memory`; else
+            they start by themselves, too.
 
     With PyTorch imported, a full collection takes 0.1 s. Beside a GPU that served 40 requests at a
     time, those of the second generation took 10 to 22 ms, twenty times a minute, and those of
@@ -34,7 +36,8 @@ def freeze(older: int = OLDER_EVERY) -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_CONTAINERS, older, NEVER)
+    gc.collect()  # the oldest are looked at by their number at the last time, which is small now
+    gc.set_threshold(YOUNG_CONTAINERS, older, NEVER if asks else gc.get_threshold()[2])
 
 
 @contextmanager

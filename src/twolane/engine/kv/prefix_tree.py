@@ -14,8 +14,8 @@ class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
 
     __slots__ = (
-        "children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state",
-        "top", "window", "window_pins", "window_used",
+        "_top", "children", "depth", "hash", "key", "last_used", "page", "parent", "pins", "state",
+        "window", "window_pins", "window_used",
     )  # fmt: skip
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
@@ -25,8 +25,7 @@ class Node:
         """Pages of the path that ends here."""
         self.hash: int = ROOT_HASH if parent is None else page_hash(parent.hash, key)
         self.page = page
-        self.top: Node = self if parent is None or not parent.depth else parent.top
-        """The first node of the path."""
+        self._top = None if parent is None or not parent.depth else parent.top
         self.children: dict[bytes, Node] = {}
         self.pins = 1
         """Allocations that hold it; a root is pinned for ever."""
@@ -39,6 +38,12 @@ class Node:
         self.window_pins = 0
         """Allocations that hold the pages of `window`, all of which hold the node, too."""
         self.window_used = 0
+
+    @property
+    def top(self) -> "Node":
+        """The first node of the path, which may be this one: a node that named itself would be a
+        cycle, and so garbage when it has left the tree."""
+        return self if self._top is None else self._top
 
     def __lt__(self, other: "Node") -> bool:
         return self.last_used < other.last_used
