@@ -15,12 +15,16 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import aiohttp
+import msgspec
 import pytest
 
-from twolane.engine.config import EngineConfig
+from twolane.common.errors import FieldError
+from twolane.engine.build import captures_when_idle, device_settings
+from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.lateness import Lateness
 from twolane.engine.messages import Stats
+from twolane.engine.settings import check_settings
 from twolane.frontend.adapters import AdapterInfo
 from twolane.frontend.answer_formats import ModelFormats
 from twolane.frontend.liveness import Liveness
@@ -31,7 +35,6 @@ from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
 from twolane.server.ops.monitoring import Monitoring
 from twolane.server.options import ServerOptions
-from twolane.server.run import engine_settings
 from twolane.server.service.service import Service
 from twolane.slo import Slo
 
@@ -492,5 +495,28 @@ def test_a_container_ends_by_sigterm_at_any_time_of_its_start(tiny_model, second
 
 @pytest.mark.parametrize(("told", "captures"), [(None, True), (False, False), (True, True)])
 def test_a_server_captures_the_rest_of_its_graphs_when_idle_unless_told(told, captures):
-    config = EngineConfig(model="m", capture_when_idle=told)
-    assert engine_settings(config).capture_when_idle is captures
+    config = EngineConfig(model="m", capture_when_idle=told, transport=TRANSPORT_SECONDS)
+    assert captures_when_idle(config) is captures
+    assert captures_when_idle(msgspec.structs.replace(config, transport=0.0)) is bool(told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "capture_when_idle is only for one GPU"),
+        ({"disaggregated": True}, "capture_when_idle is only for one GPU"),
+        ({"device": "cpu"}, "capture_when_idle is only for GPUs, and the device is the CPU"),
+        ({"cores": 1}, "capture_when_idle is only for GPUs, and the device is the CPU"),
+    ],
+)
+def test_captures_when_idle_are_refused_where_there_are_none(settings, said):
+    for told in (None, False):
+        checked(EngineConfig(model="m", capture_when_idle=told, **settings))
+    with pytest.raises(FieldError, match=said):
+        checked(EngineConfig(model="m", capture_when_idle=True, **settings))
+
+
+def checked(config):
+    """What is checked before anything is loaded."""
+    check_settings(config)
+    return device_settings(config)

@@ -45,7 +45,7 @@ class Files(msgspec.Struct, frozen=True):
 @app.command(cls=Command)
 @takes(Files, "files")
 @takes_engine_settings(
-    *("load_format", "dtype", "profile", "chat_template", *LORA, *KV_EVENTS),
+    *("load_format", "dtype", "profile", "chat_template", "capture_when_idle", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.
     *("device", "cores", "tensor_parallel_size", "all_reduce"),
 )

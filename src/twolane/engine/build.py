@@ -76,13 +76,24 @@ def device_settings(config: EngineConfig) -> DeviceSettings:
     """Return the settings of the lanes, with the levels that the system wants on a GPU.
 
     Raises:
-        FieldError: the device is not there.
+        FieldError: the device is not there, or is not one for all settings.
     """
-    if config.disaggregated or chosen_device(config) == "cpu":
+    if config.disaggregated:
+        return config
+    if chosen_device(config) == "cpu":
+        if config.capture_when_idle:
+            raise FieldError("capture_when_idle", "is only for GPUs, and the device is the CPU")
         return config
     from twolane.lanes.cuda.green_contexts import STEP, sm_count
 
     return msgspec.structs.replace(config, levels=level_shares(config, sm_count(0), STEP))
+
+
+def captures_when_idle(config: EngineConfig) -> bool:
+    """Return whether some graphs wait until nothing runs: by default those of servers, which alone
+    leave time for transport."""
+    told = config.capture_when_idle
+    return config.transport > 0 if told is None else told
 
 
 def assemble(
@@ -106,7 +117,7 @@ def assemble(
     kv_events = publisher(config, kv)
     snapshots = 0 if kv.snapshots is None else len(kv.snapshots.ids)
     pool = kv.total_pages, kv.page_size, running(config), max_model_len, snapshots
-    sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=bool(config.capture_when_idle))
+    sizes = LaneSizes(*pool, kv.page_cost - 1, graphs_later=captures_when_idle(config))
     lanes = machine.start(sizes, notify, progress)
     key = machine_key(machine, lanes.units)
     progress("predictions", 0.0)

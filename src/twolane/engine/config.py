@@ -76,8 +76,8 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """Latency bounds of requests that have none of their own."""
     tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
     """Longest time in seconds for which a token of a request with a TBT bound is held back, so that
-    gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once, but
-    for a first token whose second could not follow in time."""
+    gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once,
+    except a first token whose second could not follow in time."""
     tbt_buffer_at: Annotated[TbtBufferAt, Option(SCHEDULING)] = "server"
     """Where tokens are held back for that time: `client` is for clients that do so themselves; the
     server plans as if it did and sends each token at once."""
@@ -113,8 +113,9 @@ class EngineConfig(DeviceSettings, frozen=True, kw_only=True, forbid_unknown_fie
     the system was published with. `twolane bench estimators` compares them."""
     capture_when_idle: Annotated[bool | None, Option(DEVICE)] = None
     """Whether a GPU serves before the CUDA graphs of all sizes are captured: the rest follow while
-    nothing runs, and until then steps and passes are padded to larger sizes. By default servers do,
-    and `LLM` and run-batch, whose work has no pause, do not."""
+    nothing runs, and until then steps and passes are padded to larger sizes. By default servers on
+    one GPU do; `LLM` and run-batch, whose work has no pause, capture all graphs first, and so do
+    ranks and 1P1D always."""
     trace: Annotated[str | None, Option(DEVICE, "FILE")] = None
     """File for a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev)."""
 

@@ -178,6 +178,9 @@ def _check_device(config: EngineConfig) -> None:
             raise FieldError("levels", "are only for GPUs, and the device is the CPU")
         if any(units < 1 for units in config.levels):
             raise FieldError("levels", f"must be positive, not {min(config.levels)}")
+    if config.capture_when_idle and config.ranks > 1:
+        problem = "is only for one GPU: ranks and 1P1D capture all graphs first"
+        raise FieldError("capture_when_idle", problem)
     if not 0 < config.gpu_memory_utilization <= 1:
         share = config.gpu_memory_utilization
         raise FieldError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share}")

@@ -140,7 +140,7 @@ def set_up_log(level: str) -> None:
 async def run(config: EngineConfig, options: ServerOptions) -> int:
     """See `serve`."""
     check_adapter_names(config, options)
-    config = engine_settings(config)
+    config = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)
     provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
@@ -211,13 +211,6 @@ async def application(
     app = create_app(service, monitoring, options, lora_endpoints=config.lora_endpoints)
     await asyncio.to_thread(app.openapi)  # which keeps it
     return app
-
-
-def engine_settings(config: EngineConfig) -> EngineConfig:
-    """Return the settings of a server's engine, whose tokens take their way and whose requests have
-    pauses."""
-    captures = config.capture_when_idle is not False
-    return msgspec.structs.replace(config, transport=TRANSPORT_SECONDS, capture_when_idle=captures)
 
 
 def check_adapter_names(config: EngineConfig, options: ServerOptions) -> None:
