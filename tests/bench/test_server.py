@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,3 +46,15 @@ def test_the_version_is_asked_where_servers_tell_it(tmp_path, told, version):
     assert about == f"{Path(sys.executable).name}{version}"
     assert url.startswith("http://127.0.0.1:")
     assert words.startswith(sys.executable)
+
+
+def test_a_server_captures_all_graphs_first_unless_told(tmp_path, monkeypatch):
+    says = tmp_path / "says-its-words"
+    says.write_text('#!/bin/sh\necho "$*"\nexec sleep 60\n')
+    says.chmod(0o755)
+    mine = SimpleNamespace(executable=str(says), platform=sys.platform)
+    monkeypatch.setattr(server, "sys", mine)
+    with server.serving(["model", "--capture-when-idle"], tmp_path / "log") as started:
+        words = started.announcement.split()
+    assert words[2:5] == ["serve", "--no-capture-when-idle", "model"]
+    assert words[5] == "--capture-when-idle"  # the last one wins

@@ -169,9 +169,8 @@ class OwnServers:
         self, system: str | None, flags: list[str], log: Path
     ) -> contextlib.AbstractContextManager[Server]:
         """Return a context manager that runs the server."""
-        # Systems are measured as they are published, and with all graphs; the user's flags win.
-        arguments = ["--no-refuse-late", "--no-capture-when-idle"]
-        arguments += [*shlex.split(str(self._search.target["serve"])), *flags]
+        # Systems are measured as they are published; the user's --refuse-late comes later.
+        arguments = ["--no-refuse-late", *shlex.split(str(self._search.target["serve"])), *flags]
         arguments += [] if system is None else system_flags(system)
         if playout := self._search.playout:  # never two buffers
             arguments += ["--tbt-buffer-at", "client", f"--tbt-buffer-ms={playout * 1e3:g}"]

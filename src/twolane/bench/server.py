@@ -80,7 +80,9 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     Raises:
         BenchError: it ended before it served.
     """
-    command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
+    # Captures between runs would delay first tokens; the user's flags win.
+    words = ["serve", "--no-capture-when-idle", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "twolane", *words]
     with _divided_cpus() as cpus, _running(command, log, cpus, piped=True) as process:
         assert process.stdout is not None
         announcement = process.stdout.readline().strip()
