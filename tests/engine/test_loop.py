@@ -10,6 +10,8 @@ from tests.sim.durations import FixedDurations
 from tests.systems.simulation import LEVELS, UNITS, simulate, submit
 from twolane.engine import engine as engine_module
 from twolane.engine.engine import Engine
+from twolane.engine.launches.reap import tokens_before
+from twolane.engine.state import State
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import LaunchShape
 from twolane.sim.lanes import SimLanes
@@ -73,7 +75,6 @@ def test_a_plan_waits_for_tokens_that_would_wait_for_it(monkeypatch: pytest.Monk
 def _mean_lateness() -> float:
     """Return how much later than the device made them tokens are sent, in seconds."""
     lanes = SimLanes(UNITS, LEVELS, FixedDurations())
-    sent, made = [], []
 
     class Planning(System):
         def plan(self, view: View, memory: None) -> tuple[Plan, None]:
@@ -87,6 +88,25 @@ def _mean_lateness() -> float:
     made = [ran.end for ran in served.record.of("decode") if "early" in ran.requests]
     sent = served.times["early"][1:]
     return sum(b - a for a, b in zip(made, sent, strict=True)) / len(sent)
+
+
+def test_a_plan_that_was_held_up_delays_later_ones_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = SimLanes(UNITS, LEVELS, FixedDurations())
+    awaited = []
+
+    class HeldUp(System):
+        def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+            lanes.advance(lanes.clock() + (0.001 if awaited[1:] else 0.1))
+            return two_ahead(view), None
+
+    def watched(state: State, planning: float) -> float | None:
+        awaited.append(planning)
+        return tokens_before(state, planning)
+
+    monkeypatch.setattr(engine_module, "tokens_before", watched)
+    simulate(HeldUp(), [(0.0, submit("a", 20, 20))], lanes=lanes)
+    assert awaited[:2] == [0.0, engine_module.LONGEST_PLANNING]
+    assert awaited[-1] < awaited[1] < 0.1
 
 
 def two_ahead(view: View) -> Plan:

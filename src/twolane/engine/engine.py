@@ -41,6 +41,9 @@ NO_JOINS: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """The joining requests of each lane while no batch is launched to the last layer."""
 PLANNING_KEPT = 0.99
 """A long planning time counts for this fraction of it at the next plan."""
+LONGEST_PLANNING = 0.01
+"""Most seconds of a plan that count: a longer one was held up, by a first use or another process,
+and a hundred later plans would wait for tokens as long."""
 
 
 class Engine:
@@ -94,7 +97,7 @@ class Engine:
         self._pinged = False
         """Whether a `Ping` is unanswered."""
         self._planning = 0.0
-        """Seconds that a plan took: the latest, or what is left of longer ones."""
+        """Seconds that a plan takes: those of the latest, or what is left of longer ones."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """Handle the messages of the API process; return whether anything changed."""
@@ -151,7 +154,8 @@ class Engine:
         self.state.queue.promote_oldest()
         make_room_for_turn(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
-        self._planning = max(self.state.now() - begun, PLANNING_KEPT * self._planning)
+        took = max(self.state.now() - begun, PLANNING_KEPT * self._planning)
+        self._planning = min(took, LONGEST_PLANNING)
         return plan
 
     def carry_out(self, plan: Plan) -> bool:

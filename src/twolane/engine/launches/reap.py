@@ -31,7 +31,9 @@ def tokens_before(state: State, planning: float) -> float | None:
     """Return until when a plan should wait for tokens, in seconds; None: it need not.
 
     The next tokens come, by prediction, before a plan begun now would end, and would be sent after
-    it. A plan does not wait if a lane would run dry meanwhile.
+    it. A plan does not wait if a busy lane would run dry meanwhile. A lane that is empty already
+    waits too, for at most `planning` and `OVERDUE_SECONDS`, even beside waiting prompts: tokens in
+    time are worth more (docs/notes/host-h200.md).
 
     Args:
         state: the engine's.
