@@ -2,8 +2,8 @@
 
 An experiment has runs and rows. A run is a system under a load, served by the simulator or, with
 `--serve`, by a server on the machine's own GPU; or a question to a model of the device. A row puts
-a claim of the paper beside what the runs gave. Nothing holds tokens back: the papers' servers have
-no playout buffer.
+a claim of the paper beside what the runs gave. The papers' servers have no playout buffer, so
+nothing but a first token is held back.
 """
 
 import asyncio
