@@ -510,6 +510,50 @@ def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_pa
     mine.remove()
 
 
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize(
+    ("body", "ends", "status"), [(b"", "closes its side", b"400"), (b"{", "is slow", b"408")]
+)
+def test_an_error_of_the_connection_has_the_body_that_its_method_has(method, body, ends, status):
+    """That of HEAD has none: the length in its answer is that of GET's."""
+
+    async def app(scope, receive, send):
+        while (await receive())["type"] != "http.disconnect":
+            pass  # and nothing is answered
+
+    class Recorded(Link):
+        written = b""
+
+        def write(self, data):
+            self.written += data
+
+        def get_write_buffer_size(self):
+            return 0
+
+    async def work():
+        limits = ConnectionLimits(max_connections=9, arrival_seconds=PATIENCE, stall_seconds=99.0)
+        bound, loop = connection_class(limits, UnsentOutput()), asyncio.get_running_loop()
+        config, state = uvicorn.Config(app, lifespan="off", log_config=None), ServerState()
+        config.load()
+        connection, link = bound(config, state, {}, loop), Recorded()
+        connection.connection_made(link)
+        length = b"Content-Length: 9\r\n" * len(body)
+        connection.data_received(b"%b / HTTP/1.1\r\nHost: x\r\n%b\r\n%b" % (method, length, body))
+        await asyncio.sleep(0)
+        if ends == "is slow":
+            connection._too_slow()
+        else:
+            connection.eof_received()
+        connection.connection_lost(None)
+        await asyncio.gather(*state.tasks)
+        return link.written
+
+    head, _, answer = asyncio.run(work()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 " + status)
+    assert int(re.search(rb"(?i)content-length: (\d+)", head)[1]) > 0
+    assert bool(answer) == (method == b"GET")
+
+
 def test_a_request_whose_client_leaves_before_its_turn_is_told_to_the_application():
     """Which counts it, as it counts others whose client has left."""
     calls = []

@@ -533,7 +533,9 @@ class Connection(H11Protocol):
         length = (b"content-length", str(len(body)).encode())
         headers = [(b"content-type", b"application/json"), length, CLOSE_HEADER]
         answer = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+        asked_head = self.conn.our_state is h11.SEND_RESPONSE and self.scope["method"] == "HEAD"
+        parts = () if asked_head else (h11.Data(data=body),)  # RFC 9110, section 9.3.2
+        for event in (answer, *parts, h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
 
