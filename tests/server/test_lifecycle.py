@@ -193,11 +193,11 @@ def test_streams_are_whole_and_in_order(tiny, whole, version, late):
 
 
 @asynccontextmanager
-async def slow_service():
+async def slow_service(**options):
     """A service whose tokenizer takes half a second a text; see `count_slowly`."""
     sandbox = Sandbox("tests.frontend.sandboxed_programs", b"slow", Limits(seconds=600.0))
     await sandbox.start()
-    service = service_of(Texts(TextCodec(None), sandbox))
+    service = service_of(Texts(TextCodec(None), sandbox), **options)
     try:
         await service.texts.tokens(Encode("its worker is there", True))
         yield service
@@ -205,7 +205,7 @@ async def slow_service():
         await service.close()
 
 
-def service_of(texts):
+def service_of(texts, **options):
     async def no_wait():
         pass
 
@@ -231,10 +231,8 @@ def service_of(texts):
         adapters=SimpleNamespace(loaded={}),
     )
     metrics = Monitoring.of(engine, "slow").metrics
-    options = ServerOptions(max_queue=9)
-    return Service(
-        engine, texts, "slow", options, metrics, formats=ModelFormats(None, shows_tools=False)
-    )
+    given, formats = ServerOptions(max_queue=9, **options), ModelFormats(None, shows_tools=False)
+    return Service(engine, texts, "slow", given, metrics, formats=formats)
 
 
 async def ask(service, path, body, leaves=None):
@@ -281,11 +279,12 @@ def test_a_client_that_leaves_is_not_tokenised_for():
     assert asyncio.run(run()) == (499, [1])  # the first of a new worker
 
 
-def test_an_adapter_that_is_unloaded_while_a_prompt_is_tokenised_is_not_counted():
+@pytest.mark.parametrize("any_name", [False, True])
+def test_an_adapter_that_is_unloaded_while_a_prompt_is_tokenised_is_not_counted(any_name):
     """Else it would keep a label of the metrics that no unloading gives back."""
 
     async def run():
-        async with slow_service() as service:
+        async with slow_service(any_model_name=any_name) as service:
             loaded = service.engine.adapters.loaded
             loaded["gone"] = AdapterInfo("", 0, "")
             asked = {"prompt": "slow", "model": "gone"}

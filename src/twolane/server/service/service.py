@@ -106,13 +106,12 @@ class Service:
         if name is None or name in self.model_names or any_name:
             return self.model_name
         if name not in loaded:
-            raise ApiError(
-                404,
-                f"there is no model {shortened(name)!r} here; {self.model_name!r} is served",
-                code="model_not_found",
-                param=param,
-            )
+            raise self._unknown_model(name, param)
         return name
+
+    def _unknown_model(self, name: str, param: str = "model") -> ApiError:
+        problem = f"there is no model {shortened(name)!r} here; {self.model_name!r} is served"
+        return ApiError(404, problem, code="model_not_found", param=param)
 
     async def prepare(self, asked: GenerateRequest, call: Call) -> Prepared:
         """Return a request after all checks, with all that is derived from it.
@@ -199,8 +198,8 @@ class Service:
         """
         self.availability.check()
         request = prepared.request
-        if request.adapter is not None:
-            self.check_model(request.adapter)
+        if request.adapter is not None and request.adapter not in self.engine.adapters.loaded:
+            raise self._unknown_model(request.adapter)
         answers = [tokens for tokens in prepared.tokens for _ in range(request.n)]
         tokens = sum(map(len, answers))
 
