@@ -313,6 +313,38 @@ def test_more_names_of_modules_than_any_model_has_are_refused(field, decoder, ba
         load(path, decoder)
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+@pytest.mark.parametrize(
+    "patterns",
+    [["(|.)" * 40 + "x"], ["(|.|..)(|.|..)(|.|..).*.*.*x"] * 5, [".*.*(" + "|." * 2000 + ")x"]],
+)
+def test_patterns_that_may_be_tried_in_very_many_ways_are_refused(
+    field, patterns, decoder, base, tmp_path
+):
+    """One of 80 characters would keep the server's only reader of adapters for hours."""
+    given = {f"{pattern}{i}": 2 for i, pattern in enumerate(patterns)}
+    path = make_adapter(base, tmp_path / "adapter", config={field: given})
+    with pytest.raises(AdapterError, match=f"{field} has too many alternatives"):
+        load(path, decoder)
+
+
+LAYERS = "|".join(map(str, range(80)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^model.decoder.layers.0.encoder_attn.k_proj",
+        r".*\.1\..*down_proj",
+        rf"model\.layers\.({LAYERS})\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj",
+        rf".*\.layers\.({LAYERS})\..*\.(q|k|v|o|gate|up|down)_proj",
+    ],
+)
+def test_patterns_as_people_write_them_are_taken(pattern, decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter", config={"rank_pattern": {pattern: 4}}, rank=4)
+    assert load(path, decoder).layers
+
+
 def test_fields_that_are_empty_or_without_effect_are_taken(decoder, base, tmp_path):
     config = {
         **{"use_dora": False, "modules_to_save": None, "loftq_config": {}, "rank_pattern": None},

@@ -51,6 +51,8 @@ for `.*` at most `_MAX_GAPS` times."""
 _MAX_GAPS = 3
 _MAX_NAMES = 4096
 """Most names or patterns of modules in a field: each is compared with every module."""
+_MAX_WAYS = 1 << 18
+"""Most ways in which the patterns of a field may be tried on a name, as `_ways` counts them."""
 _ENDS = ("lm_head", "model.embed_tokens")
 """The modules outside of layers that PEFT makes adapters of."""
 
@@ -212,8 +214,11 @@ def _config(path: Path, written: bytes) -> _AdapterConfig:
         value = getattr(config, field)
         if not isinstance(value, str) and len(value) > _MAX_NAMES:
             raise AdapterError(f"{CONFIG}: {field} has more than {_MAX_NAMES} names")
-        for key in value if isinstance(value, dict) else ():
+        patterns = value if isinstance(value, dict) else ()
+        for key in patterns:
             _check_pattern(field, key)
+        if sum(map(_ways, patterns)) > _MAX_WAYS:
+            raise AdapterError(f"{CONFIG}: {field} has too many alternatives in its patterns")
     alphas = [config.lora_alpha, *config.alpha_pattern.values()]
     if not all(map(math.isfinite, alphas)):
         raise AdapterError(f"{CONFIG}: lora_alpha must be finite")
@@ -228,6 +233,13 @@ def _check_pattern(field: str, key: str) -> None:
         re.compile(key)
     except re.error:
         raise problem from None
+
+
+def _ways(key: str) -> int:
+    """Return about how many ways a pattern may be tried on a name: the choices of its groups
+    multiply, and each `.*` may end at any character."""
+    choices = math.prod(part.count("|") + 1 for part in re.split("[()]", key))
+    return choices << 4 * key.count(".*")
 
 
 def _compiled(values: Mapping[str, T]) -> list[tuple[re.Pattern[str], T]]:
