@@ -39,7 +39,7 @@ def flag(field: str) -> str:
 
 
 def options_of(context: Any) -> list[str]:
-    """Return the options of a command as they are written, by the parser's context of it."""
+    """Return the options of a command as they are written, given the context of its parser."""
     words = (word for one in context.command.params for word in (*one.opts, *one.secondary_opts))
     return [word for word in words if word.startswith("-")]
 
