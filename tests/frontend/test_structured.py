@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from twolane.common.errors import FieldError
 from twolane.engine.constrained.matching import MAX_OPTIONAL, matcher_of, problem_of
+from twolane.frontend.answer_formats import FormatOptions, ModelFormats
 from twolane.frontend.parsers.reasoning import KNOWN_MARKS, ThinkingMarks
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
@@ -653,6 +654,52 @@ def test_an_answer_with_a_format_may_be_a_call_instead(takes, form):
     assert takes(grammar, before + '{"city": "Rome"}')
     assert takes(grammar, CALLS[form])
     assert not takes(grammar, CALLS[form].replace("city", "town"))
+
+
+def either(form):
+    """A reader of answers that follow a format or are calls."""
+    asked = FormatOptions([WEATHER, NOTHING], constraint=("response_format", Schema({})))
+    return ModelFormats("", form, shows_tools=True).of(asked, "a").reader()
+
+
+LIKE_CALLS = {
+    "a person": ("llama3_json", '{"name": "Tom", "parameters": {"age": 3}}'),
+    "people": ("llama3_json", '[{"name": "Tom", "parameters": {"age": 3}}]'),
+    "a sentence": ("pythonic", '{"plan": "use [weather(city=1)] now"}'),
+    "a list": ("pythonic", '["weather", "use [weather(city=1)] now"]'),
+    "marks": ("glm45", '{"plan": "<tool_call>x</tool_call>"}'),
+    "an empty list": ("mistral", '{"plan": "[TOOL_CALLS][] it"}'),
+    "an empty list alone": ("mistral", "[TOOL_CALLS][]"),
+    "an unknown tool": ("hermes", ' <tool_call>{"name": "x", "arguments": {}}</tool_call> '),
+    "white space": ("hermes", " \n"),
+    **{f"{form} in a string": (form, json.dumps({"plan": CALLS[form]})) for form in FORMATS},
+    **{f"{form} in a line": (form, f'{{"a": "\n{CALLS[form]}"}}\n') for form in FORMATS},
+}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("case", LIKE_CALLS)
+def test_an_answer_in_a_format_is_text_whatever_it_holds(case, size):
+    form, text = LIKE_CALLS[case]
+    reader = either(form)
+    for at in range(0, len(text), size):
+        reader.read(text[at : at + size], ended=False)
+    reader.read("", ended=True)
+    assert (reader.content, reader.calls) == (text, [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_in_place_of_an_answer_are_read_as_they_come(form, size):
+    reader, text, named = either(form), CALLS[form], 0
+    for at in range(0, len(text), size):
+        reader.read(text[at : at + size], ended=False)
+        named = named or (at + size) * len(reader.calls)
+    assert 0 < named < len(text) or size > 1
+    reader.read("", ended=True)
+    calls = [(call.name, json.loads(call.arguments)) for call in reader.calls]
+    assert calls == [("weather", {"city": "Rome"}), ("f", {})]
+    assert reader.content == ""
 
 
 def test_calls_without_marks_refer_to_their_own_definitions(takes):

@@ -15,7 +15,7 @@ from twolane.frontend.parsers.reasoning import (
     ends_in_thinking,
     thinking_of,
 )
-from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
+from twolane.frontend.parsers.tool_calls import FORMATS, CallsOrText, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.jobs import Calls, GrammarJob, OutputConstraint
 from twolane.frontend.structured.tools import Tool, parameter_types, with_open_arguments
@@ -227,6 +227,7 @@ class ModelFormats:
             find = partial(ToolCallParser, calls, types)
             ends_in_calls = thinking is not None and not calls.bare
             unclosed = CallsInThinking(find, types) if ends_in_calls else None
-            return AnswerReader(thoughts, find(), unclosed=unclosed, several=options.several)
+            tools = CallsOrText(find(), types) if options.may_call_instead else find()
+            return AnswerReader(thoughts, tools, unclosed=unclosed, several=options.several)
 
         return reader

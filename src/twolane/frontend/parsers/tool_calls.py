@@ -1,6 +1,6 @@
 """Incremental parser of tool calls in an answer's text, driven by a table of formats."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from string import ascii_letters
 from types import MappingProxyType
@@ -326,3 +326,52 @@ class ToolCallParser:
     def _show(self, text: str, pieces: list[Piece]) -> None:
         if text:
             pieces.append(Content(text))
+
+
+class CallsOrText:
+    """Reads an answer that is either calls, the first one of a known tool, or text as a whole
+    (`pieces.Parser`). What looks like calls within text is text.
+
+    Args:
+        calls: finds calls; it has read nothing yet.
+        tools: the names of the tools.
+    """
+
+    def __init__(self, calls: ToolCallParser, tools: Collection[str]) -> None:
+        self._calls = calls
+        self._tools = tools
+        self._held = ""
+        """Text while it is open what the answer is."""
+        self._is_text: bool | None = None
+        """Whether the answer is text; None: it is open."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Parser.feed`."""
+        if self._is_text is not None:
+            return self._read(text)
+        # Characters one by one: the result must not depend on how the text is chunked.
+        for place, char in enumerate(text, 1):
+            self._held += char
+            if pieces := self._decide(self._calls.feed(char)):
+                return pieces + self._read(text[place:])
+        return []
+
+    def finish(self) -> list[Piece]:
+        """See `Parser.finish`."""
+        if self._is_text is None:
+            return self._decide(self._calls.finish()) or self._read(self._held)
+        return [] if self._is_text else self._calls.finish()
+
+    def _decide(self, pieces: list[Piece]) -> list[Piece]:
+        """Decide by the first piece, if there is one; return what is certain now."""
+        if not pieces:
+            return []
+        first = pieces[0]
+        self._is_text = not (isinstance(first, CallStart) and first.name in self._tools)
+        return [Content(self._held)] if self._is_text else pieces
+
+    def _read(self, text: str) -> list[Piece]:
+        """Return the pieces of more text, now that it is known what the answer is."""
+        if self._is_text is False:
+            return self._calls.feed(text)
+        return [Content(text)] if text else []
