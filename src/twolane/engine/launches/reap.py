@@ -32,8 +32,8 @@ def tokens_before(state: State, planning: float) -> float | None:
 
     The next tokens come, by prediction, before a plan begun now would end, and would be sent after
     it. A plan does not wait if a busy lane would run dry meanwhile. A lane that is empty already
-    waits too, for at most `planning` and `OVERDUE_SECONDS`, even beside waiting prompts: tokens in
-    time are worth more (docs/notes/host-h200.md).
+    waits too, for at most `planning` and `OVERDUE_SECONDS`, even beside waiting prompts: it
+    makes no clear difference to them (docs/notes/host-h200.md).
 
     Args:
         state: the engine's.
