@@ -665,6 +665,8 @@ def either(form):
 LIKE_CALLS = {
     "a person": ("llama3_json", '{"name": "Tom", "parameters": {"age": 3}}'),
     "people": ("llama3_json", '[{"name": "Tom", "parameters": {"age": 3}}]'),
+    "a person with the name of a tool": ("llama3_json", '{"name": "weather", "age": 3}'),
+    "a beginning": ("llama3_json", '{"name": "weather", "para'),
     "a sentence": ("pythonic", '{"plan": "use [weather(city=1)] now"}'),
     "a list": ("pythonic", '["weather", "use [weather(city=1)] now"]'),
     "marks": ("glm45", '{"plan": "<tool_call>x</tool_call>"}'),
@@ -686,6 +688,14 @@ def test_an_answer_in_a_format_is_text_whatever_it_holds(case, size):
         reader.read(text[at : at + size], ended=False)
     reader.read("", ended=True)
     assert (reader.content, reader.calls) == (text, [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_answer_in_a_format_is_passed_on_as_it_is_written(form):
+    reader = either(form)
+    for size, char in enumerate('{"plan": "first", "name": "weather"}', 1):
+        reader.read(char, ended=False)
+        assert len(reader.content) == size or size < 3  # '{"' may begin a call
 
 
 @pytest.mark.parametrize("size", [1, 1000])

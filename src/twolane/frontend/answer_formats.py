@@ -18,7 +18,7 @@ from twolane.frontend.parsers.reasoning import (
 from twolane.frontend.parsers.tool_calls import FORMATS, CallsOrText, ToolCallParser, format_of
 from twolane.frontend.parsers.unclosed import CallsInThinking
 from twolane.frontend.structured.jobs import Calls, GrammarJob, OutputConstraint
-from twolane.frontend.structured.tools import Tool, parameter_types, with_open_arguments
+from twolane.frontend.structured.tools import Tool, bare_heads, parameter_types, with_open_arguments
 
 
 class AnswerFormat(NamedTuple):
@@ -219,6 +219,7 @@ class ModelFormats:
             return None
         types = parameter_types(options.tools)
         calls = FORMATS[self.calls] if options.tools else None
+        heads = bare_heads(self.calls, options.tools)
 
         def reader() -> AnswerReader:
             thoughts = None if thinking is None else ReasoningParser(thinking)
@@ -227,7 +228,7 @@ class ModelFormats:
             find = partial(ToolCallParser, calls, types)
             ends_in_calls = thinking is not None and not calls.bare
             unclosed = CallsInThinking(find, types) if ends_in_calls else None
-            tools = CallsOrText(find(), types) if options.may_call_instead else find()
+            tools = CallsOrText(find(), types, heads) if options.may_call_instead else find()
             return AnswerReader(thoughts, tools, unclosed=unclosed, several=options.several)
 
         return reader

@@ -1,6 +1,6 @@
 """Incremental parser of tool calls in an answer's text, driven by a table of formats."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 from types import MappingProxyType
@@ -335,11 +335,15 @@ class CallsOrText:
     Args:
         calls: finds calls; it has read nothing yet.
         tools: the names of the tools.
+        heads: texts with one of which calls begin; none: their marks tell them from text.
     """
 
-    def __init__(self, calls: ToolCallParser, tools: Collection[str]) -> None:
+    def __init__(
+        self, calls: ToolCallParser, tools: Collection[str], heads: Sequence[str] = ()
+    ) -> None:
         self._calls = calls
         self._tools = tools
+        self._heads = heads
         self._held = ""
         """Text while it is open what the answer is."""
         self._is_text: bool | None = None
@@ -352,7 +356,8 @@ class CallsOrText:
         # Characters one by one: the result must not depend on how the text is chunked.
         for place, char in enumerate(text, 1):
             self._held += char
-            if pieces := self._decide(self._calls.feed(char)):
+            found = self._by_heads() if self._heads else self._calls.feed(char)
+            if pieces := self._decide(found):
                 return pieces + self._read(text[place:])
         return []
 
@@ -361,6 +366,13 @@ class CallsOrText:
         if self._is_text is None:
             return self._decide(self._calls.finish()) or self._read(self._held)
         return [] if self._is_text else self._calls.finish()
+
+    def _by_heads(self) -> list[Piece]:
+        """Return the first pieces, once it is certain whether the text begins with a head."""
+        begun = self._held.lstrip()
+        if begun.startswith(tuple(self._heads)):
+            return self._calls.feed(self._held)
+        return [] if any(head.startswith(begun) for head in self._heads) else [Content(self._held)]
 
     def _decide(self, pieces: list[Piece]) -> list[Piece]:
         """Decide by the first piece, if there is one; return what is certain now."""

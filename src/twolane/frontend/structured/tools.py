@@ -290,9 +290,18 @@ class _Marks:
         return f'("<parameter=" /[^>\\n]+/ ">\\n" {self.text_until(END_PARAMETER)})*'
 
 
+def bare_heads(call_format: str, tools: Sequence[Tool]) -> Sequence[str]:
+    """Return the texts with which the grammar of calls lets one begin; none where marks do."""
+    return [_json_head(tool, "parameters") for tool in tools] if call_format in BARE else ()
+
+
+def _json_head(tool: Tool, key: str) -> str:
+    return '{"name": ' + json.dumps(tool.name) + f', "{key}": '
+
+
 def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
     def call(tool: Tool, marks: _Marks) -> str:
-        head = '{"name": ' + json.dumps(tool.name) + f', "{key}": '
+        head = _json_head(tool, key)
         arguments = marks.json(tool.schema)
         parts = [marks.of(begin), "" if not begin.endswith(">") else '"\\n"', json.dumps(head)]
         tail = ['"}"', '"\\n"' if end else "", marks.of(end)]
