@@ -1,9 +1,11 @@
 """Latency bounds in a request's headers."""
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import Depends, Header, Request
+from pydantic import TypeAdapter
 
 from twolane.server.http.calls import Call, call_of
 from twolane.slo import Slo
@@ -11,6 +13,7 @@ from twolane.slo import Slo
 TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 """Headers with a bound in milliseconds on the time to the first token."""
 Milliseconds = Annotated[float | None, Header(gt=0, allow_inf_nan=False)]
+_MILLISECONDS: TypeAdapter[float | None] = TypeAdapter(Milliseconds)
 
 
 async def bounded_call(
@@ -43,6 +46,16 @@ BoundedCall = Annotated[Call, Depends(bounded_call)]
 def names_ttft(data: bytes) -> bool:
     """Return whether the head of a request that some bytes begin with has a bound on TTFT."""
     return b"slo-ttft-ms:" in data[: data.find(b"\r\n\r\n")].lower()
+
+
+def ttft_of(headers: Mapping[str, str]) -> float | None:
+    """Return the bound in seconds on the time to the first token; None: there is none.
+
+    Raises:
+        ValueError: a header is wrong, as `bounded_call` would say.
+    """
+    named = (headers.get(name) for name in TTFT_HEADERS)
+    return tighter(*(_MILLISECONDS.validate_python(text) for text in named))
 
 
 def tighter(*milliseconds: float | None) -> float | None:

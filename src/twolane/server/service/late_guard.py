@@ -27,7 +27,7 @@ from twolane.router.correction import TtftCorrection
 from twolane.router.replica_queue import ReplicaQueue
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError
-from twolane.server.http.slo_headers import TTFT_HEADERS, tighter
+from twolane.server.http.slo_headers import ttft_of
 from twolane.server.service.admission import Admission
 from twolane.slo import Slo
 
@@ -235,12 +235,9 @@ class LateGuard:
             return PromptWork()
         bodies, now = self._bodies[key], time.monotonic()
         try:
-            bounds = [float(headers[name]) for name in TTFT_HEADERS if name in headers]
-            own = Slo(ttft=tighter(*bounds)).over(slo)
+            own = Slo(ttft=ttft_of(headers)).over(slo)
             works = bodies.range(int(length))
         except ValueError:  # the endpoint says what is wrong
-            return PromptWork()
-        if not all(0.0 < bound < math.inf for bound in bounds):  # likewise
             return PromptWork()
         if own.ttft is None:
             return works[0]
