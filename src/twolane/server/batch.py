@@ -36,7 +36,9 @@ from twolane.server.run import check_adapter_names, service_of
 
 log = logging.getLogger("twolane.server")
 
-ANSWER_BEGINS = b'{"id":"batch_req_'
+ANSWER_ID = "batch_req_"
+"""How the id of each answer begins."""
+ANSWER_BEGINS = f'{{"id":"{ANSWER_ID}'.encode()
 """How each line of the output begins."""
 MAX_PIPED_LINE = 1 << 26
 """Bytes that a line of a pipe may have; two such lines are kept."""
@@ -85,7 +87,7 @@ class Answered(NamedTuple):
 
     def id_of(self, line: bytes) -> str:
         """Return the id of the answer to a line."""
-        return f"batch_req_{hashlib.sha256(self.settings + line.strip()).hexdigest()[:32]}"
+        return f"{ANSWER_ID}{hashlib.sha256(self.settings + line.strip()).hexdigest()[:32]}"
 
 
 class _RawBody(msgspec.Struct):
@@ -342,7 +344,7 @@ async def answer_line(
         seen: ids of the lines before it; its own is added.
         answered: the answers that are there.
     """
-    answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
+    answer: Json = {"id": f"{ANSWER_ID}{uuid.uuid4().hex}", "custom_id": None}
     try:
         value = strict_json.parse(line, "it")
         if isinstance(value, dict) and isinstance(value.get("custom_id"), str):
