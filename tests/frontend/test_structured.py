@@ -778,7 +778,7 @@ def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, ta
     """Whatever the marks are, the text before a call is free, and all that is read as one is."""
     if form == "pythonic" and added:
         pytest.skip("a bracket is no special token")
-    first, *others = OPENINGS.get(form, (ASSISTANT if form == "glm4_0414" else "[",))
+    first, *others = {"glm4_0414": [ASSISTANT], "pythonic": ["["]}.get(form) or OPENINGS[form]
     mark_of = {first: "<|im_start|>"} if added else {}
 
     def token_of(mark):

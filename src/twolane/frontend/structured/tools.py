@@ -3,11 +3,11 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from twolane.frontend.parsers import harmony
+from twolane.frontend.parsers import harmony, tool_calls
 from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.parsers.readers import SEP
@@ -100,8 +100,8 @@ def calls_grammar(
         closes: true if arguments have no other names than those that schemas declare.
     """
     marks = _Marks(token_of, closes)
-    calls = [CALLS[call_format](tool, marks) for tool in tools]
-    before, between, after = LISTS[call_format]
+    write, between, before, after = FORMATS[call_format]
+    calls = [write(tool, marks) for tool in tools]
     rules = "\n".join(f"call_{i}: {call}" for i, call in enumerate(calls))
     call = " | ".join(f"call_{i}" for i in range(len(calls)))
     more = f" ({marks.of(*between)} call)*" if several else ""
@@ -156,9 +156,9 @@ def strict_grammar(
         return _strict_lists(tools, marks, several=several)
     if call_format == harmony.NAME:
         return _strict_channels(tools, marks)
-    openings, (before, between, after) = OPENINGS[call_format], LISTS[call_format]
+    openings, (write, between, before, after) = OPENINGS[call_format], FORMATS[call_format]
     known = with_open_arguments(tools)
-    calls = [CALLS[call_format](tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
+    calls = [write(tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
     rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
     each_opens = not before and call_format not in BARE
     more = f" ({marks.of(*between)} call)*" if several and not each_opens else ""
@@ -228,7 +228,7 @@ def _strict_channels(tools: Sequence[Tool], marks: "_Marks") -> str:
         f'start: (message {end} {start} "assistant")* (message | call)',
         f"message: {channel} NAME {message} TEXT?",
         "call: " + " | ".join(f"call_{i}" for i in range(len(known))),
-        *(f"call_{i}: {CALLS[harmony.NAME](tool, marks)}" for i, tool in enumerate(known)),
+        *(f"call_{i}: {FORMATS[harmony.NAME].call(tool, marks)}" for i, tool in enumerate(known)),
         "NAME: " + " | ".join(map(json.dumps, harmony.CHANNELS)),
         r"TEXT: /(.|\n)+/",
         *marks.rules,
@@ -285,10 +285,6 @@ class _Marks:
         self.rules.append(f"{name}: {matched}")
         return name
 
-    def any_parameters(self) -> str:
-        """Return a rule for parameters of any names and values in Qwen3-Coder's format."""
-        return f'("<parameter=" /[^>\\n]+/ ">\\n" {self.text_until(END_PARAMETER)})*'
-
 
 def bare_heads(call_format: str, tools: Sequence[Tool]) -> Sequence[str]:
     """Return the texts with which the grammar of calls lets one begin; none where marks do."""
@@ -310,7 +306,7 @@ def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
     return call
 
 
-def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str]:
+def _named_call(*head: str, tail: Sequence[str] = ()) -> Callable[[Tool, _Marks], str]:
     """Return a rule for a call with marks before its arguments, with NAME for the tool's name, and
     after them."""
 
@@ -328,26 +324,8 @@ def _mistral_call(tool: Tool, marks: _Marks) -> str:
     return f"{head} {marks.json(tool.schema)}"
 
 
-def _xml_call(begin: str, end: str) -> Callable[[Tool, _Marks], str]:
-    """Return a rule for a call of Qwen3-Coder's form between marks."""
-
-    def call(tool: Tool, marks: _Marks) -> str:
-        whole = tool.schema
-        body = [] if "properties" in whole else [marks.any_parameters()]
-        for name, schema, needed in _parameters(whole):
-            opened = json.dumps(f"<parameter={name}>\n")
-            value = _xml_value(schema, whole, marks, END_PARAMETER)
-            body.append(f"({opened} {value})" + ("" if needed else "?"))
-        head = marks.of(begin) + " " + json.dumps(f"\n<function={tool.name}>\n")
-        return f"{head} {' '.join(body)} {json.dumps('</function>')} {json.dumps(chr(10))} " + (
-            marks.of(end)
-        )
-
-    return call
-
-
 def _marked_call(
-    head: str, key: str, end: str, tail: str, begin: str = ""
+    head: str, key: str, end: str, tail: str = "", marks_around: tuple[str, str] = ("", "")
 ) -> Callable[[Tool, _Marks], str]:
     """Return a rule for a call whose arguments are plain text between marks.
 
@@ -356,7 +334,7 @@ def _marked_call(
         key: What is before a value, with NAME for the parameter's.
         end: What is after a value.
         tail: What is after the last one.
-        begin: The mark before all of it.
+        marks_around: The marks before and after all of it.
     """
 
     def call(tool: Tool, marks: _Marks) -> str:
@@ -368,11 +346,20 @@ def _marked_call(
             opened = json.dumps(key.replace("NAME", name))
             value = _xml_value(schema, whole, marks, end)
             body.append(f"({opened} {value})" + ("" if needed else "?"))
-        named = json.dumps(head.replace("NAME", tool.name))
-        closed = marks.of(tail) if begin else json.dumps(tail)
-        return f"{marks.of(begin)} {named} {' '.join(body)} {closed}".strip()
+        begin, close = map(marks.of, marks_around)
+        named, closed = (
+            json.dumps(head.replace("NAME", tool.name)),
+            json.dumps(tail) if tail else "",
+        )
+        return " ".join(filter(None, [begin, named, *body, closed, close]))
 
     return call
+
+
+def _xml_call(begin: str, end: str) -> Callable[[Tool, _Marks], str]:
+    """Return a rule for a call of Qwen3-Coder's form between marks."""
+    head, key = "\n<function=NAME>\n", "<parameter=NAME>\n"
+    return _marked_call(head, key, "\n</parameter>\n", "</function>\n", (begin, end))
 
 
 def _pythonic_call(tool: Tool, marks: _Marks) -> str:
@@ -498,87 +485,83 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks, end: str) -
 
 DEFINITIONS = frozenset(("$defs", "definitions"))
 """Keywords of a schema's definitions."""
-END_PARAMETER = "\n</parameter>\n"
 ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
-    "harmony": _named_call(
-        *("<|channel|>", "commentary to=functions.NAME ", "<|constrain|>", "json", "<|message|>"),
-        tail=(),
+
+
+class WrittenCalls(NamedTuple):
+    """How a model writes the calls of an answer."""
+
+    call: Callable[[Tool, _Marks], str]
+    """Makes the rule of one call."""
+    between: tuple[str, ...] = ()
+    """Marks between two calls."""
+    before: tuple[str, ...] = ()
+    """Marks before the first call."""
+    after: tuple[str, ...] = ()
+    """Marks after the last one."""
+
+
+def _in_list(call: Callable[[Tool, _Marks], str], begin: str, *end: str) -> WrittenCalls:
+    """Return the format of calls in a list between these marks."""
+    return WrittenCalls(call, (", ",), (begin, "["), ("]", *end))
+
+
+_OBJECT = _json_call("arguments", "", "")
+FORMATS: Mapping[str, WrittenCalls] = {
+    harmony.NAME: WrittenCalls(
+        _named_call(
+            *(harmony.CHANNEL, "commentary to=functions.NAME ", "<|constrain|>", "json"),
+            harmony.MESSAGE,
+        )
     ),
-    "hermes": _json_call("arguments", "<tool_call>", "</tool_call>"),
-    "qwen3_coder": _xml_call("<tool_call>", "</tool_call>"),
-    "seed_oss": _xml_call("<seed:tool_call>", "</seed:tool_call>"),
-    "llama3_json": _json_call("parameters", "", ""),
-    "mistral": _json_call("arguments", "", ""),
-    "mistral_args": _mistral_call,
-    "granite": _json_call("arguments", "", ""),
-    "phi4_mini_json": _json_call("arguments", "", ""),
-    "llama_nemotron_json": _json_call("arguments", "", ""),
-    "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
-    "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
-    "glm4_0414": _named_call("NAME\n", tail=()),
-    "glm45": _marked_call(
-        "NAME\n",
-        "<arg_key>NAME</arg_key>\n<arg_value>",
-        "</arg_value>\n",
-        "</tool_call>",
-        begin="<tool_call>",
+    "hermes": WrittenCalls(_json_call("arguments", "<tool_call>", "</tool_call>"), ("\n",)),
+    "qwen3_coder": WrittenCalls(_xml_call("<tool_call>", "</tool_call>"), ("\n",)),
+    "seed_oss": WrittenCalls(_xml_call("<seed:tool_call>", "</seed:tool_call>"), ("\n",)),
+    "llama3_json": WrittenCalls(_json_call("parameters", "", ""), ("; ",)),
+    "mistral": _in_list(_OBJECT, "[TOOL_CALLS]"),
+    "mistral_args": WrittenCalls(_mistral_call),
+    "granite": _in_list(_OBJECT, "<|tool_call|>"),
+    "phi4_mini_json": _in_list(_OBJECT, "functools"),
+    "llama_nemotron_json": _in_list(_OBJECT, "<TOOLCALL>", "</TOOLCALL>"),
+    "deepseek_v3": WrittenCalls(
+        _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
+        *(("\n",), tool_calls.LISTS, ("<｜tool▁calls▁end｜>",)),
     ),
-    "minimax_m2": _marked_call(
-        '<invoke name="NAME">\n', '<parameter name="NAME">', "</parameter>\n", "</invoke>"
+    "deepseek_v31": WrittenCalls(
+        _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
+        *((), tool_calls.LISTS, ("<｜tool▁calls▁end｜>",)),
     ),
-    "hunyuan_a13b": _json_call("arguments", "", ""),
-    "gemma4": _gemma_call,
-    "lfm2": _pythonic_call,
-    "olmo3": _pythonic_call,
-    "pythonic": _pythonic_call,
+    "glm4_0414": WrittenCalls(_named_call("NAME\n"), (ASSISTANT,)),
+    "glm45": WrittenCalls(
+        _marked_call(
+            *("NAME\n", "<arg_key>NAME</arg_key>\n<arg_value>", "</arg_value>\n"),
+            marks_around=("<tool_call>", "</tool_call>"),
+        ),
+        ("\n",),
+    ),
+    "minimax_m2": WrittenCalls(
+        _marked_call(
+            '<invoke name="NAME">\n', '<parameter name="NAME">', "</parameter>\n", "</invoke>"
+        ),
+        *(("\n",), ("<minimax:tool_call>", "\n"), ("\n", "</minimax:tool_call>")),
+    ),
+    "hunyuan_a13b": _in_list(_OBJECT, "<tool_calls>", "</tool_calls>"),
+    "gemma4": WrittenCalls(_gemma_call),
+    "lfm2": _in_list(_pythonic_call, "<|tool_call_start|>", "<|tool_call_end|>"),
+    "olmo3": WrittenCalls(
+        _pythonic_call, ("\n",), ("<function_calls>", "\n"), ("\n", "</function_calls>")
+    ),
+    "pythonic": WrittenCalls(_pythonic_call, (", ",), ("[",), ("]",)),
 }
-"""Makers of the rule of one call, by the names of `tool_calls.FORMATS`."""
-LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
-    "harmony": ((), (), ()),
-    "hermes": ((), ("\n",), ()),
-    "qwen3_coder": ((), ("\n",), ()),
-    "seed_oss": ((), ("\n",), ()),
-    "llama3_json": ((), ("; ",), ()),
-    "mistral": (("[TOOL_CALLS]", "["), (", ",), ("]",)),
-    "mistral_args": ((), (), ()),
-    "granite": (("<|tool_call|>", "["), (", ",), ("]",)),
-    "phi4_mini_json": (("functools", "["), (", ",), ("]",)),
-    "llama_nemotron_json": (("<TOOLCALL>", "["), (", ",), ("]", "</TOOLCALL>")),
-    "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
-    "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
-    "glm4_0414": ((), (ASSISTANT,), ()),
-    "glm45": ((), ("\n",), ()),
-    "minimax_m2": (("<minimax:tool_call>", "\n"), ("\n",), ("\n", "</minimax:tool_call>")),
-    "hunyuan_a13b": (("<tool_calls>", "["), (", ",), ("]", "</tool_calls>")),
-    "gemma4": ((), (), ()),
-    "lfm2": (("<|tool_call_start|>", "["), (", ",), ("]", "<|tool_call_end|>")),
-    "olmo3": (("<function_calls>", "\n"), ("\n",), ("\n", "</function_calls>")),
-    "pythonic": (("[",), (", ",), ("]",)),
-}
-"""Marks before, between and after the calls of an answer."""
+"""How calls are written, by the names of `tool_calls.FORMATS`."""
 OPENINGS: Mapping[str, tuple[str, ...]] = {
-    "hermes": ("<tool_call>",),
-    "qwen3_coder": ("<tool_call>",),
-    "seed_oss": ("<seed:tool_call>",),
-    "llama3_json": ("<|python_tag|>", "<function="),
-    "mistral": ("[TOOL_CALLS]",),
-    "mistral_args": ("[TOOL_CALLS]",),
-    "granite": ("<|tool_call|>", "<tool_call>"),
-    "phi4_mini_json": ("functools", "<|tool_call|>"),
-    "llama_nemotron_json": ("<TOOLCALL>",),
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
-    "glm45": ("<tool_call>",),
-    "minimax_m2": ("<minimax:tool_call>",),
-    "hunyuan_a13b": ("<tool_calls>",),
-    "gemma4": ("<|tool_call>",),
+    **{name: form.begin for name, form in tool_calls.FORMATS.items()},
+    **dict.fromkeys(("deepseek_v3", "deepseek_v31"), tool_calls.LISTS),
     "lfm2": ("<|tool_call_start|>",),
-    "olmo3": ("<function_calls>",),
 }
 """Marks of the first call in an answer that may have text before it; the first one is what
-`LISTS` and `CALLS` begin with."""
+calls are written to begin with."""
 NO_CALL = r"[\[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?"
 """Text that does not begin like a call without a mark, or a list of such calls."""
 BARE = ("llama3_json",)
