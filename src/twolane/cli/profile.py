@@ -10,10 +10,8 @@
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,10 +22,6 @@ from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.common.log_lines import log_to
 from twolane.common.options import Option
 from twolane.engine.config import UNPROFILED, EngineConfig
-
-if TYPE_CHECKING:
-    from twolane.devices import OnProgress
-
 
 app = command_app()
 
@@ -58,11 +52,15 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
     """
     from rich.console import Console
 
+    from twolane.engine.messages import Progress
+    from twolane.frontend.progress import progress_bars
     from twolane.profile.run import take_profile
 
     log_to(sys.stderr.fileno(), "info", "%(message)s")
-    with _bars() as progress:
-        outcome = take_profile(config, out=out, seconds=seconds, progress=progress)
+    with progress_bars() as show:
+        outcome = take_profile(
+            config, out=out, seconds=seconds, progress=lambda *step: show(Progress(*step))
+        )
     profile, console = outcome.profile, Console()
     console.print(
         f"{len(profile.samples)} samples of {len(profile.done())} points "
@@ -71,28 +69,3 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
     if outcome.left:
         console.print(f"{outcome.left} points of the plan are left: the same command continues")
     console.print(str(outcome.path), soft_wrap=True)
-
-
-@contextmanager
-def _bars() -> Iterator["OnProgress"]:
-    """Show a progress bar for each stage on standard error if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(),
-    )
-    stages: dict[str, TaskID] = {}
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def progress(stage: str, fraction: float) -> None:
-            if stage not in stages:
-                stages[stage] = bar.add_task(stage, total=1.0)
-            bar.update(stages[stage], completed=fraction)
-
-        yield progress

@@ -20,51 +20,36 @@ STAGES = {
     "graphs": "recording CUDA graphs",
     "warm-up": "trying every kernel",
     "predictions": "reading the profile",
+    "probes": "measuring the device",
+    "contention": "measuring how lanes slow each other",
+    "measure": "measuring launches",
 }
-"""Descriptions of the stages of the engine's start."""
+"""Descriptions of the stages of the engine's start, and of a profile."""
 
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Callable[[Progress], None]]:
-    """Show the engine's start on standard error: a bar for each stage, or a line in a log."""
+    """Show progress on standard error: a bar for each stage, or a line in a log if that is no
+    terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield ProgressLines()
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
-        yield ProgressBars(bar)
+    stages: dict[str, TaskID] = {}
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
+        def show(progress: Progress) -> None:
+            stage = progress.stage
+            if stage not in stages:
+                stages[stage] = bar.add_task(STAGES[stage], total=1.0)
+                if not console.is_terminal:
+                    log.info("%s", STAGES[stage])
+            bar.update(stages[stage], completed=progress.fraction)
 
-class ProgressLines:
-    """Logs each stage as it begins."""
-
-    def __init__(self) -> None:
-        self._stages: set[str] = set()
-
-    def __call__(self, progress: Progress) -> None:
-        """Show a progress message."""
-        if progress.stage not in self._stages:
-            self._stages.add(progress.stage)
-            log.info("%s", STAGES[progress.stage])
-
-
-class ProgressBars:
-    """Shows a bar for each stage."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._stages: dict[str, TaskID] = {}
-
-    def __call__(self, progress: Progress) -> None:
-        """Show a progress message."""
-        if progress.stage not in self._stages:
-            self._stages[progress.stage] = self._bar.add_task(STAGES[progress.stage], total=1.0)
-        self._bar.update(self._stages[progress.stage], completed=progress.fraction)
+        yield show
 
 
 class AnswerBar:
