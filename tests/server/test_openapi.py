@@ -33,7 +33,6 @@ ANSWERS = [
     ("/health", None, schemas.Health),
     ("/health/live", None, schemas.Health),
     ("/version", None, schemas.Version),
-    ("/fleet/state", None, schemas.ReplicaStateShown),
     ("/v1/models/other", None, schemas.ErrorBody),
     ("/nothing", None, schemas.ErrorBody),
     ("/health", {}, schemas.ErrorBody),

@@ -10,12 +10,10 @@ from twolane.frontend.prepare import Prepared
 from twolane.server.anthropic.answers import MessageAnswer
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, in_own_words
 from twolane.server.http.route import json_response
-from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
+from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, OBJECT, QUEUE_FULL, ErrorBody
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
-
-OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 
 class MessageErrorBody(ErrorBody):

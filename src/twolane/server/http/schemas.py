@@ -256,27 +256,6 @@ class PromptLandmarks(Shown):
     states: bool
 
 
-class ReplicaStateShown(Shown):
-    """The answer of /fleet/state; see docs/guides/fleet.md."""
-
-    format: int
-    model: str
-    ready: bool
-    draining: bool
-    running: int
-    waiting: int
-    prefilling: int
-    queued: list[float]
-    yielding: list[list[float]] | None
-    prompt_pace: dict[str, float]
-    page_size: int
-    pages: int
-    pages_free: int
-    slo: dict[str, float | None]
-    attainment: float | None
-    digest: dict[str, int | str] | None
-
-
 class Version(Shown):
     """The answer of /version."""
 
@@ -309,6 +288,8 @@ UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 NO_KEY: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "The API key is missing or wrong."}
 }
+OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+"""The content of answers whose fields other documents describe."""
 STREAM: dict[str, Any] = {
     "text/event-stream": {
         "schema": {

@@ -1,5 +1,8 @@
 """The endpoints that load and unload LoRA adapters, with vLLM's names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fastapi import FastAPI, Response
 from pydantic import Field
 
@@ -38,13 +41,9 @@ def add_adapter_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -
         when this has been answered."""
         service.availability.check()
         if body.lora_name in service.model_names:
-            raise refused(AdapterRefused("this is the name of the model itself"), "lora_name")
-        try:
+            raise refused("lora_name", "this is the name of the model itself")
+        with refusing("lora_path"):
             await service.engine.adapters.load(body.lora_name, body.lora_path)
-        except AdapterRefused as error:
-            raise refused(error, "lora_path") from error
-        except EngineError as error:
-            raise ApiError(503, str(error), code="unavailable") from error
         return json_response({"status": "ok"})
 
     @app.post("/v1/unload_lora_adapter", response_class=Response, responses=described)
@@ -54,19 +53,31 @@ def add_adapter_routes(app: FastAPI, service: Service, metrics: ServerMetrics) -
         service.availability.check()
         if body.lora_name not in service.engine.adapters.loaded:
             service.check_model(body.lora_name, "lora_name")
-            raise refused(AdapterRefused("this is the model itself"), "lora_name")
+            raise refused("lora_name", "this is the model itself")
         try:
-            await service.engine.adapters.unload(body.lora_name)
-        except AdapterRefused as error:
-            raise refused(error, "lora_name") from error
-        except EngineError as error:
-            raise ApiError(503, str(error), code="unavailable") from error
+            with refusing("lora_name"):
+                await service.engine.adapters.unload(body.lora_name)
         finally:  # also where the client does not wait
             if body.lora_name not in service.engine.adapters.loaded:
                 metrics.forget_adapter(body.lora_name)
         return json_response({"status": "ok"})
 
 
-def refused(error: AdapterRefused, param: str) -> ApiError:
+def refused(param: str, problem: str) -> ApiError:
     """Return the refusal of loading or unloading an adapter."""
-    return ApiError(400, f"{param}: {error}", code="invalid_value", param=param)
+    return ApiError(400, f"{param}: {problem}", code="invalid_value", param=param)
+
+
+@contextmanager
+def refusing(param: str) -> Iterator[None]:
+    """Report what is wrong with loading or unloading an adapter as a problem of a field.
+
+    Raises:
+        ApiError: it was refused, or the engine is gone.
+    """
+    try:
+        yield
+    except AdapterRefused as error:
+        raise refused(param, str(error)) from error
+    except EngineError as error:
+        raise ApiError(503, str(error), code="unavailable") from error

@@ -7,7 +7,7 @@ from twolane.router.state import ReplicaState
 from twolane.server.http.calls import key_of
 from twolane.server.http.disconnect import unless_gone
 from twolane.server.http.route import json_response
-from twolane.server.http.schemas import ERRORS, NO_KEY, PromptLandmarks, ReplicaStateShown
+from twolane.server.http.schemas import ERRORS, NO_KEY, OBJECT, PromptLandmarks
 from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
 from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.service.service import Service
@@ -19,7 +19,11 @@ def add_fleet_routes(app: FastAPI, service: Service, dashboard: Dashboard) -> No
     @app.get(
         "/fleet/state",
         response_class=Response,
-        responses={200: {"model": ReplicaStateShown}, **NO_KEY, "default": ERRORS["default"]},
+        responses={
+            200: {"description": "The state.", "content": OBJECT},
+            **NO_KEY,
+            "default": ERRORS["default"],
+        },
     )
     async def state(known: int = -1) -> Response:
         """Say what a router needs to choose a replica; the digest only if it is not `known`."""

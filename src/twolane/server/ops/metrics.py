@@ -94,6 +94,37 @@ class RefusalGroup(msgspec.Struct):
     count: int = 1
 
 
+Simple = type[GaugeMetricFamily | CounterMetricFamily]
+
+
+def simple_metric(kind: Simple, name: str, model_name: str, series: Mapping[Any, float]) -> Metric:
+    """Return a metric of `ABOUT` with a value for each combination of its labels' values."""
+    about = ABOUT[name]
+    metric = kind(PREFIX + name, about.help, labels=["model_name", *about.labels])
+    for values, value in series.items():
+        metric.add_metric([model_name, *map(str, values)], value)
+    return metric
+
+
+def histogram_metric(
+    name: str, model_name: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> Metric:
+    """Return a histogram of `ABOUT`.
+
+    Args:
+        name: Its name in `ABOUT`.
+        model_name: The label of all figures.
+        bounds: The upper bound of each bucket but the last, in seconds.
+        counts: The number of values in each bucket.
+        total: The sum of all values, in seconds.
+    """
+    metric = HistogramMetricFamily(PREFIX + name, ABOUT[name].help, labels=["model_name"])
+    edges = *map(floatToGoString, bounds), "+Inf"
+    buckets = list(zip(edges, itertools.accumulate(counts), strict=True))
+    metric.add_metric([model_name], buckets, total)
+    return metric
+
+
 @dataclass(eq=False)
 class EngineCollector(Collector):
     """Collects gauges and counters that the engine keeps."""
@@ -156,43 +187,8 @@ class EngineCollector(Collector):
     def _counter(self, name: str, value: float) -> Metric:
         return self._family(CounterMetricFamily, name, {(): value})
 
-    def _family(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        series: Mapping[Any, float],
-    ) -> Metric:
-        """Return a metric with a value for each combination of its labels' values."""
-        about = ABOUT[name]
-        family = kind(PREFIX + name, about.help, labels=["model_name", *about.labels])
-        for values, value in series.items():
-            family.add_metric([self.model_name, *map(str, values)], value)
-        return family
-
-
-class LatenessCollector(Collector):
-    """Collects by how much tokens were written late.
-
-    Args:
-        lateness: counts it.
-        model_name: the label of all figures.
-    """
-
-    def __init__(self, lateness: Lateness, model_name: str) -> None:
-        self._lateness = lateness
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the histogram."""
-        name, late = "delivery_lateness_seconds", self._lateness
-        bounds = *map(str, LATE_BUCKETS), "+Inf"
-        counts = list(zip(bounds, itertools.accumulate(late.counts), strict=True))
-        family = HistogramMetricFamily(PREFIX + name, ABOUT[name].help, labels=["model_name"])
-        family.add_metric([self._model_name], counts, late.total)
-        yield family
-
-    # The registry finds the histogram by its name.
-    describe = collect
+    def _family(self, kind: Simple, name: str, series: Mapping[Any, float]) -> Metric:
+        return simple_metric(kind, name, self.model_name, series)
 
 
 class PlainHistogram:
@@ -207,13 +203,9 @@ class PlainHistogram:
         self._counts[bisect_left(GAP_BUCKETS, seconds)] += count
         self._seconds += seconds * count
 
-    def family(self, name: str, model_name: str) -> Metric:
+    def metric(self, name: str, model_name: str) -> Metric:
         """Return the histogram as the metric of a name."""
-        found = HistogramMetricFamily(PREFIX + name, ABOUT[name].help, labels=["model_name"])
-        bounds = *map(floatToGoString, GAP_BUCKETS), "+Inf"
-        counts = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        found.add_metric([model_name], counts, self._seconds)
-        return found
+        return histogram_metric(name, model_name, GAP_BUCKETS, self._counts, self._seconds)
 
 
 class TokenCounts(Collector):
@@ -221,16 +213,17 @@ class TokenCounts(Collector):
 
     Args:
         model_name: the label of all figures.
+        lateness: counts by how many seconds tokens were written late.
         judged: true if gaps are judged by a server's bound, so that both outcomes are shown.
     """
 
-    def __init__(self, model_name: str, *, judged: bool) -> None:
+    def __init__(self, model_name: str, lateness: Lateness, *, judged: bool) -> None:
         self.tokens = 0
         """Number of output tokens."""
         self.due = PlainHistogram()
         """Gaps between the times at which tokens were due."""
         self._gaps = PlainHistogram()
-        self._model_name = model_name
+        self._model_name, self._lateness = model_name, lateness
         self._judged = dict.fromkeys(("met", "missed"), 0) if judged else {}
 
     def gap(self, seconds: float, bound: float | None, count: int = 1) -> None:
@@ -241,23 +234,18 @@ class TokenCounts(Collector):
             self._judged[outcome] = self._judged.get(outcome, 0) + count
 
     def collect(self) -> Iterator[Metric]:
-        """Yield two counters and two histograms of gaps."""
-        tokens = self._counter("generation_tokens")
-        tokens.add_metric([self._model_name], self.tokens)
-        judged = self._counter("slo_gaps")
-        for outcome, count in self._judged.items():
-            judged.add_metric([self._model_name, outcome], count)
-        yield from (tokens, judged)
-        yield self._gaps.family("inter_token_latency_seconds", self._model_name)
-        yield self.due.family("due_gap_seconds", self._model_name)
+        """Yield two counters, two histograms of gaps, and one of how late tokens were written."""
+        model, late = self._model_name, self._lateness
+        judged = {(outcome,): count for outcome, count in self._judged.items()}
+        yield simple_metric(CounterMetricFamily, "generation_tokens", model, {(): self.tokens})
+        yield simple_metric(CounterMetricFamily, "slo_gaps", model, judged)
+        yield self._gaps.metric("inter_token_latency_seconds", model)
+        yield self.due.metric("due_gap_seconds", model)
+        name = "delivery_lateness_seconds"
+        yield histogram_metric(name, model, LATE_BUCKETS, late.counts, late.total)
 
     # The registry finds them by their names.
     describe = collect
-
-    @staticmethod
-    def _counter(name: str) -> CounterMetricFamily:
-        about = ABOUT[name]
-        return CounterMetricFamily(PREFIX + name, about.help, labels=["model_name", *about.labels])
 
 
 class ServerMetrics:
@@ -298,7 +286,6 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         pool = page_size, kv_cache_dtype, prefix_cache, state_bytes
         self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
-        self.registry.register(LatenessCollector(lateness or Lateness(), model_name))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self._prefix: MetricsPrefix = prefix
@@ -320,7 +307,7 @@ class ServerMetrics:
         self.in_flight = self._made(Gauge, "requests_in_flight").labels(model_name)
         self.prompt = self._counter("prompt_tokens")()
         self.slo_requests = self._counter("slo_requests")
-        self.counts = TokenCounts(model_name, judged=slo.tbt is not None)
+        self.counts = TokenCounts(model_name, lateness or Lateness(), judged=slo.tbt is not None)
         """Counts of tokens and gaps."""
         self.registry.register(self.counts)
         self._begin_at_zero()

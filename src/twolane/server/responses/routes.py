@@ -13,7 +13,7 @@ from twolane.frontend.prepare import Prepared
 from twolane.server.http.calls import key_of
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
-from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
+from twolane.server.http.schemas import ERRORS, NAMED_STREAM, NO_KEY, OBJECT, QUEUE_FULL
 from twolane.server.http.slo_headers import BoundedCall
 from twolane.server.responses.events import ResponseAnswer
 from twolane.server.responses.items import MessagePart, ReferenceItem, Turn, joined, read_item
@@ -29,7 +29,6 @@ from twolane.server.responses.tools import called_tools
 from twolane.server.service.respond import answer
 from twolane.server.service.service import Service
 
-OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 STORED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The response.", "content": OBJECT},
     404: {**ERRORS[404], "description": "There is no such response."},
