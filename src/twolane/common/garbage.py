@@ -9,9 +9,11 @@ YOUNG_CONTAINERS, OLDER_EVERY = 2_000, 500
 """Net new containers after which a collection of the young generation starts, and young collections
 after which one of the middle generation does. A server's containers are open requests and prefixes
 in the KV cache, hardly ever garbage; the fewer a collection visits, the shorter the pause."""
-OLDER_WITH_CLIENTS = 2
-"""Young collections before one of the middle generation in a process with connections, which visits
-6,000 containers in half a millisecond: requests that fail may leave cycles."""
+YOUNG_WITH_CLIENTS, OLDER_WITH_CLIENTS = 500, 1
+"""The same in a process with connections, where an open request has 330 containers and those that
+fail may leave cycles. A collection visits all that began since the last one and has not ended, so
+it is short only if it comes often; the number that starts it does not bound what it visits, since
+ended requests count against new ones."""
 NEVER = 1 << 30
 """Collections of the middle generation before a full one where full ones are asked for."""
 HEAP_KEEPS_BYTES = 1 << 20
@@ -21,14 +23,14 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of these two parameters of glibc's `mallopt` (malloc.h)."""
 
 
-def freeze(older: int = OLDER_EVERY, *, asks: bool = False) -> None:
+def freeze(*, clients: bool = False) -> None:
     """Exclude all objects that exist now from garbage collection, and make collections rare or
     small.
 
     Args:
-        older: collections of young containers after which older ones are looked at.
-        asks: True leaves full collections to this process's calls of `return_free_memory`; else
-            they start by themselves, too.
+        clients: True for a process with connections, whose collections are small and whose full
+            ones are left to its calls of `return_free_memory`; else collections are rare, and full
+            ones start by themselves, too.
 
     With PyTorch imported, a full collection takes 0.1 s. Beside a GPU that served 40 requests at a
     time, those of the second generation took 10 to 22 ms, twenty times a minute, and those of
@@ -37,7 +39,10 @@ def freeze(older: int = OLDER_EVERY, *, asks: bool = False) -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # the oldest are looked at by their number at the last time, which is small now
-    gc.set_threshold(YOUNG_CONTAINERS, older, NEVER if asks else gc.get_threshold()[2])
+    if clients:
+        gc.set_threshold(YOUNG_WITH_CLIENTS, OLDER_WITH_CLIENTS, NEVER)
+    else:
+        gc.set_threshold(YOUNG_CONTAINERS, OLDER_EVERY)
 
 
 @contextmanager

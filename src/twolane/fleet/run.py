@@ -175,7 +175,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
                 return 0 if stop.asked.is_set() else 1
             restarting = asyncio.create_task(_restart(pool, again))
             returning = asyncio.create_task(return_memory(server))
-            garbage.freeze(garbage.OLDER_WITH_CLIENTS, asks=True)
+            garbage.freeze(clients=True)
             slo = next((each.state.slo for each in pool.serving), Slo())
             said = bounds(slo, refuses=shared.refuse_late)
             warn_of_open_address(listener, shared)

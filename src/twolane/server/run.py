@@ -178,7 +178,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         try:
             entry.app = app = await application(service, monitoring, config, options)
             entry.early = app.state.early
-            garbage.freeze(garbage.OLDER_WITH_CLIENTS, asks=True)
+            garbage.freeze(clients=True)
             address = address_of(listener)
             refuses = options.refuse_late
             warn_of_open_address(listener, options)
