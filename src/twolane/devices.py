@@ -105,7 +105,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[KVCacheDType, Option(MEMORY)] = "auto"
     """Number format of the KV cache: fp8 is e4m3 with a scale for each token and head, and holds
     about twice as many tokens; `auto` is that of --dtype."""
-    gpu_memory_utilization: Annotated[float, Option(MEMORY, "SHARE")] = 0.9
+    gpu_memory_utilization: Annotated[float, Option(MEMORY, "SHARE", positive=True, most=1)] = 0.9
     """Share of a GPU's memory for weights, workspaces and the KV pool, above 0 and at most 1."""
     device: Annotated[Device, Option(DEVICE)] = "auto"
     """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the

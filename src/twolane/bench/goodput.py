@@ -23,7 +23,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import write_atomically
-from twolane.common.options import MAX_SEED, Option
+from twolane.common.options import MAX_SEED, Option, check_ranges
 from twolane.playout import PACE_FRACTION, first_shown, next_shown
 from twolane.results.metrics import (
     DEFAULT_PERCENTILES,
@@ -71,9 +71,9 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     tbts: tuple[float, ...] = ()
     """Bounds on TBT in seconds, each searched in a folder of its own; with several, `slos` has
     none."""
-    attainment: Annotated[float, Option(MEASURE)] = 0.99
+    attainment: Annotated[float, Option(MEASURE, positive=True, most=1)] = 0.99
     """Share of requests (for tbt: of gaps) that must be within each SLO; 0.9 asks for P90."""
-    seeds: Annotated[int, Option(MEASURE)] = 1
+    seeds: Annotated[int, Option(MEASURE, least=1)] = 1
     """Number of searches, each with different arrivals."""
     seed: Annotated[int, Option(MEASURE, most=MAX_SEED)] = 0
     """Seed of the first search."""
@@ -120,16 +120,13 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FieldError: naming the first wrong field.
         """
+        check_ranges(self)
         if not bounded(self.slos) and not self.tbts:
             raise FieldError("goodput", "is needed: name the SLOs, such as ttft:1000 tbt:50")
-        if not 0 < self.attainment <= 1:
-            raise FieldError("attainment", f"must be in (0, 1], not {self.attainment}")
         if self.tbts and ("tbt" in self.slos or not all(0 < tbt < math.inf for tbt in self.tbts)):
             raise FieldError(
                 "goodput", "may have several bounds of tbt, each once, above 0, finite"
             )
-        if self.seeds < 1:
-            raise FieldError("seeds", f"must be positive, not {self.seeds}")
         if not MIN_RATE <= self.least_rate <= self.start_rate <= MAX_RATE:
             problem = f"must be in [{MIN_RATE}, {MAX_RATE:g}], and --least-rate not above it"
             raise FieldError("start_rate", problem)

@@ -53,7 +53,7 @@ def with_flags(text: str) -> str:
 
 def _flags() -> dict[str, str]:
     """Flags of the engine's settings by the names of their fields; `slo_tbt` is `slo.tbt`."""
-    return {"_".join(one.path): one.flag for one in settings_of(EngineConfig)}
+    return {one.field: one.flag for one in settings_of(EngineConfig)}
 
 
 def _bench_flags() -> dict[str, str]:
@@ -65,7 +65,7 @@ def _bench_flags() -> dict[str, str]:
     from twolane.workload.spec import WorkloadSpec
 
     structs = (Search, Target, BenchConfig, SimulateConfig, WorkloadSpec)
-    return {one.path[-1]: one.flag for struct in structs for one in settings_of(struct)}
+    return {one.field: one.flag for struct in structs for one in settings_of(struct)}
 
 
 def wrong_setting(error: FieldError) -> typer.Exit:

@@ -39,6 +39,8 @@ class Option(msgspec.Struct, frozen=True):
     """Smallest value that the field may have, in the field's unit."""
     most: float | None = None
     """Largest value that the field may have, in the field's unit."""
+    positive: bool = False
+    """Whether the number must be above 0."""
     name: str | None = None
     """Name of the option with underscores; by default the field's name."""
     alias: str | None = None
@@ -74,6 +76,8 @@ class Setting(msgspec.Struct, frozen=True):
 
     path: tuple[str, ...]
     """Names of the fields from the outer struct to it."""
+    field: str
+    """Name of the field in errors: its own, after the prefixes of nested structs."""
     kind: Any
     """Type of the field without metadata."""
     default: Any
@@ -104,7 +108,7 @@ def check_ranges(struct: msgspec.Struct) -> None:
     for setting in settings_of(type(struct)):
         value = functools.reduce(getattr, setting.path, struct)
         if isinstance(value, (int, float)):
-            _check_range("_".join(setting.path), value, setting.option)
+            _check_range(setting.field, value, setting.option)
 
 
 def check_types(struct: msgspec.Struct) -> None:
@@ -126,6 +130,8 @@ def check_types(struct: msgspec.Struct) -> None:
 def _check_range(field: str, value: float, option: Option) -> None:
     if math.isnan(value) or (math.isinf(value) and not option.infinite):
         raise FieldError(field, f"must be finite, not {value}")
+    if option.positive and value <= 0:
+        raise FieldError(field, f"must be positive, not {value}")
     if option.least is not None and value < option.least:
         raise FieldError(field, f"must be at least {option.least:g}, not {value}")
     if option.most is not None and value > option.most:
@@ -144,11 +150,12 @@ def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:
         for one in metadata:
             if isinstance(one, Nested):
                 for inner in settings_of(kind, prefix + one.prefix):
-                    yield msgspec.structs.replace(inner, path=(field.name, *inner.path))
+                    path, name = (field.name, *inner.path), one.prefix + inner.field
+                    yield msgspec.structs.replace(inner, path=path, field=name)
             elif isinstance(one, Option):
                 name = prefix + (one.name or field.name)
                 text = one.help or _in_unit(docs[field.name], one.factor)
-                yield Setting((field.name,), kind, _default(field), one, name, text)
+                yield Setting((field.name,), field.name, kind, _default(field), one, name, text)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

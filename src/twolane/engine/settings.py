@@ -181,6 +181,3 @@ def _check_device(config: EngineConfig) -> None:
     if config.capture_when_idle and config.ranks > 1:
         problem = "is only for one GPU: ranks and 1P1D capture all graphs first"
         raise FieldError("capture_when_idle", problem)
-    if not 0 < config.gpu_memory_utilization <= 1:
-        share = config.gpu_memory_utilization
-        raise FieldError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share}")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.options import Nested, Option, milliseconds
+from twolane.common.options import Nested, Option, check_ranges, milliseconds
 from twolane.results import metrics
 from twolane.results.record import Record
 from twolane.workload.prompts import TokenRange
@@ -44,9 +44,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     completions and text for chat."""
     vocab_range: Annotated[TokenRange, Option(WHAT, "LOW:HIGH")] = TokenRange()
     """Token ids to draw prompts from, HIGH excluded."""
-    max_concurrency: Annotated[int | None, Option(WHEN)] = None
+    max_concurrency: Annotated[int | None, Option(WHEN, least=1)] = None
     """Largest number of requests in flight; later ones wait in the client."""
-    num_warmups: Annotated[int, Option(MEASURE)] = 0
+    num_warmups: Annotated[int, Option(MEASURE, least=0)] = 0
     """Number of unmeasured requests that are sent first; `bench goodput --serve` sends them only
     before a server's first run."""
     ignore_eos: Annotated[bool, Option(WHAT)] = True
@@ -60,7 +60,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     prompt_seed: int | None = None
     """Seed of the prompts' content; None: the workload's. Another seed keeps lengths and arrivals
     and shares no cached prefix."""
-    timeout: Annotated[float, Option(WHERE, "SECONDS")] = 600.0
+    timeout: Annotated[float, Option(WHERE, "SECONDS", positive=True)] = 600.0
     """Seconds that one request may take."""
     engine_gaps: Annotated[bool, Option(MEASURE)] = False
     """Whether the server's own histogram of gaps between tokens is read at /metrics before and
@@ -107,6 +107,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FieldError: naming the first wrong field.
         """
+        check_ranges(self)
         if not _is_address(self.base_url):
             raise FieldError("base_url", f"{self.base_url!r} is not an http(s) address")
         for name, value in self.request_headers.items():
@@ -121,20 +122,12 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.vocab_range.low < self.vocab_range.high:
             low, high = self.vocab_range.low, self.vocab_range.high
             raise FieldError("vocab_range", f"{low}:{high} holds no token ids")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise FieldError("max_concurrency", f"must be positive, not {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise FieldError("num_warmups", f"must not be negative, but is {self.num_warmups}")
-        if not self.timeout > 0:
-            raise FieldError("timeout", f"must be positive, not {self.timeout}")
         self._check_measures()
 
     def _check_measures(self) -> None:
         clash = sorted(_OWN_FIELDS & self.extra_body.keys())
         if clash:
             raise FieldError("extra_body", f"has what other options set: {', '.join(clash)}")
-        if not 0 <= self.playout < math.inf:
-            raise FieldError("playout", f"must be at least 0 and finite, not {self.playout}")
         if self.playout and "tbt" not in self.goodput:
             raise FieldError("playout", "needs a bound on TBT: --goodput tbt:MS")
         if metrics.TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:

@@ -11,7 +11,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import is_file
-from twolane.common.options import MAX_SEED, Option
+from twolane.common.options import MAX_SEED, Option, check_ranges
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
 from twolane.workload.lengths import TABLES, LengthTable
@@ -34,34 +34,34 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Workload: random (fixed lengths); azure-code, azure-conv, sharegpt, sharegpt-1k, loogle,
     openthoughts, conversation, toolagent or arxiv-sum (drawn; see `twolane bench workloads`); or a
     trace file: Azure CSV, Mooncake JSONL, either gzipped."""
-    num_prompts: Annotated[int | None, Option(WHAT)] = None
+    num_prompts: Annotated[int | None, Option(WHAT, positive=True)] = None
     """Number of requests; by default all of a trace, else 1000."""
-    request_rate: Annotated[float | None, Option(WHEN, infinite=True)] = None
+    request_rate: Annotated[float | None, Option(WHEN, infinite=True, positive=True)] = None
     """Requests per second; inf sends all at once. By default the trace's own times, else inf."""
-    burstiness: Annotated[float, Option(WHEN, infinite=True)] = 1.0
+    burstiness: Annotated[float, Option(WHEN, infinite=True, positive=True)] = 1.0
     """Shape of the gaps between arrivals: 1 is Poisson, less is burstier, more is smoother, inf is
     evenly spaced."""
-    seed: Annotated[int, Option(WHAT, most=MAX_SEED)] = 0
+    seed: Annotated[int, Option(WHAT, least=0, most=MAX_SEED)] = 0
     """Seed of lengths, arrivals and prompts."""
-    random_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    random_input_len: Annotated[int | None, Option(WHAT, "TOKENS", positive=True)] = None
     """Prompt tokens of each request of random; by default 1024."""
-    random_output_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    random_output_len: Annotated[int | None, Option(WHAT, "TOKENS", positive=True)] = None
     """Output tokens of each request of random; by default 128."""
-    trace_offset: Annotated[float | None, Option(WHEN, "SECONDS")] = None
+    trace_offset: Annotated[float | None, Option(WHEN, "SECONDS", least=0)] = None
     """Seconds of the trace to skip."""
-    trace_duration: Annotated[float | None, Option(WHEN, "SECONDS")] = None
+    trace_duration: Annotated[float | None, Option(WHEN, "SECONDS", positive=True)] = None
     """Seconds of the trace to replay."""
-    scale_rate: Annotated[float | None, Option(WHEN)] = None
+    scale_rate: Annotated[float | None, Option(WHEN, positive=True)] = None
     """Factor on the speed at which the trace's own times are replayed."""
     continue_blocks: Annotated[bool, Option(WHAT)] = False
     """Whether the partial last block of a prompt begins the block with which the next turn of its
     conversation goes on; traces give both an id of their own, so that a turn shares whole blocks
     with the one before alone."""
-    scale_lengths: Annotated[float | None, Option(WHAT)] = None
+    scale_lengths: Annotated[float | None, Option(WHAT, positive=True)] = None
     """Factor on all lengths, shared prefixes included."""
-    max_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    max_input_len: Annotated[int | None, Option(WHAT, "TOKENS", positive=True)] = None
     """Number of tokens to which longer prompts are cut."""
-    max_output_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    max_output_len: Annotated[int | None, Option(WHAT, "TOKENS", positive=True)] = None
     """Number of tokens to which longer replies are cut."""
 
     def build(self) -> list[TraceRequest]:
@@ -93,7 +93,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FieldError: naming the first wrong field.
         """
-        self._check_ranges()
+        check_ranges(self)
         self._check_dataset()
 
     def _select(self) -> list[TraceRequest]:
@@ -157,21 +157,3 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("trace_offset", "trace_duration"):
             if getattr(self, field) is not None and self.dataset in (RANDOM, *DRAWN):
                 raise FieldError(field, f"has no meaning: {self.dataset} is not a trace file")
-
-    def _check_ranges(self) -> None:
-        positive = (
-            "num_prompts request_rate burstiness random_input_len random_output_len "
-            "trace_duration scale_rate scale_lengths max_input_len max_output_len"
-        )
-        for field in positive.split():
-            value = getattr(self, field)
-            if value is not None and not value > 0:
-                raise FieldError(field, f"must be positive, not {value}")
-        for field in ("seed", "trace_offset"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise FieldError(field, f"must not be negative, but is {value}")
-        for field in ("trace_offset", "trace_duration", "scale_rate", "scale_lengths"):
-            value = getattr(self, field)
-            if value is not None and not math.isfinite(value):
-                raise FieldError(field, f"must be finite, not {value}")
