@@ -50,6 +50,16 @@ def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[int]:
     return cores[: max(1, int(time))]
 
 
+def cpu_name() -> str:
+    """Return the CPU's name as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def pin_thread(cores: Sequence[int]) -> None:
     """Pin this thread, and those that it starts, to these cores. Where control groups bound the
     time and not the cores, the system chooses: others may be busy on these."""

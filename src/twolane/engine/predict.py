@@ -4,7 +4,6 @@ import copy
 import functools
 import hashlib
 import logging
-import platform
 import shutil
 import subprocess
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from twolane.common.errors import FieldError
+from twolane.common.resources import cpu_name
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
 from twolane.estimate.kept import kept
@@ -141,7 +141,7 @@ def machine_key(machine: Machine, units: int) -> Key:
     """Return the key of profiles taken on this machine."""
     itemsize, weights, kv = machine.itemsize, machine.weight_itemsize, machine.kv_itemsize
     return Key(
-        device=_cpu_name() if machine.kind == "cpu" else machine.name,
+        device=cpu_name() if machine.kind == "cpu" else machine.name,
         driver=_driver_version() if machine.kind == "cuda" else machine.revision,
         version=LAUNCHES_SINCE,
         model=model_digest(machine.spec),
@@ -161,13 +161,3 @@ def _driver_version() -> str:
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     return lines[0] if lines else ""
-
-
-def _cpu_name() -> str:
-    """Return the processor's model, as Linux names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

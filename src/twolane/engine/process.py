@@ -28,7 +28,6 @@ from twolane.engine.loop import run
 from twolane.engine.messages import (
     Fatal,
     FromEngine,
-    Outputs,
     Progress,
     ToEngine,
     decode_to_engine,
@@ -105,12 +104,8 @@ class ZmqPort:
             except zmq.Again:
                 return messages
 
-    def send(self, outputs: Outputs) -> None:
-        """See `Port.send`."""
-        self.tell(outputs)
-
-    def tell(self, message: FromEngine) -> None:
-        """Send any message to the API process."""
+    def send(self, message: FromEngine) -> None:
+        """See `Port.send`; it sends any message to the API process."""
         self._outbox.send(encode(message))
 
     def wait(self, wake_at: float | None) -> None:
@@ -144,7 +139,7 @@ class ZmqPort:
         self.wait(0.0)
         if self.stopped:
             raise ApiProcessGone
-        self.tell(Progress(stage, fraction))
+        self.send(Progress(stage, fraction))
 
     def close(self) -> None:
         """Send out queued messages, within bounds."""
@@ -175,13 +170,13 @@ def main() -> int:
         garbage.freeze()
         log.info(times.end())
         port.end_with(parent)
-        port.tell(built.ready)
+        port.send(built.ready)
         run(built.engine, port)
     except ApiProcessGone:
         return 0
     except Exception as error:
         field = error.field if isinstance(error, FieldError) else None
-        port.tell(Fatal(_explain(error), field))
+        port.send(Fatal(_explain(error), field))
         return 1
     finally:
         if built is not None:

@@ -18,31 +18,10 @@ import zmq
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import without_secrets
+from twolane.engine import messages
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.kv.prefix_digest import PrefixBook
 from twolane.engine.lateness import Lateness
-from twolane.engine.messages import (
-    Abort,
-    DeliveryLateness,
-    Fatal,
-    Finish,
-    ForgetPrefixes,
-    FromEngine,
-    Launched,
-    Output,
-    Outputs,
-    Ping,
-    Progress,
-    Ready,
-    Refused,
-    Stats,
-    Submit,
-    ToEngine,
-    Vocabulary,
-    Watch,
-    decode_from_engine,
-    encode,
-)
 from twolane.engine.prompt_work import PromptWork
 from twolane.frontend.adapters import Adapters
 from twolane.frontend.delivery import DeliveryQueue
@@ -69,18 +48,18 @@ class EngineGone(msgspec.Struct, frozen=True):
     message: str
 
 
-Event = Output | Refused | EngineGone
+Event = messages.Output | messages.Refused | EngineGone
 Sink = Callable[[Event], None]
 
 
-def start_error(fatal: Fatal) -> Exception:
+def start_error(fatal: messages.Fatal) -> Exception:
     """Return the error of a failed start; it names the setting at fault."""
     if fatal.field is None:
         return EngineError(fatal.message)
     return FieldError(fatal.field, fatal.message.removeprefix(f"{fatal.field} "))
 
 
-def ignore_progress(_: Progress) -> None:
+def ignore_progress(_: messages.Progress) -> None:
     """Ignore the progress."""
 
 
@@ -98,19 +77,19 @@ class EngineClient:
 
     arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
     """Arguments of the Python interpreter."""
-    ready: Ready
+    ready: messages.Ready
     prefixes: PrefixBook
     """Landmarks of the engine's prefix tree; set with `ready`."""
     process: asyncio.subprocess.Process
 
     def __init__(
         self,
-        on_progress: Callable[[Progress], None] = ignore_progress,
+        on_progress: Callable[[messages.Progress], None] = ignore_progress,
         *,
         hang_seconds: float = HANG_SECONDS,
         watchdog: bool = False,
     ) -> None:
-        self.stats, self.stats_at = Stats(), 0.0
+        self.stats, self.stats_at = messages.Stats(), 0.0
         """The engine's latest gauges, and when they came, in seconds on the monotonic clock."""
         self.adapters = Adapters({}, {}, self._send)
         """The engine's LoRA adapters."""
@@ -119,11 +98,11 @@ class EngineClient:
         self._watchdog = watchdog
         self.failure: str | None = None
         self.failed = asyncio.Event()
-        self.watchers: list[Callable[[list[Launched]], None]] = []
+        self.watchers: list[Callable[[list[messages.Launched]], None]] = []
         """Called with launches during the time that `watch` sets."""
         self._loop = asyncio.get_running_loop()
         self._on_progress = on_progress
-        self._started: asyncio.Future[Ready] = self._loop.create_future()
+        self._started: asyncio.Future[messages.Ready] = self._loop.create_future()
         self._sinks: dict[str, Sink] = {}
         self._submitted = 0
         self._uncounted: deque[PromptWork] = deque()
@@ -152,7 +131,7 @@ class EngineClient:
     async def start(
         cls,
         config: EngineConfig,
-        on_progress: Callable[[Progress], None] = ignore_progress,
+        on_progress: Callable[[messages.Progress], None] = ignore_progress,
         log_level: str = "warning",
         *,
         hang_seconds: float = HANG_SECONDS,
@@ -185,7 +164,7 @@ class EngineClient:
             raise
         return client
 
-    def submit(self, request: Submit, sink: Sink) -> None:
+    def submit(self, request: messages.Submit, sink: Sink) -> None:
         """Send a request; its events go to `sink`, which must not block.
 
         Raises:
@@ -206,7 +185,7 @@ class EngineClient:
             work = work.plus(each)
         return work
 
-    def send_vocabulary(self, vocabulary: Vocabulary) -> None:
+    def send_vocabulary(self, vocabulary: messages.Vocabulary) -> None:
         """Send the texts of the model's tokens before the first request with a grammar.
 
         Raises:
@@ -217,20 +196,16 @@ class EngineClient:
     def finish(self, id: str, tokens: int) -> None:
         """Tell the engine that an answer is complete with its first `tokens` tokens; its ending
         follows."""
-        with contextlib.suppress(EngineError):  # the watch on the process reports it
-            self._send(Finish(id=id, tokens=tokens))
+        self._tell(messages.Finish(id=id, tokens=tokens))
 
     def abort(self, id: str) -> None:
         """Abort a request, unless it has ended."""
-        if self._sinks.pop(id, None) is not None and self.failure is None:
-            with contextlib.suppress(EngineError):  # the watch on the process reports it
-                self._send(Abort(id=id))
+        if self._sinks.pop(id, None) is not None:
+            self._tell(messages.Abort(id=id))
 
     def watch(self, seconds: float) -> None:
         """Have the engine report launches to `watchers` for `seconds` from now."""
-        if self.failure is None:
-            with contextlib.suppress(EngineError):  # the watch on the process reports it
-                self._send(Watch(seconds))
+        self._tell(messages.Watch(seconds))
 
     def forget_prefixes(self) -> None:
         """Have the engine empty its prefix cache.
@@ -238,7 +213,7 @@ class EngineClient:
         Raises:
             EngineError: the engine is gone.
         """
-        self._send(ForgetPrefixes())
+        self._send(messages.ForgetPrefixes())
 
     async def wait_for_gap(self) -> None:
         """Wait until work for a new request delays no token: see `DeliveryQueue`."""
@@ -250,9 +225,7 @@ class EngineClient:
         return self._delivery.lateness
 
     def _report_lateness(self, spread: float) -> None:
-        if self.failure is None:
-            with contextlib.suppress(EngineError):  # the watch on the process reports it
-                self._send(DeliveryLateness(spread))
+        self._tell(messages.DeliveryLateness(spread))
 
     def end_all(self, message: str) -> None:
         """End the streams of all open requests with `message` and abort them in the engine."""
@@ -319,18 +292,18 @@ class EngineClient:
             return
         self._loop.call_soon(self._read)
         self._heard += 1
-        self._take(decode_from_engine(received))
+        self._take(messages.decode_from_engine(received))
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: messages.FromEngine) -> None:
         match message:
-            case Outputs():
+            case messages.Outputs():
                 self._take_outputs(message)
-            case Progress():
+            case messages.Progress():
                 self._on_progress(message)
-            case Ready() if not self._started.done():
+            case messages.Ready() if not self._started.done():
                 self.prefixes = PrefixBook(message.page_size)
                 self._started.set_result(message)
-            case Fatal():
+            case messages.Fatal():
                 self._last_words = message.message
                 if not self._started.done():
                     self._started.set_exception(start_error(message))
@@ -355,8 +328,7 @@ class EngineClient:
         """Ping the engine; log its problems, and kill it if it hangs and the watchdog is on."""
         reported = False
         while self.failure is None:
-            with contextlib.suppress(EngineError):  # the watch on the process reports it
-                self._send(Ping())
+            self._tell(messages.Ping())
             self.liveness.asked()
             hung, problem = self.liveness.hung, self.liveness.problem
             if hung is not None and self._watchdog:
@@ -382,7 +354,7 @@ class EngineClient:
             self.adapters.fail(EngineError(reason))
             self.failed.set()
 
-    def _take_outputs(self, news: Outputs) -> None:
+    def _take_outputs(self, news: messages.Outputs) -> None:
         self.stats, self.stats_at = news.stats, time.monotonic()
         while len(self._uncounted) > self._submitted - news.stats.counted:
             self._uncounted.popleft()
@@ -399,15 +371,21 @@ class EngineClient:
             if sink is not None:
                 sink(refused)
 
-    def _deliver(self, output: Output) -> None:
+    def _deliver(self, output: messages.Output) -> None:
         ended = output.finish is not None
         sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
         if sink is not None:
             sink(output)
 
-    def _send(self, message: ToEngine) -> None:
+    def _tell(self, message: messages.ToEngine) -> None:
+        """Send a message that is of no use if the engine is gone: the watch on it reports that."""
+        if self.failure is None:
+            with contextlib.suppress(EngineError):
+                self._send(message)
+
+    def _send(self, message: messages.ToEngine) -> None:
         try:
-            self._push.send(encode(message), zmq.NOBLOCK)
+            self._push.send(messages.encode(message), zmq.NOBLOCK)
         except zmq.Again as error:  # no peer: it has just died
             raise EngineError("the engine is gone") from error
 

@@ -19,7 +19,7 @@ import msgspec
 
 import twolane
 from twolane.common.files import write_atomically
-from twolane.common.resources import usable_cores
+from twolane.common.resources import cpu_name, usable_cores
 
 COMMIT = "TWOLANE_COMMIT"
 """Environment variable with the commit of a source tree without git's history."""
@@ -176,16 +176,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def cpu_name() -> str:
-    """Return the CPU's name from /proc/cpuinfo."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _output_of(*words: str) -> str | None:
