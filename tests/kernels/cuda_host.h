@@ -4,18 +4,7 @@
 // launched early (programmatic dependent launch): what the kernel in front of them makes must not be
 // used by a thread that has not waited for it.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <random>
-#include <set>
-#include <vector>
-
-#include <ucontext.h>
+#include "standard.h"
 
 #define ON_HOST
 #define __device__
