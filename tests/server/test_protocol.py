@@ -613,6 +613,23 @@ def test_two_tools_of_one_name_are_refused():
     assert told.description == "new"
 
 
+def test_templates_get_tools_with_their_keys_in_the_order_of_the_api():
+    """Qwen's, Llama's and other templates write tools with `tojson`, as they are."""
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    named = {"name": "f", "description": "It works"}
+    tool = {"type": "function", "function": {**named, "parameters": schema}}
+    messages = {"model": "m", "max_tokens": 5, "messages": MESSAGES}
+    items = {"input": "Hi", "tools": [{"type": "function", "parameters": schema, **named}]}
+    blocks = {**messages, "tools": [{"input_schema": schema, **named}]}
+    for request in (
+        ChatRequest.model_validate({"messages": MESSAGES, "tools": [tool]}).request(),
+        ResponsesRequest.model_validate(items).request([]),
+        MessagesRequest.model_validate(blocks).request(lambda _: False),
+    ):
+        [told] = request.format.tools
+        assert json.dumps(told.for_template()) == json.dumps(tool)
+
+
 TEXTS = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 

@@ -45,11 +45,12 @@ class Tool(msgspec.Struct, frozen=True):
     description: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool in the format of chat templates."""
-        function = {"parameters": self.parameters or {}, "name": self.name}
+        """Return the tool in the format of chat templates, which write it as it is: its keys have
+        the order of OpenAI's API, in which models were trained to read them."""
+        function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        return {"type": "function", "function": function}
+        return {"type": "function", "function": {**function, "parameters": self.parameters or {}}}
 
     @property
     def schema(self) -> Mapping[str, Any]:
