@@ -257,6 +257,29 @@ def test_thinking_goes_to_mistrals_templates_as_parts():
         shown(MAGISTRAL, [user([thinking("Hm.")])])
 
 
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning"])
+def test_templates_read_thinking_by_either_name(read, sent):
+    """Gemma 4's reads `reasoning`, Qwen 3's `reasoning_content`; vLLM gives them both."""
+    source = f"{{% for m in messages %}}{{{{ m.{read} }}}}{{{{ m.content }}}}{{% endfor %}}"
+    history = [user("Q"), {"role": "assistant", sent: "Hm.", "content": "A"}, user("R")]
+    assert shown(source, history) == "QHm.AR"
+
+
+def test_results_have_the_names_of_their_tools():
+    """Functionary's template puts the name and a text together; clients send the call's id only."""
+    source = """{% for m in messages %}{% if m.role == 'tool' %}{{ 'name=' + m['name'] + ':' }}
+{%- endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}
+{{- c.function.arguments | tojson }}{% endfor %};{% endfor %}"""
+    told = "name=get_weather:Result5 °C"
+    assert told in shown(source, called(None))
+    named = {**called(None)[2], "name": "other"}
+    assert "name=other:Result5 °C" in shown(source, [*called(None)[:2], named])
+    nobodys = {**called(None)[2], "tool_call_id": "nobodys"}
+    with pytest.raises(TextError, match="chat template"):
+        shown(source, [*called(None)[:2], nobodys])
+
+
 @pytest.mark.parametrize("source", [MAGISTRAL, MISTRAL_TOOLS], ids=["magistral", "mistral"])
 def test_templates_of_short_ids_get_short_ones_of_others(source):
     """Ids of our own answers, of Anthropic's API and others have more than 9 characters."""

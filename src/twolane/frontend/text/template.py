@@ -23,6 +23,7 @@ from twolane.frontend.text.template_form import (
     part,
     thinking_part,
     to_json,
+    with_names_of_results,
     with_tools,
 )
 
@@ -220,6 +221,7 @@ class ChatTemplate:
             TemplateError: the template refuses.
             ValueError: the last message cannot be continued: the template drops or changes it.
         """
+        messages = with_names_of_results(messages)
         messages = with_tools(messages, tools, self.form.system_tools) if tools else messages
         turns = [turn for message in messages for turn in self.form.adapted(message)]
         last = turns[-1]["content"]

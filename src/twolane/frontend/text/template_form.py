@@ -94,6 +94,8 @@ class TemplateForm(msgspec.Struct, frozen=True):
             made["thinking"] = thought
             if "tool_calls" in made and made["content"]:
                 made["thinking"], made["content"] = f"{thought}\n\n{made['content']}", ""
+        if thought := made.get("reasoning_content"):
+            made["reasoning"] = thought  # vLLM's newer name, which Gemma 4's and other templates read
         if self.short_ids and "tool_call_id" in made:
             made["tool_call_id"] = short_id(made["tool_call_id"])
         return made
@@ -130,6 +132,25 @@ class TemplateForm(msgspec.Struct, frozen=True):
         if self.short_ids and "id" in adapted:
             adapted["id"] = short_id(adapted["id"])
         return adapted
+
+
+def with_names_of_results(turns: Sequence[Message]) -> list[Message]:
+    """Return the messages with the tool's name in each result that has only the id of its call.
+
+    OpenAI's clients send no names, without which templates such as Functionary's refuse a result or
+    write an unknown one.
+    """
+    names = {
+        call.get("id"): call["function"]["name"]
+        for turn in turns
+        for call in turn.get("tool_calls") or ()
+    }
+    return [
+        {**turn, "name": names[turn["tool_call_id"]]}
+        if turn["role"] == "tool" and not turn.get("name") and turn.get("tool_call_id") in names
+        else turn
+        for turn in turns
+    ]
 
 
 def with_tools(
