@@ -148,7 +148,23 @@ SERVED = {
 }
 
 
-JOINED = {"two of the user": [user(user()["content"] + "\n\nQuestion4")]}
+def told(text, asked=None):
+    """The user's message with what the system says in front."""
+    return user(f"{text}\n\n{asked or user()['content']}")
+
+
+OTHERS = {
+    "two of the user": [user(user()["content"] + "\n\nQuestion4")],
+    "system": [told("System2 be <brief>")],
+    "system and turns": [told("System2 be <brief>"), ANSWER, user("Question4")],
+    "parts everywhere": [
+        told("System2", "Question1"),
+        {**ANSWER, "content": texts("Answer3")},
+        user(texts("Question4")),
+    ],
+    "two parts of the system": [told("System2\nSystem7")],
+    "developer": [told("System2 be brief")],
+}
 """What a template that refuses a conversation gets in its place."""
 
 
@@ -158,8 +174,8 @@ JOINED = {"two of the user": [user(user()["content"] + "\n\nQuestion4")]}
 def test_prompts_are_those_of_transformers(name, conversation, tools):
     messages, codec = CONVERSATIONS[conversation], SERVED[name]
     expected = theirs(TEMPLATES[name], messages, tools)
-    if expected is None and conversation in JOINED:
-        expected = theirs(TEMPLATES[name], JOINED[conversation], tools)
+    if expected is None and conversation in OTHERS:
+        expected = theirs(TEMPLATES[name], OTHERS[conversation], tools)
     turns = turns_of(TypeAdapter(Messages).validate_python(messages))
     if expected is None:
         with pytest.raises(TextError, match="chat template"):
@@ -255,6 +271,72 @@ def test_thinking_goes_to_mistrals_templates_as_parts():
         shown(TEMPLATES["qwen3"].source, sent)
     with pytest.raises(ValueError, match="not of the assistant or the system"):
         shown(MAGISTRAL, [user([thinking("Hm.")])])
+
+
+def test_a_template_that_takes_one_call_gets_several_one_by_one():
+    """Llama 3's models make several calls, whose results its template refuses to show together."""
+    source = TEMPLATES["llama3.1"].source
+    first, call, result = called("I look.")
+    second = {**TOOL_CALL, "id": "second", "function": {**CALL, "name": "other"}}
+    results = [{**result, "tool_call_id": "second", "content": "Result6"}, result]
+    both = {**call, "tool_calls": [TOOL_CALL, second]}
+    apart = [
+        {"role": "assistant", "content": None, "tool_calls": [second]},
+        results[0],
+        call,
+        result,
+    ]
+    assert shown(source, [first, both, *results, user("Thanks")]) == shown(
+        source, [first, *apart, user("Thanks")]
+    )
+    assert shown(source, [first, both]).count("parameters") == 2
+
+
+def test_calls_come_before_the_text_beside_them_where_a_template_shows_only_one():
+    """DeepSeek-R1's distilled models have such a template."""
+    source = """{% for m in messages %}{% if m.content is none %}
+{{- m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}
+{%- else %}{{ m.content }}{% endif %};{% endfor %}"""
+    assert shown(source, called("I look.")).split(";")[1].startswith('get_weather{"city')
+
+
+def test_the_system_is_told_by_the_user_where_a_template_drops_it():
+    """Mistral Nemo's shows it in the user's message if that is the last one."""
+    source = """{% set system = messages[0].content if messages[0].role == 'system' %}
+{%- for m in (messages[1:] if system else messages) %}{{ m.role }}:
+{%- if loop.last and m.role == 'user' and system %}{{ system ~ '\n\n' }}{% endif %}
+{{- m.content or m.tool_calls[0].function.name }}
+{%- if m.tool_calls %}{{ m.tool_calls[0].function.arguments | tojson }}{% endif %};{% endfor %}"""
+    asked = "user:System2 be <brief>\n\nQuestion1 ä<&>\n 'x';"
+    assert shown(source, [SYSTEM, user()]) == asked
+    assert shown(source, [SYSTEM, *called(None)]).startswith(asked + "assistant:get_weather")
+
+
+LFM2 = """{% for m in ([{'role': 'system', 'content': 'List of tools: [' ~ (tools | tojson)[1:]}]
+if tools else []) + messages %}<|im_start|>{{ m.role }}
+{{ m.content if m.content is string else m.content | tojson }}<|im_end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_calls_of_lfm_2_are_in_the_content(tools):
+    """Its template shows no `tool_calls`; the model's card has them in the content."""
+    shown_calls = shown(LFM2, called("I look."), tools=tools)
+    python = '<|tool_call_start|>[get_weather(city="Zürich <b>", days=2)]<|tool_call_end|>'
+    assert f"assistant\nI look.{python}<|im_end|>\n<|im_start|>tool\nResult5" in shown_calls
+    assert f"assistant\n{python}<|im_end|>" in shown(LFM2, called(None), tools=tools)
+
+
+def test_parts_that_a_template_writes_as_json_are_not_thinking():
+    """LFM2.5's writes every part that it does not know as JSON, and thinking by its own key."""
+    source = """{% for m in messages %}{{ '<think>' ~ m.thinking ~ '</think>' if m.thinking }}
+{%- if m.content is string %}{{ m.content }}{% else %}{% for p in m.content or [] %}
+{{- p.text if p.type == 'text' else p | tojson }}{% endfor %}{% endif %}
+{%- for c in m.tool_calls or [] %}[{{ c.function.name }}({{ c.function.arguments | tojson }})]
+{%- endfor %};{% endfor %}"""
+    call = {**called("I look.")[1], "reasoning_content": "Hm."}
+    begun = "Q;<think>Hm.</think>I look.[get_weather("
+    assert shown(source, [user("Q"), call]).startswith(begun)
 
 
 @pytest.mark.parametrize("sent", ["reasoning_content", "reasoning"])

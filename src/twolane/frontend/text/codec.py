@@ -3,6 +3,7 @@
 import codecs
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders
 from twolane.common.surrogates import with_whole_characters
 from twolane.engine.messages import Vocabulary
 from twolane.frontend.sandboxed import TookTooLong, within
+from twolane.frontend.text.histories import other_forms
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
@@ -397,8 +399,8 @@ class TextCodec:
         With `tools_as_text`, the template is given tools, calls and results as text in Hermes'
         form, except calls of a conversation without tools that it shows itself.
 
-        Where the template refuses the messages, or shows but some of them, those of the system in
-        front are one message, and so are those of the user that follow each other.
+        Where the template refuses the messages, or shows but some of them, it gets them in
+        `histories.other_forms`.
 
         Raises:
             TextError: the model has no tokenizer or chat template, the template refuses, or what
@@ -593,21 +595,18 @@ def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> Non
 def rendered_somehow(
     rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]
 ) -> str:
-    """Return a conversation as text, with fewer messages if the template refuses it as it is.
+    """Return a conversation as text, in another form if the template refuses it as it is.
 
     Raises:
-        TextError: it refuses either.
+        TextError: it refuses all of them.
     """
     try:
         return rendered(messages)
-    except TextError as refusal:
-        fewer = with_fewer_messages(messages)
-        if len(fewer) == len(messages):
-            raise
-        try:
-            return rendered(fewer)
-        except TextError:
-            raise refusal from None
+    except TextError:
+        for other in other_forms(messages):
+            with suppress(TextError):
+                return rendered(other)
+        raise
 
 
 def check_calls(
@@ -646,36 +645,6 @@ def rendering(
         raise TextError(f"the model's chat template refused the messages: {error}") from error
     check_words(messages, text)
     return text
-
-
-def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with those of the system in front as one, and likewise those of the user
-    that follow each other, where they are text alone."""
-    # The first message of each run, and the texts of all; no text if it has more than that.
-    runs: list[tuple[Message, list[str]]] = []
-    for message in messages:
-        text, (last, texts) = text_alone(message), runs[-1] if runs else ({}, [])
-        roles = {message["role"], last.get("role")}
-        joins = roles == {"user"} or (len(runs) == 1 and roles <= {"system", "developer"})
-        if joins and texts and text is not None:
-            texts.append(text)
-        else:
-            runs.append((message, [] if text is None else [text]))
-    return [
-        {"role": "user" if first["role"] == "user" else "system", "content": "\n\n".join(texts)}
-        if len(texts) > 1
-        else first
-        for first, texts in runs
-    ]
-
-
-def text_alone(message: Message) -> str | None:
-    """Return the text of a message that has nothing else; None: it has."""
-    content = message["content"]
-    texts = [content] if isinstance(content, str) else content or ()
-    if message.keys() > {"role", "content"} or not all(isinstance(each, str) for each in texts):
-        return None
-    return "\n".join(texts)
 
 
 def check_words(messages: Sequence[Message], text: str) -> None:

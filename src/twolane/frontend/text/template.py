@@ -18,6 +18,7 @@ from jinja2.utils import Namespace
 from markupsafe import escape
 
 from twolane.frontend.text.template_form import (
+    PYTHON_CALLS,
     Message,
     TemplateForm,
     part,
@@ -300,8 +301,10 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         thinking_parts="assistant" in part_roles
         and shows(template, role_probe("assistant", [thinking_part(SEEN), part("Hello")])),
         thinking_key=arguments is not None
-        and shows(template, thinking_probe(arguments, contents, "thinking"), times=2)
-        and not shows(template, thinking_probe(arguments, contents, "reasoning_content"), times=2),
+        and shows_thinking(template, arguments, contents[0])
+        and not shows_thinking(template, arguments, contents[0], "reasoning_content"),
+        thinking_alone=arguments is not None
+        and not shows_thinking(template, arguments, "Beside it"),
         named_calls=named_calls,
         short_ids=arguments is not None and not shows(template, long_id_probe(arguments, contents)),
     )
@@ -329,12 +332,17 @@ def call_probe(arguments: Literal["object", "text"], content: str | None) -> lis
     return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
 
 
-def thinking_probe(
-    arguments: Literal["object", "text"], contents: Sequence[str | None], key: str
-) -> list[Message]:
-    """Return a conversation with a tool call and the thinking before it under this key."""
-    hello, called, result = call_probe(arguments, contents[0])
-    return [hello, {**called, key: SEEN}, result]
+def shows_thinking(
+    template: ChatTemplate,
+    arguments: Literal["object", "text"],
+    content: str | None,
+    key: str = "thinking",
+) -> bool:
+    """Return whether the template shows the thinking before a tool call, given under this key, and
+    the content beside the call."""
+    hello, called, result = call_probe(arguments, content)
+    turns = [hello, {**called, key: SEEN}, result]
+    return shows(template, turns, content or "", times=2)
 
 
 def long_id_probe(
@@ -385,10 +393,13 @@ def shows_tool(template: ChatTemplate, turns: Sequence[Message]) -> bool:
 
 
 def find_call_mark(template: ChatTemplate) -> str:
-    """Return the mark after which the model is asked to list its calls, or an empty text."""
+    """Return the mark after which the model lists its calls, or an empty text."""
     text = template.tried([HELLO], tools=[TOOL]) or ""
-    # Marks before a JSON list of calls, by which Granite 3 and Phi-4-mini are told to write calls.
-    return next((mark for mark in ("<|tool_call|>", "functools") if mark in text), "")
+    # Granite 3 and Phi-4-mini are told the marks before a JSON list of calls; LFM2 is not.
+    marks = {mark: mark for mark in ("<|tool_call|>", "functools")} | dict.fromkeys(
+        ("List of tools: [", "List of tools: <|tool_list_start|>["), PYTHON_CALLS
+    )
+    return next((mark for told, mark in marks.items() if told in text), "")
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
@@ -399,7 +410,7 @@ def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: 
     text = template.tried(turns)
     if text is None:
         return False
-    pythonic = ("None", "{'", '"{\\"', "'type'", '"type": "text"')
+    pythonic = ("None", "{'", '"{\\"', "'type'", '"type": "text"', '"type": "thinking"')
     return (
         text.count(SEEN) >= times
         and all(word in text for word in words)

@@ -11,6 +11,8 @@ import msgspec
 from twolane.frontend.parsers.json_call import arguments_object
 
 Message = Mapping[str, Any]
+PYTHON_CALLS = "<|tool_call_start|>"
+"""Mark of calls of LFM2, whose templates do not show `tool_calls`."""
 SHORT_ID = 9
 """Length of call ids in Mistral's templates."""
 
@@ -37,7 +39,8 @@ class TemplateForm(msgspec.Struct, frozen=True):
     turn_end: str = ""
     """Text after an answer, with which the model ends its turn."""
     calls_as_text: str = ""
-    """Mark of the list of calls in the content, where calls are not rendered."""
+    """Mark of the list of calls in the content, where calls are not rendered; the list is JSON, or
+    Python after `PYTHON_CALLS`."""
     shows_tools: bool = True
     """Whether the template renders the tools that the model may call."""
     system_tools: Literal["beside", "within"] | None = None
@@ -46,8 +49,9 @@ class TemplateForm(msgspec.Struct, frozen=True):
     thinking_parts: bool = False
     """Whether thinking is rendered from parts of the assistant's content (Magistral)."""
     thinking_key: bool = False
-    """Whether thinking before a call is its message's `thinking`, beside which content cannot be
-    (gpt-oss)."""
+    """Whether thinking before a call is its message's `thinking` (gpt-oss, LFM2.5)."""
+    thinking_alone: bool = False
+    """Whether there cannot be content beside this thinking (gpt-oss)."""
     named_calls: bool = False
     """Whether a call is a message whose `metadata` is the tool's name, and its result one of the
     role `observation` (GLM-4-0414)."""
@@ -92,10 +96,10 @@ class TemplateForm(msgspec.Struct, frozen=True):
             made["content"] = [thinking_part(thought), *parts]
         if self.thinking_key and (thought := made.pop("reasoning_content", None)):
             made["thinking"] = thought
-            if "tool_calls" in made and made["content"]:
+            if self.thinking_alone and "tool_calls" in made and made["content"]:
                 made["thinking"], made["content"] = f"{thought}\n\n{made['content']}", ""
         if thought := made.get("reasoning_content"):
-            made["reasoning"] = thought  # vLLM's newer name, which Gemma 4's and other templates read
+            made["reasoning"] = thought  # the name that Gemma 4's template reads
         if self.short_ids and "tool_call_id" in made:
             made["tool_call_id"] = short_id(made["tool_call_id"])
         return made
@@ -120,7 +124,10 @@ class TemplateForm(msgspec.Struct, frozen=True):
         functions = [call["function"] for call in calls]
         listed = [{**each, "arguments": _as_object(each["arguments"])} for each in functions]
         texts = [content] if isinstance(content, str) else content or []
-        return "\n".join(texts) + self.calls_as_text + to_json(listed)
+        written = to_json(listed)
+        if self.calls_as_text == PYTHON_CALLS:
+            written = f"[{', '.join(map(python_call, listed))}]<|tool_call_end|>"
+        return "\n".join(texts) + self.calls_as_text + written
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
@@ -132,6 +139,13 @@ class TemplateForm(msgspec.Struct, frozen=True):
         if self.short_ids and "id" in adapted:
             adapted["id"] = short_id(adapted["id"])
         return adapted
+
+
+def python_call(call: Mapping[str, Any]) -> str:
+    """Return a call in Python's syntax, with strings as in JSON."""
+    values = call["arguments"].items()
+    named = (f"{name}={to_json(v) if isinstance(v, str) else repr(v)}" for name, v in values)
+    return f"{call['name']}({', '.join(named)})"
 
 
 def with_names_of_results(turns: Sequence[Message]) -> list[Message]:

@@ -20,7 +20,7 @@ from twolane.model.load.hub import ModelSource, cache_dir
 
 log = logging.getLogger("twolane.frontend")
 
-_FORMAT = 15
+_FORMAT = 16
 """Version of `TokenizerFile` and of its conversion; files of other versions are converted again."""
 _MAX_METADATA = 64 << 20
 """Bytes at a file's beginning that the tokenizer is in: weights follow it in a GGUF file."""
