@@ -7,10 +7,10 @@ Samples are kept as they were measured; what estimators make of them is made whe
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,8 +20,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.files import write_atomically
 from twolane.devices import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
-from twolane.kernels.sizes import SIZES
-from twolane.model.spec import FULL, LayerKind, ModelSpec, MoeSpec, RopeSpec
+from twolane.model.spec import LayerKind, ModelSpec, MoeSpec
 
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
@@ -29,20 +28,11 @@ LAUNCHES_SINCE = "0.1.0"
 """The version of Twolane in which kernels or the shapes of launches last changed the time that a
 launch takes. Set it to the next version when you change them so; other releases keep profiles."""
 
-_SIZES = (
-    *("family", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
-    "vocab_size",
-)
-_SWITCHES = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias")
-_NEWER_OF_EXPERTS = (
-    *("skew", "sigmoid", "biased", "scale", "shared", "gated"),
-    *("beside_dense", "biases"),
-)
-_ROPE_FIELDS = (
-    *("theta", "type", "factor", "original_positions", "low_freq_factor", "high_freq_factor"),
-    *("beta_fast", "beta_slow", "truncate", "attention_factor", "divisors"),
-)
-"""Fields of the rotation in the first profiles. Their values do not matter to time."""
+_UNTIMED = {
+    *("max_positions", "rope", "eos_token_ids", "norm_eps", "out_norm_eps", "logit_cap"),
+    *("attention_scale", "embedding_scale", "residual_scale", "logit_scale"),
+}
+"""Fields of a shape that do not matter to time."""
 
 ANCHOR = "anchor"
 """Beginning of the names of points that are corners of the plan."""
@@ -120,7 +110,7 @@ class Sample(
     """Mean power of the board meanwhile."""
     held_out: bool = False
     """Whether it is kept for measuring errors instead of fitting."""
-    experts_read: float | None = msgspec.field(default=None, name="woken")
+    experts_read: float | None = None
     """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
     @property
@@ -244,56 +234,21 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
         """
         try:
             raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            digest = raw.pop("digest", None)  # the first profiles have none
-            profile = msgspec.convert({**raw, "shape": _present_shape(raw.get("shape"))}, cls)
+            digest = raw.pop("digest", None)
+            profile = msgspec.convert(raw, cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
         except UNREADABLE as error:
             raise ProfileError(f"{path} is not a profile: {error}") from error
-        if profile.format == 1:
-            _name_machine(profile)
         if profile.format != FORMAT:
             raise ProfileError(f"{path} has format {profile.format}; this version reads {FORMAT}")
-        if digest not in (None, _digest(profile.samples)):
+        if digest != _digest(profile.samples):
             raise ProfileError(f"{path} is damaged: its samples have another digest")
         return profile
 
 
 def _digest(samples: Sequence[Sample]) -> str:
     return hashlib.sha256(msgspec.json.encode(samples)).hexdigest()
-
-
-def _name_machine(profile: Profile) -> None:
-    """Complete a profile of format 1, which has kind and pass sizes in the device's name alone."""
-    for kind in get_args(MachineKind):
-        if profile.key.device.startswith(kind):
-            profile.machine = kind
-    profile.pass_sizes = () if profile.machine == "cpu" else SIZES
-    profile.format = FORMAT
-
-
-def _present_shape(shape: Any) -> Any:
-    """Return the fields of a shape as `ModelSpec` has them now.
-
-    The first profiles have a switch for each place of norms, and lists of the layers with a window
-    and of those that are not rotated.
-    """
-    if not isinstance(shape, dict) or not isinstance(shape.get("qk_norm"), bool):
-        return shape
-    before, after = shape.get("pre_norms", True), shape.get("post_norms", False)
-    places = {"input_norm": before, "attention_out_norm": after}
-    places |= {"mlp_norm": before, "mlp_out_norm": after}
-    sliding, unrotated = (shape.get(f"{name}_layers") or () for name in ("sliding", "unrotated"))
-    kinds = [
-        {
-            "window": shape.get("sliding_window") if i in sliding else None,
-            "rope": {"type": "none"} if i in unrotated else None,
-        }
-        for i in range(shape.get("layers", 0) if sliding or unrotated else 0)
-    ]
-    whole = "whole" if shape.get("qk_norm_whole") else "head"
-    norms = [name for name, there in places.items() if there]
-    return {**shape, "qk_norm": whole if shape["qk_norm"] else None, "norms": norms, "kinds": kinds}
 
 
 def load_of(runs: Sequence[Run]) -> Load:
@@ -318,40 +273,20 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 def model_digest(shape: ModelSpec) -> str:
     """Return a short digest of the fields of a shape that matter to time.
 
-    Newer fields count only where they have not their defaults, so that profiles stay in use.
+    Fields that have their defaults do not count, so that profiles stay in use when one is added.
     """
-    kinds = [replace(shape.kind(i), rope=None) for i in range(shape.layers)]
-    sliding = [i for i, kind in enumerate(kinds) if kind.window is not None]
-    window = kinds[sliding[0]].window if sliding else None
-    fields: dict[str, Any] = {name: getattr(shape, name) for name in _SIZES}
-    fields |= {"max_positions": 0, "norm_eps": 0.0}
-    fields["rope"] = {name: getattr(RopeSpec(), name) for name in _ROPE_FIELDS}
-    fields |= {name: getattr(shape, name) for name in _SWITCHES}
-    fields["qk_norm"] = shape.qk_norm is not None
-    newer = {
-        "qk_norm_whole": shape.qk_norm == "whole",
-        "pre_norms": "input_norm" in shape.norms,
-        "post_norms": shape.norms_outputs,
-    }
-    fields |= {name: on for name, on in newer.items() if on == (name != "pre_norms")}
-    fields |= {"sliding_window": window, "sliding_layers": sliding, "eos_token_ids": ()}
+    kinds = [_set_fields(replace(kind, rope=None)) for kind in shape.kinds]
+    given = {**_set_fields(shape), "kinds": kinds if any(kinds) else []}
     if shape.moe is not None:
-        old = MoeSpec(experts=0, per_token=0, intermediate_size=0)
-        fields["moe"] = {
-            name: value
-            for name, value in msgspec.to_builtins(shape.moe).items()
-            if name not in _NEWER_OF_EXPERTS or value != getattr(old, name)
-        }
-    if any(kind not in (FULL, LayerKind(window=window)) for kind in kinds):
-        fields["kinds"] = kinds
-    own_activation = None if shape.activation == "silu" else shape.activation
-    more = {
-        **{name: getattr(shape, name) for name in ("delta", "convolution", "gate", "output_gate")},
-        "activation": own_activation,
-        **{name: getattr(shape, name) for name in ("v_norm", "layer_scales", "layer_inputs")},
-    }
-    fields |= {name: value for name, value in more.items() if value}
-    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
+        given["moe"] = _set_fields(shape.moe)
+    timed = {name: value for name, value in given.items() if name not in _UNTIMED}
+    return hashlib.sha256(msgspec.json.encode(timed)).hexdigest()[:10]
+
+
+def _set_fields(part: ModelSpec | LayerKind | MoeSpec) -> dict[str, Any]:
+    """Return the fields that have not their defaults."""
+    values = {field.name: (getattr(part, field.name), field.default) for field in fields(part)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def cached_profile(directory: Path, key: Key) -> Path:
