@@ -83,6 +83,10 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
     '</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'
 )
+MINICPM5 = (
+    '<function name="weather"><param name="city">Rome</param></function>\n'
+    '<function name="f"></function>'
+)
 GLM = 'weather\n{"city": "Rome"}<|assistant|>f\n{}<|observation|>'
 CALL = '<tool_call>{"name": "f", "arguments": '
 PYTHON_OBJECT = """{'city': 'it\\'s "Rome"', "days": [1, 2 , ], "warm": True, 'wet': None, }"""
@@ -181,6 +185,21 @@ WRITTEN = {
     ),
     "glm 4.5, no call": (("glm45", "The mark <tool_call>, <b>."), "The mark <tool_call>, <b>.", []),
     "minimax": (("minimax_m2", f"{MINIMAX}\nDone."), "Done.", ROME),
+    "minicpm 5": (("minicpm5", f"Now:\n{MINICPM5}\nDone."), "Now:Done.", ROME),
+    "minicpm 5, text in CDATA sections": (
+        (
+            "minicpm5",
+            '<function name="weather"><param name="city"><![CDATA[<b></param>\n]]></param>\n'
+            '<param name="days"> 3 </param></function>',
+        ),
+        "",
+        [("weather", {"city": "<b></param>\n", "days": 3})],
+    ),
+    "minicpm 5, a function of a text": (
+        ("minicpm5", 'Write <function name=f> or <function name="a b">.'),
+        'Write <function name=f> or <function name="a b">.',
+        [],
+    ),
     "minimax, values with marks": (
         (
             "minimax_m2",
@@ -1015,6 +1034,7 @@ def test_the_format_is_chosen_from_the_template():
     marks = {
         "<tool_call>{{ name }}<arg_key>": "glm45",
         "<minimax:tool_call>": "minimax_m2",
+        '<param name="': "minicpm5",
         "<tool_calls>": "hunyuan_a13b",
         "<|tool_call>call:{{ name }}": "gemma4",
         "<|tool_list_start|>": "lfm2",

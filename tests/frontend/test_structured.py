@@ -40,7 +40,17 @@ from twolane.frontend.structured.worker import maker
 from twolane.frontend.text.codec import TextCodec
 
 from .checkpoints import byte_level, codec, write
-from .test_parsers import DEEPSEEK, DEEPSEEK_31, GLM45, LLAMA, MINIMAX, MISTRAL, PYTHONIC, read
+from .test_parsers import (
+    DEEPSEEK,
+    DEEPSEEK_31,
+    GLM45,
+    LLAMA,
+    MINICPM5,
+    MINIMAX,
+    MISTRAL,
+    PYTHONIC,
+    read,
+)
 
 WEATHER = Tool(
     "weather",
@@ -598,6 +608,7 @@ CALLS = {
     "pythonic": PYTHONIC,
     "glm45": GLM45,
     "minimax_m2": MINIMAX,
+    "minicpm5": MINICPM5,
     "hunyuan_a13b": MISTRAL.replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>",
     "gemma4": '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
     "<|tool_call>call:f{}<tool_call|>",

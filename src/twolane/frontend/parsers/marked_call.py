@@ -9,6 +9,10 @@ from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
 from twolane.frontend.parsers.readers import ChosenCall, Types, typed
 
 
+LONGEST_MARK = 17
+"""Characters of the longest mark."""
+
+
 class CallMarks(NamedTuple):
     """What a call is written between. Expressions match whole texts from the end of the part before
     them; each ends with ">"."""
@@ -40,6 +44,27 @@ MINIMAX_M2 = CallMarks(
     "</invoke>",
 )
 """The call of MiniMax M2, in a list between `<minimax:tool_call>` and its end."""
+MINICPM5 = CallMarks(
+    re.compile(r"\s*(?P<name>[^\s<>\"]+)\"?>(?P<rest>)"),
+    re.compile(
+        r"\s*<param name=\"?(?P<key>[^<>\"]+)\"?>"
+        r"(?:(?P<quoted><!\[CDATA\[)|(?!<!\[CDATA\[))(?P<value>.*)(?(quoted)\]\]>)</param>",
+        re.DOTALL,
+    ),
+    "</param>",
+    "</function>",
+)
+"""The call of MiniCPM5, after `<function name="`; text with marks in it is in a CDATA section."""
+ATEM = CallMarks(
+    re.compile(r"\s*<atem:invoke name=\"?(?P<name>[^<>\"]+)\"?>(?P<rest>)"),
+    re.compile(
+        r"\s*<atem:parameter name=\"?(?P<key>[^<>\"]+)\"?>(?P<value>.*)</atem:parameter>",
+        re.DOTALL,
+    ),
+    "</atem:parameter>",
+    "</atem:invoke>",
+)
+"""The call of Muse Glimmer, in a list between `<atem:function_calls>` and its end."""
 
 
 class MarkedCall(CallReader):
@@ -67,7 +92,7 @@ class MarkedCall(CallReader):
         if self.done or self.broken:
             return
         self._text.append(char)
-        self._last = (self._last + char)[-16:]
+        self._last = (self._last + char)[-LONGEST_MARK:]
         if char == ">":
             self._mark()
         elif self.name is None and len(self._text) > MAX_READ_AGAIN:
@@ -122,3 +147,13 @@ def glm45_call(types: Types) -> CallReader:
 def minimax_call(types: Types) -> CallReader:
     """Return what reads the call of MiniMax M2."""
     return MarkedCall(MINIMAX_M2, types)
+
+
+def minicpm5_call(types: Types) -> CallReader:
+    """Return what reads the call of MiniCPM5."""
+    return MarkedCall(MINICPM5, types)
+
+
+def atem_call(types: Types) -> CallReader:
+    """Return what reads the call of Muse Glimmer."""
+    return MarkedCall(ATEM, types)

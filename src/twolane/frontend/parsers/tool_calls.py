@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from twolane.frontend.parsers.gemma_call import GemmaCall
 from twolane.frontend.parsers.json_call import WHITE, CallReader
-from twolane.frontend.parsers.marked_call import glm45_call, minimax_call
+from twolane.frontend.parsers.marked_call import glm45_call, minicpm5_call, minimax_call
 from twolane.frontend.parsers.pieces import (
     CallArguments,
     CallStart,
@@ -96,6 +96,7 @@ FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "minimax_m2": CallFormat(
             minimax_call, ("<minimax:tool_call>",), ("</minimax:tool_call>",), again="<"
         ),
+        "minicpm5": CallFormat(minicpm5_call, ('<function name="',)),
         "hunyuan_a13b": in_list(("<tool_calls>",), ("</tool_calls>",)),
         "gemma4": CallFormat(
             GemmaCall, ("<|tool_call>",), ("<tool_call|>",), separators="} \t\r\n"
@@ -132,6 +133,7 @@ def format_of(template: str | None) -> str | None:
         ("<|channel|>commentary", "harmony"),
         ("<seed:tool_call>", "seed_oss"),
         ("<minimax:tool_call>", "minimax_m2"),
+        ("<param name=", "minicpm5"),
         ("<arg_key>", "glm45"),
         ("<tool_calls>", "hunyuan_a13b"),
         ("<|tool_call>call:", "gemma4"),

@@ -547,6 +547,13 @@ FORMATS: Mapping[str, WrittenCalls] = {
         ),
         *(("\n",), ("<minimax:tool_call>", "\n"), ("\n", "</minimax:tool_call>")),
     ),
+    "minicpm5": WrittenCalls(
+        _marked_call(
+            *('NAME">', '<param name="NAME">', "</param>"),
+            marks_around=('<function name="', "</function>"),
+        ),
+        ("\n",),
+    ),
     "hunyuan_a13b": _in_list(_OBJECT, "<tool_calls>", "</tool_calls>"),
     "gemma4": WrittenCalls(_gemma_call),
     "lfm2": _in_list(_pythonic_call, "<|tool_call_start|>", "<|tool_call_end|>"),
