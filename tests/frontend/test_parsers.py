@@ -1016,7 +1016,7 @@ def test_text_without_thinking_is_as_it_is():
 
 
 def test_every_format_can_be_named():
-    assert get_args(ToolForm) == ("harmony", *FORMATS)
+    assert get_args(ToolForm) == ("harmony", "muse_glimmer", *FORMATS)
 
 
 def test_the_format_is_chosen_from_the_template():

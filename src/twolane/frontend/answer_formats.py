@@ -7,8 +7,9 @@ from typing import NamedTuple, Self
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.frontend.parsers import harmony
+from twolane.frontend.parsers import harmony, recipients
 from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.parsers.pieces import Parser
 from twolane.frontend.parsers.reasoning import (
     ReasoningParser,
     ThinkingMarks,
@@ -39,6 +40,12 @@ class AnswerFormat(NamedTuple):
 
 
 FREE_TEXT = AnswerFormat()
+CHANNELS = {
+    harmony.NAME: (harmony.THINKING, harmony.BEFORE_CALL, ""),
+    recipients.NAME: (recipients.THINKING, recipients.BEFORE_CALL, " "),
+}
+"""Formats of answers whose messages have headers: the marks of thinking, its end before a call, and
+what the model writes before a header."""
 AS_TEXT = "hermes"
 """Form of calls in which tools are told of as text."""
 
@@ -127,11 +134,11 @@ class ModelFormats:
         if template is not None and tool_parser not in (None, self.calls):
             problem = f"must be {AS_TEXT}: the model's chat template shows no tools"
             raise FieldError("tool_call_parser", problem)
-        self._harmony = self.calls == harmony.NAME
-        thinking = harmony.THINKING if self._harmony else thinking_of(template)
+        self._channels = CHANNELS.get(self.calls)
+        thinking = self._channels[0] if self._channels else thinking_of(template)
         self.thinking = thinking if reasons else None
         """Marks of the model's thinking; None: it does not think."""
-        self.reads_all = self.thinking is not None or self._harmony
+        self.reads_all = self.thinking is not None or self._channels is not None
         """Whether answers to all conversations are read, whatever a request asks for."""
         self._hides_thinking = self.thinking is not None and hides(self.thinking.end)
 
@@ -149,8 +156,8 @@ class ModelFormats:
         if not options.reads:
             job = self._grammar_job(options, None)
             return FREE_TEXT if job is None else AnswerFormat(job)
-        if self._harmony:
-            return self._in_channels(options, prompt, continued)
+        if self._channels is not None:
+            return self._in_channels(options, prompt, continued, *self._channels)
         if not (self.thinking or options.tools or options.constraint):
             return FREE_TEXT
         thinking = self._thinking(prompt, continued)
@@ -163,26 +170,41 @@ class ModelFormats:
         )
 
     def _in_channels(
-        self, options: FormatOptions, prompt: str, continued: str | None
+        self,
+        options: FormatOptions,
+        prompt: str,
+        continued: str | None,
+        thinking: ThinkingMarks,
+        before_call: str,
+        lead: str,
     ) -> AnswerFormat:
-        """Return the format of answers whose messages are in channels (`parsers.harmony`)."""
+        """Return the format of answers whose messages have headers; see `CHANNELS`."""
         ended = continued is not None or prompt.endswith(harmony.MESSAGE)
-        marks = None if ended else harmony.THINKING
+        written = msgspec.structs.replace(thinking, begin=lead + thinking.begin)
+        marks = None if ended else written
         if (options.enforced or options.may_call_instead) and marks is not None:
-            marks = msgspec.structs.replace(marks, end=harmony.BEFORE_CALL)
+            marks = msgspec.structs.replace(marks, end=before_call)
         free = any(tool.strict for tool in options.tools)
         free = free and not (options.enforced or options.constraint)
         if free and ended:
             raise FieldError("tools", "strict is not enforced where an answer continues a message")
-        has_tools, reasons = bool(options.tools), self.thinking is not None
-        parser = partial(harmony.HarmonyParser, prompt, reasons=reasons, calls=has_tools)
+        parser = self._channel_parser(options, prompt)
         return AnswerFormat(
             grammar_job=self._grammar_job(options, None if free else marks),
             reader=lambda: AnswerReader(parser(), several=options.several),
             shows_special=True,
             forced_call=options.named,
-            thinking=None if ended or not reasons else harmony.THINKING,
+            thinking=None if ended or self.thinking is None else thinking,
         )
+
+    def _channel_parser(self, options: FormatOptions, prompt: str) -> Callable[[], Parser]:
+        """Return what makes the parser of answers whose messages have headers."""
+        reasons = self.thinking is not None
+        if self.calls == harmony.NAME:
+            calls = bool(options.tools)
+            return partial(harmony.HarmonyParser, prompt, reasons=reasons, calls=calls)
+        types = parameter_types(options.tools) if options.tools else None
+        return partial(recipients.RecipientParser, prompt, reasons=reasons, types=types)
 
     def _thinking(self, prompt: str, continued: str | None) -> ThinkingMarks | None:
         marks = self.thinking
@@ -196,12 +218,14 @@ class ModelFormats:
         self, options: FormatOptions, thinking: ThinkingMarks | None
     ) -> GrammarJob | None:
         wanted: tuple[str, OutputConstraint | Calls]
-        several, instead = options.several and not (options.named or self._harmony), None
+        single = options.named or self._channels is not None
+        several, instead = options.several and not single, None
         if options.enforced:
             wanted = "tools", Calls(self.calls, options.enforced, several, free=False)
         elif options.constraint is not None:
             wanted = options.constraint
-            continues = self._harmony and thinking is None  # a message that is an answer
+            # A message that is an answer goes on.
+            continues = self._channels is not None and thinking is None
             if options.may_call_instead and not continues:
                 tools = with_open_arguments(options.tools)
                 instead = Calls(self.calls, tools, several, free=False)

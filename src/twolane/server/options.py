@@ -17,12 +17,12 @@ WATCHING = "Metrics, logs and traces"
 OPERATOR_VARIABLE = "TWOLANE_OPERATOR_KEY"
 """Environment variable with the operator's key."""
 ToolForm = Literal[
-    "harmony", "hermes", "qwen3_coder", "seed_oss", "llama3_json", "mistral", "mistral_args",
-    "granite", "phi4_mini_json", "llama_nemotron_json", "deepseek_v3", "deepseek_v31",
-    "glm4_0414", "glm45", "minimax_m2", "minicpm5", "hunyuan_a13b", "gemma4", "lfm2", "olmo3",
-    "pythonic",
+    "harmony", "muse_glimmer", "hermes", "qwen3_coder", "seed_oss", "llama3_json", "mistral",
+    "mistral_args", "granite", "phi4_mini_json", "llama_nemotron_json", "deepseek_v3",
+    "deepseek_v31", "glm4_0414", "glm45", "minimax_m2", "minicpm5", "hunyuan_a13b", "gemma4",
+    "lfm2", "olmo3", "pythonic",
 ]  # fmt: skip
-"""The names of `frontend.parsers.tool_calls.FORMATS`."""
+"""The names of `frontend.structured.tools.FORMATS`."""
 MetricsPrefix = Literal["twolane", "vllm", "both"]
 
 

@@ -6,6 +6,7 @@ alone, which it downloads, so that it serves neither without a network nor with 
 """
 
 import re
+from collections.abc import Sequence
 
 from twolane.frontend.parsers.pieces import (
     CallArguments,
@@ -29,9 +30,6 @@ THINKING = ThinkingMarks(
 """Marks of the analysis and of the answer after it."""
 BEFORE_CALL = f"{END}{START}assistant"
 """End of the analysis before a call."""
-_ENDS = (END, "<|call|>", "<|return|>")
-_AFTER_TEXT = (*_ENDS, START)
-"""Marks before which no header ends without its own mark."""
 _ROLE = re.compile(r"\s*(<\|start\|>)?\s*(assistant)?\s*")
 _HEADS = (START, CHANNEL, MESSAGE, "<|constrain|>", "assistant", "to=")
 """Beginnings of what follows the role in a header."""
@@ -53,6 +51,9 @@ class HarmonyParser:
         reasons: Whether thinking is told apart from text.
         calls: Whether there are tools; without, a message to one is thinking.
     """
+
+    ends: Sequence[str] = (END, "<|call|>", "<|return|>")
+    """Marks at the end of a message."""
 
     def __init__(self, prompt: str = "", *, reasons: bool = True, calls: bool = True) -> None:
         self._reasons, self._calls = reasons, calls
@@ -87,6 +88,7 @@ class HarmonyParser:
         rest, self._text = self._text, ""
         if self._kind != "header":
             self._show(rest, pieces)
+            self._end(pieces)
         return pieces
 
     def _head(self, pieces: list[Piece]) -> bool:
@@ -95,7 +97,11 @@ class HarmonyParser:
         begun = _ROLE.sub("", self._text, count=1)
         may_be = any(h.startswith(begun) or begun.startswith(h) for h in _HEADS)
         within = begun.removesuffix(mark + rest)
-        if not may_be or len(header) > _MAX_HEADER or any(end in within for end in _AFTER_TEXT):
+        if (
+            not may_be
+            or len(header) > _MAX_HEADER
+            or any(end in within for end in (*self.ends, START))
+        ):
             self._begin_without_header(begun)
             return True
         if mark:
@@ -126,7 +132,7 @@ class HarmonyParser:
 
     def _body(self, pieces: list[Piece]) -> bool:
         """Parse the text of a message up to the mark of its end, or of the next one's header."""
-        marks = (*_ENDS, START, CHANNEL)
+        marks = (*self.ends, START, CHANNEL)
         places = [(place, mark) for mark in marks if (place := self._text.find(mark)) >= 0]
         if not places:
             certain = len(self._text) - held_back(self._text, marks)
@@ -135,8 +141,9 @@ class HarmonyParser:
             return False
         place, mark = min(places)
         self._show(self._text[:place], pieces)
+        self._end(pieces)
         self._text, self._kind = self._text[place:], "header"
-        if mark in _ENDS:
+        if mark in self.ends:
             self._text = self._text[len(mark) :]
         return True
 
@@ -150,11 +157,18 @@ class HarmonyParser:
         self._blank = False
         self._shown.add(self._kind)
         if self._kind == "call":
-            pieces.append(CallArguments(self._count - 1, text))
+            self._show_call(text, pieces)
         elif self._kind == "thinking" and self._reasons:
             pieces.append(Reasoning(text))
         else:
             pieces.append(Content(text))
+
+    def _show_call(self, text: str, pieces: list[Piece]) -> None:
+        """Add text of a call."""
+        pieces.append(CallArguments(self._count - 1, text))
+
+    def _end(self, pieces: list[Piece]) -> None:
+        """Finish a message."""
 
 
 def _is_cut(begun: str) -> bool:

@@ -8,8 +8,7 @@ from twolane.frontend.parsers.json_call import CallReader
 from twolane.frontend.parsers.pieces import MAX_READ_AGAIN
 from twolane.frontend.parsers.readers import ChosenCall, Types, typed
 
-
-LONGEST_MARK = 17
+LONGEST_MARK = len("</atem:parameter>")
 """Characters of the longest mark."""
 
 

@@ -131,6 +131,7 @@ def format_of(template: str | None) -> str | None:
     """Return the name of the format in a chat template; None: it has none."""
     marks = (
         ("<|channel|>commentary", "harmony"),
+        ("<atem:function_calls>", "muse_glimmer"),
         ("<seed:tool_call>", "seed_oss"),
         ("<minimax:tool_call>", "minimax_m2"),
         ("<param name=", "minicpm5"),
@@ -187,6 +188,11 @@ class ToolCallParser:
         self._named = False
         self._marked = False
         """Whether an end mark followed the last call."""
+
+    @property
+    def count(self) -> int:
+        """Number of calls so far."""
+        return self._calls
 
     def feed(self, text: str) -> list[Piece]:
         """See `Parser.feed`."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from twolane.frontend.parsers import harmony, tool_calls
+from twolane.frontend.parsers import harmony, recipients, tool_calls
 from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.parsers.readers import SEP
@@ -155,8 +155,8 @@ def strict_grammar(
         return _strict_lines(tools, marks, several=several)
     if call_format == "pythonic":
         return _strict_lists(tools, marks, several=several)
-    if call_format == harmony.NAME:
-        return _strict_channels(tools, marks)
+    if call_format in CHANNELS:
+        return _strict_channels(call_format, tools, marks)
     openings, (write, between, before, after) = OPENINGS[call_format], FORMATS[call_format]
     known = with_open_arguments(tools)
     calls = [write(tool, marks).removeprefix(marks.of(openings[0])) for tool in known]
@@ -214,23 +214,24 @@ def _strict_lists(tools: Sequence[Tool], marks: "_Marks", *, several: bool) -> s
     return grammar.lark_grammar("\n".join(lark))
 
 
-def _strict_channels(tools: Sequence[Tool], marks: "_Marks") -> str:
-    """See `strict_grammar`: messages of gpt-oss, the last of which may be a call.
+def _strict_channels(call_format: str, tools: Sequence[Tool], marks: "_Marks") -> str:
+    """See `strict_grammar`: messages in channels or to recipients, the last of which may be a call.
 
     Raises:
         ValueError: the marks of messages are no special tokens.
     """
-    between = harmony.END, harmony.START, harmony.CHANNEL, harmony.MESSAGE
+    end, before, names = CHANNELS[call_format]
+    between = (end, harmony.START, harmony.MESSAGE, *filter(None, [before]))
     if any(map(marks.is_text, between)):
         raise ValueError("strict calls need the marks of messages to be special tokens")
-    end, start, channel, message = map(marks.of, between)
     known = with_open_arguments(tools)
+    ended, opened = marks.of(end, harmony.START), marks.of(before)
     lark = [
-        f'start: (message {end} {start} "assistant")* (message | call)',
-        f"message: {channel} NAME {message} TEXT?",
+        f'start: (message {ended} "assistant")* (message | call)',
+        f"message: {opened} NAME {marks.of(harmony.MESSAGE)} TEXT?",
         "call: " + " | ".join(f"call_{i}" for i in range(len(known))),
-        *(f"call_{i}: {FORMATS[harmony.NAME].call(tool, marks)}" for i, tool in enumerate(known)),
-        "NAME: " + " | ".join(map(json.dumps, harmony.CHANNELS)),
+        *(f"call_{i}: {FORMATS[call_format].call(tool, marks)}" for i, tool in enumerate(known)),
+        "NAME: " + " | ".join(map(json.dumps, names)),
         r"TEXT: /(.|\n)+/",
         *marks.rules,
     ]
@@ -316,6 +317,15 @@ def _named_call(*head: str, tail: Sequence[str] = ()) -> Callable[[Tool, _Marks]
         return f"{before} {marks.json(tool.schema)} {marks.of(*tail)}"
 
     return call
+
+
+def _call_to_recipient(tool: Tool, marks: _Marks) -> str:
+    """Return a rule for a call of Muse Glimmer, which is a message to the tool."""
+    call = _marked_call(
+        *('\n<atem:invoke name="NAME">\n', '<atem:parameter name="NAME">', "</atem:parameter>\n"),
+        *("</atem:invoke>\n", ("<atem:function_calls>", "</atem:function_calls>")),
+    )
+    return f"{marks.of(f' to={tool.name}', harmony.MESSAGE)} {call(tool, marks)}"
 
 
 def _mistral_call(tool: Tool, marks: _Marks) -> str:
@@ -516,6 +526,7 @@ FORMATS: Mapping[str, WrittenCalls] = {
             harmony.MESSAGE,
         )
     ),
+    recipients.NAME: WrittenCalls(_call_to_recipient),
     "hermes": WrittenCalls(_json_call("arguments", "<tool_call>", "</tool_call>"), ("\n",)),
     "qwen3_coder": WrittenCalls(_xml_call("<tool_call>", "</tool_call>"), ("\n",)),
     "seed_oss": WrittenCalls(_xml_call("<seed:tool_call>", "</seed:tool_call>"), ("\n",)),
@@ -574,5 +585,14 @@ NO_CALL = r"[\[ \t\r\n]*([^{\[ \t\r\n](.|\n)*)?"
 """Text that does not begin like a call without a mark, or a list of such calls."""
 BARE = ("llama3_json",)
 """Formats in which an answer that begins like a call is one."""
-ANSWERS: Mapping[str, str] = {harmony.NAME: harmony.THINKING.bare}
+ANSWERS: Mapping[str, str] = {
+    harmony.NAME: harmony.THINKING.bare,
+    recipients.NAME: f" {recipients.TO_USER}",
+}
 """Marks before an answer in whose place there may be a call."""
+CHANNELS: Mapping[str, tuple[str, str, Sequence[str]]] = {
+    harmony.NAME: (harmony.END, harmony.CHANNEL, harmony.CHANNELS),
+    recipients.NAME: (recipients.END, "", recipients.RECIPIENTS),
+}
+"""Formats of messages with headers: the mark between two messages, the mark before the header's
+name, and the names of messages that are no calls."""
