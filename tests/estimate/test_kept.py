@@ -6,7 +6,7 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.estimate.base import Estimator
-from twolane.estimate.kept import kept
+from twolane.estimate.kept import kept_estimator as kept
 from twolane.estimate.query import Load, decode_step
 
 STEP = decode_step(Load.decode([1000] * 8))

@@ -18,7 +18,7 @@ def converts_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and conversions in this process: the program does the same."""
     monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
 
-    def converted(source: ModelSource, _kept: Path) -> bytes:
+    def converted(source: ModelSource) -> bytes:
         assert source.tokenizer is not None
         try:
             return msgspec.json.encode(convert.convert(source.tokenizer))

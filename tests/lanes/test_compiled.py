@@ -252,33 +252,17 @@ def test_llvm_that_was_given_back_compiles_again():
     assert program.object_code() == code
 
 
-def test_compiled_code_is_kept_and_a_broken_file_is_made_again(tmp_path):
-    made = []
-
-    def make():
-        made.append(1)
-        return b"code"
-
+def test_compiled_code_is_kept_by_its_sources(tmp_path):
     source = tmp_path / "source.py"
     source.write_text("one")
-    folder = tmp_path / "kept"
-    assert [compiler.kept(folder, [source], make) for _ in range(2)] == [b"code"] * 2
-    assert len(made) == 1
-    [file] = folder.iterdir()
-    file.write_bytes(b"x" * 40)
-    assert compiler.kept(folder, [source], make) == b"code"
+    first = compiler.made_of([source])
+    assert compiler.made_of([source]) == first
     source.write_text("two")
-    assert compiler.kept(folder, [source], make) == b"code"
-    assert len(made) == 3
-    assert compiler.kept(source / "no folder", [source], make) == b"code"
+    assert compiler.made_of([source]) != first
 
 
-def test_a_user_without_a_home_keeps_no_code(monkeypatch):
-    def nowhere():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(team.Path, "home", nowhere)
-    assert team.cache_folder() is None
+def test_a_user_without_a_home_compiles_at_each_start(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     compiled = team.functions.__wrapped__()
     assert callable(compiled["run_layers"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twolane.frontend.text.tokenizer import _kept, load_tokenizer
+from twolane.frontend.text.tokenizer import _file, load_tokenizer
 from twolane.model.load.hub import resolve
 
 from .conftest import TINY
@@ -59,7 +59,7 @@ def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, ca
     source = resolve(str(write_parrot(tmp_path / "model", [])))
     expected = load_tokenizer(source).backend.to_str()
     assert source.tokenizer is not None
-    kept = _kept(source)
+    kept = _file(source)
     whole = kept.read_bytes()
     swapped = (
         whole.replace(b'\\":5,', b'\\":X,').replace(b'\\":6,', b'\\":5,').replace(b":X,", b":6,")
@@ -72,7 +72,7 @@ def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, ca
     }
     kept.write_bytes(damaged[damage])
     assert load_tokenizer(source).backend.to_str() == expected
-    assert "is damaged and is rebuilt" in caplog.text
+    assert "is damaged and is made again" in caplog.text
     assert kept.read_bytes() == whole
 
 

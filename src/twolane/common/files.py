@@ -1,10 +1,14 @@
-"""Checks of paths, and files that are written atomically."""
+"""Checks of paths, files that are written atomically, and what is kept in caches."""
 
 import contextlib
+import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+log = logging.getLogger("twolane")
 
 
 def is_folder(path: Path) -> bool:
@@ -79,3 +83,29 @@ def write_cache(path: Path, content: bytes) -> None:
     """Write a file of a cache; do nothing if it cannot be written."""
     with contextlib.suppress(OSError):
         write_atomically(path, content)
+
+
+def kept(path: Path, make: Callable[[], bytes]) -> bytes:
+    """Return what a cache keeps in a file; if there is none, or a damaged one, make it and keep it.
+
+    Args:
+        path: file, known by all that its content depends on.
+        make: Makes the content.
+    """
+    data = b""
+    with contextlib.suppress(OSError):
+        data = path.read_bytes()
+    size = hashlib.sha256().digest_size
+    digest, content = data[:size], data[size:]
+    if hashlib.sha256(content).digest() == digest:
+        return content
+    if data:
+        log.warning("%s is damaged and is made again", path)
+    content = make()
+    keep(path, content)
+    return content
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Keep in a cache what `kept` returns, after its digest."""
+    write_cache(path, hashlib.sha256(content).digest() + content)

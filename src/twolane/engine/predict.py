@@ -15,7 +15,7 @@ from twolane.common.errors import FieldError
 from twolane.common.resources import cpu_name
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
-from twolane.estimate.kept import kept
+from twolane.estimate.kept import kept_estimator
 from twolane.estimate.names import EstimatorName
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import (
@@ -114,7 +114,7 @@ def fitted(path: Path, name: EstimatorName, *, keep: bool = False) -> Estimator:
     """
     digest = _digest(path)
     if keep:
-        return kept(name, digest, partial(_fitted, path, digest, name))
+        return kept_estimator(name, digest, partial(_fitted, path, digest, name))
     return _fitted(path, digest, name)
 
 

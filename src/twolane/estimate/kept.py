@@ -7,15 +7,13 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from twolane.common.files import user_cache, write_cache
+from twolane.common.files import kept, user_cache
 from twolane.estimate.base import Estimator
 from twolane.estimate.names import EstimatorName
 
 
-def kept(name: EstimatorName, profile: bytes, fit: Callable[[], Estimator]) -> Estimator:
-    """Return the estimator that an earlier start has fitted; else fit and keep it.
-
-    A file that is damaged, or that cannot be written, is fitted again.
+def kept_estimator(name: EstimatorName, profile: bytes, fit: Callable[[], Estimator]) -> Estimator:
+    """Return the estimator that an earlier start has fitted and kept; else fit and keep it.
 
     Args:
         name: Name of the estimator.
@@ -24,19 +22,9 @@ def kept(name: EstimatorName, profile: bytes, fit: Callable[[], Estimator]) -> E
     """
     made_of = hashlib.sha256(name.encode() + profile + _code()).hexdigest()[:32]
     path = user_cache() / "twolane" / "estimators" / f"{made_of}.pickle"
-    size = hashlib.sha256().digest_size
-    try:
-        data = path.read_bytes()
-    except OSError:
-        data = b""
-    if len(data) > size and data[:size] == hashlib.sha256(data[size:]).digest():
-        found = pickle.loads(data[size:])
-        assert isinstance(found, Estimator)
-        return found
-    estimator = fit()
-    content = pickle.dumps(estimator)
-    write_cache(path, hashlib.sha256(content).digest() + content)
-    return estimator
+    found = pickle.loads(kept(path, lambda: pickle.dumps(fit())))
+    assert isinstance(found, Estimator)
+    return found
 
 
 @cache

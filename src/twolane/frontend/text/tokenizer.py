@@ -1,26 +1,24 @@
 """Tokenizers and chat templates in serving format. No torch, no `transformers`."""
 
 import hashlib
-import logging
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 
-from twolane.common.files import write_cache
+from twolane.common.files import keep, kept
 from twolane.frontend.text.template_form import TemplateForm
 from twolane.model.load.hub import ModelSource, cache_dir
 
-log = logging.getLogger("twolane.frontend")
-
-_FORMAT = 16
+_FORMAT = 17
 """Version of `TokenizerFile` and of its conversion; files of other versions are converted again."""
 _MAX_METADATA = 64 << 20
 """Bytes at a file's beginning that the tokenizer is in: weights follow it in a GGUF file."""
@@ -129,7 +127,7 @@ def add_note(source: ModelSource, note: str) -> None:
     file = load_file(source)
     if source.tokenizer is not None and note not in file.notes:
         noted = msgspec.structs.replace(file, notes=[*file.notes, note])
-        _keep(_kept(source), msgspec.json.encode(noted))
+        keep(_file(source), msgspec.json.encode(noted))
 
 
 def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
@@ -144,17 +142,7 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
     """
     if source.tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer")
-    kept = _kept(source)
-    try:
-        digest, data = kept.read_bytes().split(b"\n", 1)
-        if digest.decode() != hashlib.sha256(data).hexdigest():
-            raise ValueError("its digest is another")
-        return read_file(data)
-    except OSError:
-        pass
-    except ValueError as error:
-        log.warning("%s is damaged and is rebuilt: %s", kept, error)
-    return read_file(_convert(source, kept))
+    return read_file(kept(_file(source), partial(_convert, source)))
 
 
 def read_file(
@@ -222,11 +210,11 @@ def decoding(backend: str) -> str:
         return backend
     nothing = dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor"))
     words = {"type": "WordLevel", "vocab": form.model.vocab, "unk_token": ""}
-    kept = {name: getattr(form, name) for name in ("added_tokens", "normalizer", "decoder")}
-    return msgspec.json.encode({"version": "1.0", **nothing, **kept, "model": words}).decode()
+    needed = {name: getattr(form, name) for name in ("added_tokens", "normalizer", "decoder")}
+    return msgspec.json.encode({"version": "1.0", **nothing, **needed, "model": words}).decode()
 
 
-def _kept(source: ModelSource) -> Path:
+def _file(source: ModelSource) -> Path:
     return cache_dir() / "tokenizers" / f"{_fingerprint(source)}.json"
 
 
@@ -249,7 +237,7 @@ def _fingerprint(source: ModelSource) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _convert(source: ModelSource, kept: Path) -> bytes:
+def _convert(source: ModelSource) -> bytes:
     with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
         made = Path(scratch) / "tokenizer.json"
         command = [sys.executable, "-m", "twolane.frontend.text.convert", str(made)]
@@ -262,11 +250,4 @@ def _convert(source: ModelSource, kept: Path) -> bytes:
             raise ValueError(
                 f"{source.name}: no tokenizer: {lines[-1] if lines else 'unknown reason'}"
             )
-        data = made.read_bytes()
-    _keep(kept, data)
-    return data
-
-
-def _keep(kept: Path, data: bytes) -> None:
-    """Write a converted tokenizer to the cache, with its digest in front."""
-    write_cache(kept, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        return made.read_bytes()

@@ -13,7 +13,6 @@ import hashlib
 import inspect
 import mmap
 import re
-import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import CDLL, CFUNCTYPE, c_int64, c_size_t, c_void_p
@@ -281,24 +280,8 @@ def release() -> None:
             CDLL(None).madvise(c_void_p(at), c_size_t(size), mmap.MADV_DONTNEED)
 
 
-def kept(folder: Path, sources: Sequence[Path], make: Callable[[], bytes]) -> bytes:
-    """Return compiled code that a folder keeps from the last time, or make it and keep it.
-
-    It is known by the text of its sources, by the version of LLVM and by the CPU. A folder that
-    cannot be written keeps nothing.
-    """
+def made_of(sources: Sequence[Path]) -> str:
+    """Return a digest of all that code depends on: its sources, LLVM and the CPU."""
     features, cpu = host_features().flatten(), binding.get_host_cpu_name()
     known = [llvmlite.__version__, cpu, features, *(path.read_text() for path in sources)]
-    file = folder / f"{hashlib.sha256(repr(known).encode()).hexdigest()[:32]}.o"
-    with contextlib.suppress(OSError):
-        stored = file.read_bytes()
-        digest, code = stored[:32], stored[32:]
-        if hashlib.sha256(code).digest() == digest:
-            return code
-    code = make()
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:
-            made.write(hashlib.sha256(code).digest() + code)
-        Path(made.name).replace(file)
-    return code
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:32]

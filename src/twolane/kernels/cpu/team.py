@@ -1,6 +1,5 @@
 """Teams of threads that run compiled passes, one for each thread that asks for some."""
 
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from twolane.common.files import kept, user_cache
 from twolane.kernels.cpu import compiler, formats, instructions, passes
 from twolane.kernels.cpu.passes import TeamField
 
@@ -18,25 +18,12 @@ _LINE = 8
 """Numbers of a cache line."""
 
 
-def cache_folder() -> Path | None:
-    """Return the folder that keeps compiled code; None: this user has no home."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # as in a container that runs under any number
-        return None
-    return Path(base) / "twolane" / "cpu"
-
-
 @lru_cache(1)
 def functions() -> compiler.Compiled:
     """Return the compiled functions of this process."""
     sources = [Path(m.__file__ or "") for m in (compiler, formats, instructions, passes)]
-    folder = cache_folder()
-
-    def make() -> bytes:
-        return passes.program().object_code()
-
-    code = make() if folder is None else compiler.kept(folder, sources, make)
+    file = user_cache() / "twolane" / "cpu" / f"{compiler.made_of(sources)}.o"
+    code = kept(file, lambda: passes.program().object_code())
     compiled = compiler.Compiled(code, passes.EXPORTED)
     compiler.release()
     return compiled

@@ -7,7 +7,6 @@ only the first start compiles.
 
 import ctypes
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +15,7 @@ from typing import Any
 
 import torch
 
-from twolane.common.files import user_cache, write_cache
-
-log = logging.getLogger("twolane.kernels")
+from twolane.common.files import kept, user_cache
 
 ARCHITECTURE = "sm_90a"
 
@@ -101,28 +98,7 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
     version = cuda_checked(nvrtc.nvrtcVersion())
     arguments = (f"-arch={ARCHITECTURE}", "-std=c++17", *options)
     path = cache_path(repr((source, arguments, version)), "hashed.cubin")
-    if (kept := _kept(path)) is not None:
-        return kept
-    cubin = _compile(source, arguments)
-    write_cache(path, _digest(cubin) + cubin)
-    return cubin
-
-
-def _kept(path: Path) -> bytes | None:
-    """Machine code from the cache, after its hash; None: there is none, or it is damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    size = hashlib.sha256().digest_size
-    if data[:size] == _digest(data[size:]):
-        return data[size:]
-    log.warning("%s is damaged and is compiled again", path)
-    return None
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return kept(path, lambda: _compile(source, arguments))
 
 
 def driver_version() -> int:
