@@ -29,6 +29,7 @@ from twolane.bench.goodput import least_requests  # noqa: E402
 RESULTS = ROOT / "benchmarks/results"
 PAGES = (ROOT / "docs/results.md", ROOT / "docs/results-in-full.md")
 MODELS = {"qwen3-8b": "8B", "codellama-34b": "34B"}
+SHAPES = {**MODELS, "qwen3-30b-a3b": "30B-A3B"}
 DATASETS = {"azure-conv": "conversations", "azure-code": "code", "conversation": "Mooncake"}
 """Names of the workloads in the tables."""
 CARDS = ("h100", "h200")
@@ -157,45 +158,63 @@ WAYS = ("as it is", "none", "client")
 client."""
 
 
+RIVALS = ("vllm", "sglang")
+"""Beginnings of the names of engines that have no buffer."""
+GRID = 1.03
+"""Ratio of two rates next to each other."""
+JUDGED_SECONDS = 8.0
+"""Least time in which a backlog is judged: in a shorter one it grows or not by chance."""
+
+
 def _ways(name: str) -> tuple[str, Sequence[str]]:
     """Return an engine without the buffer in its name, and the ways in which its runs count: an
     engine that does not plan for a buffer is the same in all."""
     engine, _, buffer = name.rpartition(" ")
     if buffer in WAYS:
         return engine, [buffer]
-    if name.startswith("vllm"):
+    if name.startswith(RIVALS):
         return name, WAYS
     return name, WAYS[1:] if name.startswith("chunked") else WAYS[:1]
 
 
 def _treated() -> dict[tuple[str, float, str], dict[str, dict[int, list[Any]]]]:
-    """Return the runs in which all engines were judged alike, by workload, bound and engine, then
-    way and pattern."""
+    """Return the runs in which all engines were judged alike, by model and workload, bound and
+    engine, then way and pattern."""
     held: dict[Any, Any] = defaultdict(lambda: {way: defaultdict(list) for way in WAYS})
     for path, found in _files("equal-treatment/*.json"):
+        given = found["provenance"]["workload"]
+        model = SHAPES[given.get("model", "qwen3-8b")] + " FP8" * ("quantization" in given)
         for run in found["runs"]:
+            if run.get("judged_seconds", JUDGED_SECONDS) < JUDGED_SECONDS:
+                continue
             engine, ways = _ways(run["engine"])
             for way in ways:
                 holds = run["shown_holds" if way == "client" else "raw_holds"]
                 one = {"rate": run["rate"], "holds": holds, "made": _made(path, found)}
-                held[run["dataset"], run["bound_ms"], engine][way][run["seed"]].append(one)
+                place = f"{model} {DATASETS[run['dataset']]}"
+                held[place, run["bound_ms"], engine][way][run["seed"]].append(one)
     return held
 
 
 def equal() -> Iterator[list[str]]:
     """Rows of engines that were judged alike: as each is, all without a playout buffer, and all
     with the same one at the client."""
-    for (dataset, bound, engine), ways in sorted(_treated().items()):
+    found = _treated()
+    for (place, bound, engine), ways in sorted(found.items()):
+        seeds = {seed for key in found if key[:2] == (place, bound)
+                 for each in found[key].values() for seed in each}  # fmt: skip
         cells = [
-            ", ".join(_between(runs) for _, runs in sorted(seeds.items())) or "-"
-            for seeds in ways.values()
+            ", ".join(_between(each.get(seed, ())) for seed in sorted(seeds)) if each else "-"
+            for each in ways.values()
         ]
         made = {run["made"] for each in ways.values() for runs in each.values() for run in runs}
-        yield [DATASETS[dataset], f"{bound:g}", f"`{engine}`", *cells, "; ".join(sorted(made))]
+        yield [place, f"{bound:g}", f"`{engine}`", *cells, "; ".join(sorted(made))]
 
 
-def _between(runs: list[Any]) -> str:
+def _between(runs: Sequence[Any]) -> str:
     """Return the rate that held of one pattern, with a mark where no higher one was tried."""
+    if not runs:
+        return "-"
     there = Bracket.of(runs)
     if not there.low:
         return f"< {there.high:.1f}"
@@ -309,22 +328,29 @@ def _beside() -> Iterator[list[str]]:
     and if both have the same; of the patterns in which both held a rate, and in which the budget
     ran that held most in any."""
     found = _treated()
-    for dataset, bound in sorted({(key[0], key[1]) for key in found if key[2] == "auto"}):
-        rivals = [ways for key, ways in found.items() if key[:2] == (dataset, bound)
-                  and key[2].startswith("vllm")]  # fmt: skip
+    for place, bound in sorted({(key[0], key[1]) for key in found if key[2] == "auto"}):
+        rivals = {key[2]: ways for key, ways in found.items() if key[:2] == (place, bound)
+                  and key[2].startswith("vllm")}  # fmt: skip
+        own, names = found[place, bound, "auto"], " and ".join(f"`{name}`" for name in rivals)
         for way, words in (("none", "both without a buffer"), ("client", "both with the same")):
-            ratios = []
-            lows = [{seed: Bracket.of(runs).low for seed, runs in one[way].items()}
-                    for one in rivals]  # fmt: skip
-            first = max(lows, key=lambda low: max(low.values(), default=0.0), default={})
-            for seed, runs in sorted(found[dataset, bound, "auto"][way].items()):
-                own = Bracket.of(runs).low
-                best = max((low.get(seed, 0.0) for low in lows), default=0.0)
-                ratios += [own / best] if own and best and seed in first else []
-            if ratios:
+            if ratios := _ratios(own[way], [ways[way] for ways in rivals.values()]):
                 shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-                what = f"the same over vLLM, {DATASETS[dataset]} at {bound:g} ms, {words}"
+                what = f"the same over {names}, {place} at {bound:g} ms, {words}"
                 yield [what, f"**{fmean(ratios):.2f}** ({shown})", "H200s, measured"]
+
+
+def _ratios(own: dict[int, list[Any]], rivals: list[dict[int, list[Any]]]) -> list[float]:
+    """Return the ratios of what holds, by pattern; none where no rate of the rival failed, which
+    may hold every rate of the grid below the one that did."""
+    found = [{seed: Bracket.of(runs) for seed, runs in one.items()} for one in rivals]
+    first = max(found, key=lambda one: max(one.values(), default=(0.0,)), default={})
+    ratios = []
+    for seed, runs in sorted(own.items()):
+        held = Bracket.of(runs).low
+        best = max((one[seed] for one in found if seed in one), default=Bracket(0.0, inf))
+        if held and best.low and best.high < inf and seed in first:
+            ratios.append(held / max(best.low, best.high / GRID))
+    return ratios
 
 
 def _range(ratios: list[float], of: str) -> str:

@@ -381,7 +381,9 @@ def _slo_table(result: Result) -> Table:
 
 def _steady(metrics: Metrics) -> str:
     steady = metrics.steady
-    return "-" if steady is None else f"{steady.arrived:.2f} / {steady.finished:.2f}"
+    if steady is None:
+        return "-"
+    return f"{steady.arrived:.2f} / {steady.finished:.2f} in {steady.seconds:.0f} s"
 
 
 def _in_ms(seconds: float | None) -> float | None:
