@@ -7,7 +7,7 @@ Samples are kept as they were measured; what estimators make of them is made whe
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from twolane.common.checked_json import UNREADABLE
 from twolane.common.files import write_atomically
 from twolane.devices import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
-from twolane.model.spec import LayerKind, ModelSpec, MoeSpec
+from twolane.model.spec import ModelSpec
 
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
@@ -277,16 +277,16 @@ def model_digest(shape: ModelSpec) -> str:
     """
     kinds = [_set_fields(replace(kind, rope=None)) for kind in shape.kinds]
     given = {**_set_fields(shape), "kinds": kinds if any(kinds) else []}
-    if shape.moe is not None:
-        given["moe"] = _set_fields(shape.moe)
     timed = {name: value for name, value in given.items() if name not in _UNTIMED}
     return hashlib.sha256(msgspec.json.encode(timed)).hexdigest()[:10]
 
 
-def _set_fields(part: ModelSpec | LayerKind | MoeSpec) -> dict[str, Any]:
-    """Return the fields that have not their defaults."""
+def _set_fields(part: Any) -> Any:
+    """Return the fields of a shape, or of a part of one, that have not their defaults."""
+    if not is_dataclass(part):
+        return part
     values = {field.name: (getattr(part, field.name), field.default) for field in fields(part)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    return {name: _set_fields(value) for name, (value, usual) in values.items() if value != usual}
 
 
 def cached_profile(directory: Path, key: Key) -> Path:
