@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import os
 import shlex
@@ -23,7 +22,7 @@ import msgspec
 from twolane.bench import http
 from twolane.bench.preflight import BenchError
 from twolane.common.checked_json import UNREADABLE
-from twolane.common.resources import allowed_cores
+from twolane.common.resources import allowed_cores, die_with_parent, end_group
 from twolane.results.provenance import without_secrets
 
 PORT = "{port}"
@@ -211,7 +210,7 @@ def _running(
         try:
             yield process
         finally:
-            _stop(process)
+            end_group(process, STOP_SECONDS)
 
 
 @contextlib.contextmanager
@@ -228,24 +227,11 @@ def _divided_cpus() -> Iterator[Collection[int]]:
         os.sched_setaffinity(0, all_of_them)
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
-    """Ask the process to end, and kill it after `STOP_SECONDS` or at Ctrl-C."""
-    try:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended
-            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
-        process.wait()
-
-
 def _begin(cpus: Collection[int]) -> None:
     """Prepare the child process: set its CPUs, and have it killed with this process, lest it
     disturb the next run."""
     os.sched_setaffinity(0, cpus)
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
 
 
 def _dead(process: subprocess.Popen[str], log: Path) -> BenchError:

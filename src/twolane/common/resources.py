@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -107,6 +108,20 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Have Linux send this process a signal when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+
+
+def end_group(process: "subprocess.Popen[str]", patience: float) -> None:
+    """Ask a process to end, and wait; kill it and what it started after `patience` seconds, or at
+    Ctrl-C."""
+    try:
+        if patience > 0:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def processor_seconds(pid: int) -> float | None:

@@ -1,14 +1,13 @@
 """A replica as a child process that runs `twolane serve`."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from twolane.common.resources import PR_SET_PDEATHSIG
+from twolane.common.resources import PR_SET_PDEATHSIG, end_group
 
 START_SECONDS = 600.0
 """Seconds within which a replica must have loaded its model."""
@@ -60,14 +59,7 @@ class ReplicaProcess:
 
     def stop(self, patience: float) -> None:
         """Ask the process to end, kill it after `patience` seconds, and wait for its end."""
-        if patience > 0 and self.alive:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        end_group(self._process, patience)
 
     def wait_for_url(self) -> str:
         """Wait until the server accepts requests; return its URL.
