@@ -554,6 +554,8 @@ def test_a_text_is_not_rendered(name, value):
             {"reasoning_effort": "none", "enable_thinking": False},
         ),
         ("none", set(), {}),
+        ("low", {"reasoning_strength", "thinking_budget"}, {"reasoning_strength": "low"}),
+        ("none", {"reasoning_strength", "thinking_budget"}, {"thinking_budget": 0}),
     ],
 )
 def test_a_reasoning_effort_reaches_a_template_by_the_variables_that_it_has(effort, known, told):
@@ -576,6 +578,10 @@ def test_thinking_and_effort_of_messages_reach_a_template_by_the_variables_that_
     wanted, unwanted = ({"thinking": {"type": kind}} for kind in ("adaptive", "disabled"))
     assert variables({"thinking"}, **wanted) == {"thinking": True}
     assert variables(all_known, **unwanted) == {"enable_thinking": False, "thinking": False}
+    assert variables({"reasoning_strength"}, **low) == {"reasoning_strength": "low"}
+    assert variables({"thinking_budget"}, **wanted) is None
+    off = {"enable_thinking": False, "thinking": False, "thinking_budget": 0}
+    assert variables({"thinking_budget"}, **unwanted) == off
 
 
 def test_two_tools_of_one_name_are_refused():

@@ -33,6 +33,8 @@ REPLACEMENT = "\ufffd"
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that clients set for all models; false has no effect on a template without
 them."""
+NO_THINKING: Mapping[str, object] = {"thinking_budget": 0}
+"""Other variables by which a template lets the model answer at once (Seed-OSS)."""
 COMPILING_SECONDS = 5.0
 """Most seconds of compiling a chat template."""
 MAX_HELD_TOKENS = 8
