@@ -164,6 +164,8 @@ OTHERS = {
     ],
     "two parts of the system": [told("System2\nSystem7")],
     "developer": [told("System2 be brief")],
+    "begins with an answer": [user(""), ANSWER, user()],
+    "no content": [user(), user("Question4")],
 }
 """What a template that refuses a conversation gets in its place."""
 
@@ -310,6 +312,58 @@ def test_the_system_is_told_by_the_user_where_a_template_drops_it():
     asked = "user:System2 be <brief>\n\nQuestion1 ä<&>\n 'x';"
     assert shown(source, [SYSTEM, user()]) == asked
     assert shown(source, [SYSTEM, *called(None)]).startswith(asked + "assistant:get_weather")
+
+
+STRICT_TURNS = """{% set n = namespace(turns=0) %}{% for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}
+{%- if m.role == 'user' or m.role == 'assistant' and not m.tool_calls %}
+{%- if (m.role == 'user') != (n.turns % 2 == 0) %}{{ raise_exception('alternate') }}{% endif %}
+{%- set n.turns = n.turns + 1 %}{% endif %}
+{{- '[' ~ m.role[0] ~ ']' ~ (m.content or '') }}{% for c in m.tool_calls or [] %}
+{{- c.function.name ~ (c.function.arguments | tojson) }}{% endfor %}{% endfor %}"""
+"""Mistral's rule, and that of Qwen 3.5: the system speaks first or not at all."""
+LATE = {"role": "system", "content": "Late"}
+CALL_AND_RESULT = '[a]get_weather{"city": "Zürich <b>", "days": 2}[t]Result5 °C'
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([ANSWER, user("Q")], "[u][a]Answer3 sure.[u]Q"),
+        ([user("Q"), ANSWER, ANSWER, user("R")], "[u]Q[a]Answer3 sure.\n\nAnswer3 sure.[u]R"),
+        ([*called(None), user("Q")], CALL_AND_RESULT + "[a][u]Q"),
+        ([user("Q"), {"role": "assistant", "content": ""}, user("R")], "[u]Q[a][u]R"),
+        ([user("Q"), ANSWER, LATE, user("R")], "[u]Q[a]Answer3 sure.[u]Late\n\nR"),
+        ([user("Q"), {**LATE, "role": "developer"}], "[u]Q\n\nLate"),
+        ([LATE, ANSWER, user("Q")], "[s]Late[u][a]Answer3 sure.[u]Q"),
+    ],
+)
+def test_turns_alternate_where_a_template_wants_it(messages, prompt):
+    assert shown(STRICT_TURNS, messages).endswith(prompt)
+
+
+def test_a_message_of_the_system_alone_is_the_users_where_a_template_wants_one():
+    """Qwen 3.5's asks for a query of the user."""
+    source = """{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}
+{{- raise_exception('No user query found in messages.') }}{% endfor %}"""
+    assert shown(source, [SYSTEM]) == SYSTEM["content"]
+
+
+def test_an_empty_answer_is_left_out_where_a_template_refuses_it():
+    """Ministral's does; an answer may be cut in the thinking, and is sent back without."""
+    source = """{% for m in messages %}{% if m.role == 'assistant' and not m.content %}
+{{- raise_exception('must have content') }}{% endif %}{{ m.content }};{% endfor %}"""
+    assert shown(source, [user("Q"), {"role": "assistant", "content": None}, user("R")]) == "Q;R;"
+
+
+def test_tools_need_neither_a_description_nor_parameters():
+    """gpt-oss' and Seed-OSS' templates read these keys of every tool."""
+    source = """{% for t in tools %}{{ t.function.name + ':' + t.function.description }}
+{%- for name in t.function.parameters.properties | list %},{{ name }}{% endfor %}
+{%- for name in t.function.parameters['required'] or [] %}!{{ name }}{% endfor %};{% endfor %}
+{{- messages[0].content }}"""
+    bare = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert shown(source, [user("Q")], tools=[*bare, *TOOLS]) == "f:;get_weather:Now & then,city;Q"
 
 
 LFM2 = """{% for m in ([{'role': 'system', 'content': 'List of tools: [' ~ (tools | tojson)[1:]}]

@@ -336,8 +336,7 @@ def test_messages_of_the_system_in_front_are_one_where_the_template_takes_one(to
     first, second = {"role": "system", "content": "Be"}, {"role": "developer", "content": ["nice"]}
     hello = {"role": "user", "content": "Hello"}
     assert decoded(codec, [first, second, hello]) == "system: Be\n\nnice\nuser: Hello\n"
-    with pytest.raises(TextError, match=r"first!|does not show messages\[2\].content"):
-        codec.chat([first, hello, second])
+    assert decoded(codec, [first, hello, second]) == "system: Be\nuser: Hello\nuser: nice\n"
     free = with_template(tokenizer, template.replace("WAY", ""))
     assert decoded(free, [first, first, hello]) == "system: Be\nsystem: Be\nuser: Hello\n"
 
@@ -350,9 +349,10 @@ def test_messages_of_the_user_are_one_where_turns_must_alternate(tokenizer):
     codec = with_template(tokenizer, template)
     turns = [{"role": role, "content": role} for role in ("user", "user", "assistant", "user")]
     assert decoded(codec, turns) == "user: user\n\nuser\nassistant: assistant\nuser: user\n"
-    for refused in ([*turns[:3], turns[2]], [{**turns[0], "name": "Ann"}, *turns[1:]]):
-        with pytest.raises(TextError, match="alternate!"):
-            codec.chat(refused)
+    both = "user: user\n\nuser\nassistant: assistant\n\nassistant\n"
+    assert decoded(codec, [*turns[:3], turns[2]]) == both
+    with pytest.raises(TextError, match="alternate!"):
+        codec.chat([{**turns[0], "name": "Ann"}, *turns[1:]])
 
 
 def decoded(codec, messages):
@@ -437,9 +437,9 @@ def calls(*names):
         ),
         ("{{ messages[0].content[:2] }}", [{"role": "user", "content": "Hi, all"}], "messages[0]"),
         (
-            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-            [{"role": "system", "content": "Be brief"}, {"role": "assistant", "content": "Hi"}],
-            "messages[0].content",
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+            [{"role": "user", "content": "Hi"}, {"role": "tool", "content": "It is"}],
+            "messages[1].content",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}",

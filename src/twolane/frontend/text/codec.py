@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders
 from twolane.common.surrogates import with_whole_characters
 from twolane.engine.messages import Vocabulary
 from twolane.frontend.sandboxed import TookTooLong, within
-from twolane.frontend.text.histories import other_forms
+from twolane.frontend.text.histories import other_forms, with_all_keys
 from twolane.frontend.text.template import ChatTemplate, missing_words
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
@@ -424,9 +424,8 @@ class TextCodec:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
-            tools=tools,
         )
-        text = with_whole_characters(rendered_somehow(rendered, turns))
+        text = with_whole_characters(rendered_somehow(rendered, turns, tools))
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -595,19 +594,30 @@ def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> Non
 
 
 def rendered_somehow(
-    rendered: Callable[[Sequence[Message]], str], messages: Sequence[Message]
+    rendered: Callable[..., str],
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Return a conversation as text, in another form if the template refuses it as it is.
+
+    Args:
+        rendered: Renders messages with some `tools`.
+        messages: The conversation.
+        tools: The tools that the model may call.
 
     Raises:
         TextError: it refuses all of them.
     """
     try:
-        return rendered(messages)
+        return rendered(messages, tools=tools)
     except TextError:
-        for other in other_forms(messages):
+        forms = [*other_forms(messages)]
+        others = [(form, tools) for form in forms]
+        if tools and (whole := with_all_keys(tools)) != [*tools]:
+            others = [(messages, whole), *others, *((form, whole) for form in forms[-1:])]
+        for form, told in others:
             with suppress(TextError):
-                return rendered(other)
+                return rendered(form, tools=told)
         raise
 
 

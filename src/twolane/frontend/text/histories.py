@@ -1,6 +1,6 @@
 """Other forms of a conversation, for a chat template that refuses it or shows only a part of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from twolane.frontend.text.template_form import Message
@@ -9,33 +9,36 @@ SYSTEM = ("system", "developer")
 
 
 def other_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield other forms of a conversation: with each change that makes one alone, then with all."""
+    """Yield other forms of a conversation: with each change that makes one alone, without and with
+    fewer messages, and then with all changes."""
     whole = messages
     seen = [[*messages]]
     for change in CHANGES:
-        changed, whole = change(messages), change(whole)
-        if [*changed] not in seen:
-            seen.append([*changed])
-            yield changed
+        whole = change(whole)
+        for form in (change(messages), with_fewer_messages(change(messages))):
+            if [*form] not in seen:
+                seen.append([*form])
+                yield form
+    whole = with_fewer_messages(whole)
     if [*whole] not in seen:
         yield whole
 
 
 def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages with those of the system in front as one, and likewise those of the user
-    that follow each other, where they are text alone."""
+    or of the assistant that follow each other, where they are text alone."""
     # The first message of each run, and the texts of all; no text if it has more than that.
     runs: list[tuple[Message, list[str]]] = []
     for message in messages:
         text, (last, texts) = text_alone(message), runs[-1] if runs else ({}, [])
         roles = {message["role"], last.get("role")}
-        joins = roles == {"user"} or (len(runs) == 1 and roles <= {*SYSTEM})
+        joins = roles in SPEAKERS or (len(runs) == 1 and roles <= {*SYSTEM})
         if joins and texts and text is not None:
             texts.append(text)
         else:
             runs.append((message, [] if text is None else [text]))
     return [
-        {"role": "user" if first["role"] == "user" else "system", "content": "\n\n".join(texts)}
+        {"role": "system" if first["role"] in SYSTEM else first["role"], "content": joined(texts)}
         if len(texts) > 1
         else first
         for first, texts in runs
@@ -83,18 +86,77 @@ def with_calls_alone(messages: Sequence[Message]) -> Sequence[Message]:
     ]
 
 
+def without_empty_answers(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages without those of the assistant that say nothing (Ministral)."""
+    empty = {"role": "assistant"}
+    return [m for m in messages if {name: v for name, v in m.items() if v} != empty]
+
+
+def with_late_rules_told(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with those of the system as the user's, except in front: some templates
+    refuse the role there, or drop the message (Qwen 3.5, gpt-oss)."""
+    front = leading(messages)
+    return [
+        {**message, "role": "user"} if place >= front and message["role"] in SYSTEM else message
+        for place, message in enumerate(messages)
+    ]
+
+
 def with_the_user_told(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages with those of the system in front as the beginning of the user's first
-    one: some templates refuse the role (Gemma 2), or show it only where the user speaks last
-    (Mistral)."""
-    count = next((n for n, m in enumerate(messages) if m["role"] not in SYSTEM), 0)
-    if not count or messages[count]["role"] != "user":
+    one: some templates refuse the role (Gemma 2), show it only where the user speaks last (Mistral
+    Nemo), or want a message of the user (Qwen 3.5)."""
+    front = leading(messages)
+    whole = front + (len(messages) > front and messages[front]["role"] == "user")
+    texts = [text_alone(message) for message in messages[:whole]]
+    if not front or None in texts or (whole == front < len(messages)):
         return messages
-    texts = [text_alone(message) for message in messages[: count + 1]]
-    if None in texts:
-        return messages
-    told = "\n\n".join(text for text in texts if text)
-    return [{"role": "user", "content": told}, *messages[count + 1 :]]
+    told = joined([text for text in texts if text])
+    return [{"role": "user", "content": told}, *messages[whole:]]
+
+
+def with_empty_turns(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with empty ones of the user in front of an answer that begins the
+    conversation, and of the assistant between a result and the user's next message: some templates
+    want their turns to alternate (Mistral, Gemma 2)."""
+    turns, last = list[Message](), "system"
+    for message in messages:
+        role = message["role"]
+        if last in SYSTEM and role == "assistant":
+            turns.append({"role": "user", "content": ""})
+        if (last, role) == ("tool", "user"):
+            turns.append({"role": "assistant", "content": ""})
+        turns.append(message)
+        last = role
+    return turns
+
+
+def with_all_keys(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return tools with an empty description and no parameters where they have none: some templates
+    read these keys of every tool (gpt-oss, Seed-OSS)."""
+    functions = [tool["function"] for tool in tools]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": function["name"],
+                "description": function.get("description", ""),
+                "parameters": {"type": "object", "properties": {}, **function["parameters"]},
+            },
+        }
+        for function in functions
+    ]
+
+
+def leading(messages: Sequence[Message]) -> int:
+    """Return the number of messages of the system in front."""
+    others = (place for place, m in enumerate(messages) if m["role"] not in SYSTEM)
+    return next(others, len(messages))
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return texts of several messages as one."""
+    return "\n\n".join(texts)
 
 
 def text_alone(message: Message) -> str | None:
@@ -106,10 +168,15 @@ def text_alone(message: Message) -> str | None:
     return "\n".join(texts)
 
 
+SPEAKERS = ({"user"}, {"assistant"})
+"""Roles of messages that may be joined."""
 CHANGES: Sequence[Callable[[Sequence[Message]], Sequence[Message]]] = (
     with_fewer_messages,
     with_single_calls,
+    without_empty_answers,
     with_calls_alone,
+    with_late_rules_told,
+    with_empty_turns,
     with_the_user_told,
 )
 """Ways in which a conversation changes, the least harm first."""
