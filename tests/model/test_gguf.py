@@ -18,7 +18,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.rope import frequencies
 from twolane.model.spec import UnsupportedModel
 
-from .checkpoints import make_checkpoint
+from .checkpoints import TINY_CONFIGS, make_checkpoint
 from .passes import close, in_chunks, prompt
 
 PER_LAYER = {"attention.head_count": 4, "attention.head_count_kv": 4, "feed_forward_length": 96}
@@ -200,7 +200,7 @@ AS_IN_FILES = {
 @pytest.mark.parametrize(
     ("family", "architecture"),
     [
-        (next(iter(each.fixtures)), name)
+        (next(iter(TINY_CONFIGS[each.name])), name)
         for (name, _), each in GGUF_ARCHITECTURES.items()
         if name not in (*FILES.values(), "gemma4", "gpt-oss")
         or name in ("olmo2", "phi3", "glm4moe")

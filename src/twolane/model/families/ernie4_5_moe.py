@@ -31,8 +31,7 @@ class Ernie45MoeConfig(HFConfig, kw_only=True):
     def own_fields(self) -> dict[str, Any]:
         """See `HFConfig.own_fields`."""
         layers, step = range(self.num_hidden_layers), self.moe_layer_interval
-        if step < 1:
-            raise ValueError(f"config.json: moe_layer_interval must be 1 or more, not {step}")
+        self.check_above_0("moe_layer_interval")
         end = (
             self.num_hidden_layers - 1 if self.moe_layer_end_index < 0 else self.moe_layer_end_index
         )
@@ -57,10 +56,4 @@ FAMILY = Family(
     interleaved=True,
     predicts_more=True,
     gguf=GGUFFacts(("ernie4_5-moe",), experts={}),
-    fixtures={
-        "ernie4.5-moe": {
-            **{"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32},
-            **{"moe_num_shared_experts": 2, "moe_layer_start_index": 1},
-        }
-    },
 )

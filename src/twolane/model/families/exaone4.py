@@ -46,12 +46,4 @@ FAMILY = Family(
     norms=POST_NORMS,
     qk_norm="head",
     gguf=GGUFFacts(("exaone4",), full_each=4, rotates_full=False),
-    fixtures={
-        "exaone4-hybrid": {"sliding_window": 24},
-        "exaone4": {
-            "sliding_window": None,
-            "layer_types": ["full_attention"] * 4,
-            "tie_word_embeddings": True,
-        },
-    },
 )

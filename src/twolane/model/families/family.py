@@ -90,13 +90,20 @@ class HFConfig(msgspec.Struct, kw_only=True):
             raise ValueError(f"num_hidden_layers must be 1 to {MAX_LAYERS}, not {layers}")
         if not 1 <= heads <= MAX_HEADS:
             raise ValueError(f"num_attention_heads must be 1 to {MAX_HEADS}, not {heads}")
-        if self.max_position_embeddings < 1:
-            problem = f"must be 1 or more, not {self.max_position_embeddings}"
-            raise ValueError(f"config.json: max_position_embeddings {problem}")
+        self.check_above_0("max_position_embeddings")
         if other := {*(self.layer_types or ())} - {*self.known_layer_types}:
             raise UnsupportedModel.because("layer_types", min(other), self.known_layer_types)
         if self.is_causal is False:  # each token would be attended to by those before it, too
             raise UnsupportedModel.because("is_causal", self.is_causal, ("True",))
+
+    def check_above_0(self, name: str) -> None:
+        """Check a field of whole numbers.
+
+        Raises:
+            ValueError: it is below 1.
+        """
+        if (value := getattr(self, name)) < 1:
+            raise ValueError(f"config.json: {name} must be 1 or more, not {value}")
 
     def head_size(self) -> int:
         """Return the numbers of one attention head.
@@ -217,6 +224,13 @@ POST_NORMS: Mapping[LayerNorm, str] = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 """Names of norms of the outputs alone."""
+ALL_NORMS: Mapping[LayerNorm, str] = {
+    "input_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+"""Names of norms of the inputs and the outputs (Gemma)."""
 _ACTIVATIONS = {"swish": "silu"}
 """Second names of activations in configs."""
 JOINED_QKV, JOINED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
@@ -359,8 +373,6 @@ class Family:
     """Whether checkpoints have the dimensions that turn together as neighbours."""
     gguf: GGUFFacts | None = None
     """What is known of its GGUF files; None: they are not read."""
-    fixtures: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields of tiny configs whose logits tests compare with those of `transformers`, by name."""
 
     def read(self, raw: Mapping[str, Any]) -> HFConfig:
         """Return a raw `config.json` with this family's defaults.

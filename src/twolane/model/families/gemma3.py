@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from twolane.model.families.family import Family, GGUFFacts, HFConfig, Key
+from twolane.model.families.family import ALL_NORMS, Family, GGUFFacts, HFConfig, Key
 from twolane.model.spec import UnsupportedModel
 
 
@@ -76,39 +76,15 @@ def _gguf_factors(key: Key) -> dict[str, Any]:
     }
 
 
-_TINY = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
-_TWO_ROPES = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-_TYPES = ["sliding_attention", "full_attention"] * 2
-
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
     vision={"Gemma3ForConditionalGeneration": "gemma3"},
     config=Gemma3Config,
-    norms={
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
+    norms=ALL_NORMS,
     norms_less_1="norm.weight",
     qk_norm="head",
     gguf=GGUFFacts(
         ("gemma3",), full_each=6, sliding_base=lambda rope: 10_000.0, factors=_gguf_factors
     ),
-    fixtures={
-        "gemma3": {**_TINY, "rope_parameters": _TWO_ROPES, "layer_types": _TYPES},
-        "gemma3-vision": {
-            "model_type": "gemma3",
-            "vision_config": {
-                **{"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
-                **{"num_hidden_layers": 1, "image_size": 16, "patch_size": 4},
-            },
-            "mm_tokens_per_image": 4,
-            "text_config": {**_TINY, "layer_types": _TYPES},
-        },
-    },
 )

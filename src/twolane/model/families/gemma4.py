@@ -204,12 +204,6 @@ _UNIFIED = {
     **{"max_position_embeddings": 262_144, "sliding_window": 1024},
     "hidden_size_per_layer_input": 0,
 }
-_TINY = {
-    **{"head_dim": 16, "global_head_dim": 32, "sliding_window": 24},
-    **{"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0},
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-_ONE_HEAD = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
 FAMILY = family.Family(
     name="gemma4_text",
@@ -220,12 +214,7 @@ FAMILY = family.Family(
     },
     config=Gemma4Config,
     variants={"gemma4_unified_text": _UNIFIED},
-    norms={
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
+    norms=family.ALL_NORMS,
     qk_norm="head",
     experts=family.ExpertNames(
         router="router.proj",
@@ -239,19 +228,4 @@ FAMILY = family.Family(
         },
     ),
     gguf=family.GGUFFacts(("gemma4",), config=_config_of),
-    fixtures={
-        "gemma4": {**_TINY, **_ONE_HEAD},
-        "gemma4-moe": {
-            **{**_TINY, **_ONE_HEAD, "enable_moe_block": True},
-            **{"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64},
-        },
-        "gemma4-inputs": {
-            **{**_TINY, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 256},
-            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        },
-        "gemma4-unified": {
-            **{"model_type": "gemma4_unified", "vision_config": None, "audio_config": None},
-            "text_config": {**_TINY, **_ONE_HEAD},
-        },
-    },
 )

@@ -35,5 +35,4 @@ FAMILY = Family(
     joined=(JOINED_GATE_UP,),
     partly_rotated=True,
     interleaved=True,
-    fixtures={"glm": {"head_dim": 16}},
 )

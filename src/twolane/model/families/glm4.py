@@ -17,5 +17,4 @@ FAMILY = Family(
     partly_rotated=True,
     interleaved=True,
     gguf=GGUFFacts(("glm4",)),
-    fixtures={"glm4": {"head_dim": 16, "tie_word_embeddings": True}},
 )

@@ -49,11 +49,6 @@ class Glm4MoeConfig(HFConfig, kw_only=True):
         return {"moe": moe, "o_bias": False, "qk_norm": "head" if self.use_qk_norm else None}
 
 
-_TINY = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-    **{"head_dim": 16, "routed_scaling_factor": 1.5},
-}
-
 FAMILY = Family(
     name="glm4_moe",
     architectures=("Glm4MoeForCausalLM",),
@@ -61,8 +56,4 @@ FAMILY = Family(
     partly_rotated=True,
     predicts_more=True,
     gguf=GGUFFacts(("glm4moe",), experts={"normalised": False, "sigmoid": True}),
-    fixtures={
-        "glm4-moe": {**_TINY, "attention_bias": True, "first_k_dense_replace": 1},
-        "glm4-moe-normed": {**_TINY, "use_qk_norm": True, "n_shared_experts": 2},
-    },
 )

@@ -69,11 +69,6 @@ _ALIKE = {"sinks": True, "activation": "clamped_swiglu"}
 """Fields of `ModelSpec` that all models have alike."""
 
 
-_TINY = {
-    **{"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 24},
-    "intermediate_size": 64,
-}
-
 FAMILY = Family(
     name="gpt_oss",
     architectures=("GptOssForCausalLM",),
@@ -82,18 +77,4 @@ FAMILY = Family(
     gguf=GGUFFacts(
         ("gpt-oss",), experts={}, full_each=2, truncates=False, factors=lambda _: _ALIKE
     ),
-    fixtures={
-        "gpt-oss": {
-            **_TINY,
-            "rope_parameters": {
-                **_YARN,
-                **{"rope_theta": 150_000.0, "original_max_position_embeddings": 32},
-            },
-        },
-        "gpt-oss-full": {
-            **_TINY,
-            **{"layer_types": ["full_attention"] * 4, "attention_bias": False},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    },
 )

@@ -49,10 +49,4 @@ FAMILY = Family(
     architectures=("GraniteForCausalLM",),
     config=GraniteConfig,
     gguf=GGUFFacts(("granite",), permuted=True, factors=_gguf_factors),
-    fixtures={
-        "granite": {
-            **{"embedding_multiplier": 2.5, "attention_multiplier": 0.4},
-            **{"residual_multiplier": 0.7, "logits_scaling": 0.4},
-        }
-    },
 )

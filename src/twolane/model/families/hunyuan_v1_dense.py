@@ -41,8 +41,6 @@ RENAMED = {
     ".self_attn.query_layernorm.": ".self_attn.q_norm.",
     ".self_attn.key_layernorm.": ".self_attn.k_norm.",
 }
-ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}
-"""The rotation of fixtures."""
 
 FAMILY = Family(
     name="hunyuan_v1_dense",
@@ -51,5 +49,4 @@ FAMILY = Family(
     renamed=RENAMED,
     qk_norm="head",
     gguf=GGUFFacts(("hunyuan-dense",), factors=gguf_factors),
-    fixtures={"hunyuan": {"head_dim": 32, "rope_parameters": ALPHA_ROPE}},
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from twolane.model.families.family import Family, GGUFFacts
-from twolane.model.families.hunyuan_v1_dense import ALPHA_ROPE, RENAMED, HunyuanConfig, gguf_factors
+from twolane.model.families.hunyuan_v1_dense import RENAMED, HunyuanConfig, gguf_factors
 from twolane.model.spec import MoeSpec, UnsupportedModel
 
 
@@ -53,9 +53,4 @@ FAMILY = Family(
     renamed={**RENAMED, ".mlp.gate.wg.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
     qk_norm="head",
     gguf=GGUFFacts(("hunyuan-moe",), experts={}, factors=gguf_factors),
-    fixtures={
-        "hunyuan-moe": {
-            **{"num_experts": 8, "moe_topk": 3, "head_dim": 32, "rope_parameters": ALPHA_ROPE}
-        }
-    },
 )

@@ -101,13 +101,6 @@ class LagunaConfig(HFConfig, kw_only=True):
         return {"moe": moe, "gate": GateModule(softplus=True, each_head=_GATINGS[self.gating])}
 
 
-_TINY = {
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-    **{"shared_expert_intermediate_size": 32, "head_dim": 32, "sliding_window": 24},
-    "layer_types": ["full_attention", "sliding_attention"] * 2,
-    "moe_routed_scaling_factor": 1.5,
-}
-
 FAMILY = Family(
     name="laguna",
     architectures=("LagunaForCausalLM",),
@@ -118,8 +111,4 @@ FAMILY = Family(
     },
     qk_norm="head",
     partly_rotated=True,
-    fixtures={
-        "laguna": {**_TINY, "num_attention_heads_per_layer": [4, 8, 4, 8]},
-        "laguna-elements": {**_TINY, "gating": "per-element"},
-    },
 )

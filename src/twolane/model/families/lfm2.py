@@ -36,9 +36,7 @@ class Lfm2Config(HFConfig, kw_only=True):
         super().check()
         if self.conv_bias:
             raise UnsupportedModel.because("conv_bias", True, ("False",))
-        if self.block_multiple_of < 1:
-            problem = f"must be 1 or more, not {self.block_multiple_of}"
-            raise ValueError(f"config.json: block_multiple_of {problem}")
+        self.check_above_0("block_multiple_of")
 
     def kinds(self) -> tuple[LayerKind, ...]:
         """See `HFConfig.kinds`."""
@@ -87,7 +85,6 @@ RENAMED = {
     "model.embedding_norm.": "model.norm.",
 }
 """What checkpoints call the modules that most families have, and the convolution."""
-TINY_TYPES = ["conv", "full_attention", "conv", "full_attention"]
 
 FAMILY = Family(
     name="lfm2",
@@ -97,5 +94,4 @@ FAMILY = Family(
     norms=NORMS,
     qk_norm="head",
     gguf=GGUFFacts(("lfm2",)),
-    fixtures={"lfm2": {"layer_types": TINY_TYPES, "block_multiple_of": 16}},
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from twolane.model.families.family import ExpertNames, Family, GGUFFacts
-from twolane.model.families.lfm2 import NORMS, RENAMED, TINY_TYPES, Lfm2Config
+from twolane.model.families.lfm2 import NORMS, RENAMED, Lfm2Config
 from twolane.model.spec import MoeSpec
 
 
@@ -45,10 +45,4 @@ FAMILY = Family(
     qk_norm="head",
     experts=ExpertNames(gate="w1", up="w3", down="w2", bias="mlp.expert_bias"),
     gguf=GGUFFacts(("lfm2moe",), experts={"sigmoid": True}),
-    fixtures={
-        "lfm2-moe": {
-            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-            **{"num_dense_layers": 1, "layer_types": TINY_TYPES},
-        }
-    },
 )

@@ -46,26 +46,10 @@ class MellumConfig(HFConfig, kw_only=True):
         return {"moe": MoeSpec(experts, each, width, self.norm_topk_prob, dense)}
 
 
-_TWO_ROPES = {
-    "full_attention": {
-        **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
-        "original_max_position_embeddings": 256,
-    },
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-
 FAMILY = Family(
     name="mellum",
     architectures=("MellumForCausalLM",),
     config=MellumConfig,
     qk_norm="head",
     predicts_more=True,
-    fixtures={
-        "mellum": {
-            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-            **{"head_dim": 32, "sliding_window": 24, "rope_parameters": _TWO_ROPES},
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-        }
-    },
 )

@@ -38,8 +38,6 @@ class MiniMaxM2Config(HFConfig, kw_only=True):
         return {"moe": moe, "qkv_bias": False, "o_bias": False}
 
 
-_HALF_ROTATED = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
-
 FAMILY = Family(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
@@ -52,10 +50,4 @@ FAMILY = Family(
     partly_rotated=True,
     predicts_more=True,
     gguf=GGUFFacts(("minimax-m2",), experts={"sigmoid": True}),
-    fixtures={
-        "minimax-m2": {
-            **{"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
-            **{"head_dim": 32, "rope_parameters": _HALF_ROTATED},
-        }
-    },
 )

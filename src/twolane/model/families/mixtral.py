@@ -36,5 +36,4 @@ FAMILY = Family(
     config=MixtralConfig,
     experts=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),
     gguf=GGUFFacts(("llama",), permuted=True, experts={}),
-    fixtures={"mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}},
 )

@@ -4,7 +4,7 @@ norms before and after each block, and soft caps of logits."""
 from collections.abc import Iterable
 from typing import Any
 
-from twolane.model.families.family import Family, HFConfig
+from twolane.model.families.family import ALL_NORMS, Family, HFConfig
 from twolane.model.spec import GateModule, UnsupportedModel
 
 
@@ -76,33 +76,13 @@ class MuseGlimmerConfig(HFConfig, kw_only=True):
         }
 
 
-_TINY_IMAGES = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2},
-    **{"num_hidden_layers": 1, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
-}
-
 FAMILY = Family(
     name="muse_glimmer_text",
     architectures=("MuseGlimmerForCausalLM",),
     vision={"MuseGlimmerForConditionalGeneration": "muse_glimmer"},
     config=MuseGlimmerConfig,
     renamed={".self_attn.gate_proj.": ".self_attn.g_proj."},
-    norms={
-        "input_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    },
+    norms=ALL_NORMS,
     norms_less_1="layernorm.weight",
     qk_norm="head",
-    fixtures={
-        "muse-glimmer": {
-            **{"model_type": "muse_glimmer", "vision_config": _TINY_IMAGES},
-            **{"out_hidden_size": 64, "projector_hidden_size": 16},
-            "text_config": {
-                **{"head_dim": 32, "sliding_window": 24},
-                **{"output_multiplier": 0.8, "final_logit_softcapping": 50.0},
-            },
-        }
-    },
 )

@@ -21,5 +21,4 @@ FAMILY = Family(
     norms=POST_NORMS,
     qk_norm="whole",
     gguf=GGUFFacts(("olmo2",), full_each=4, sliding_base=lambda rope: rope.theta),
-    fixtures={"olmo2": {}},
 )

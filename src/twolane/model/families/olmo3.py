@@ -24,19 +24,10 @@ class Olmo3Config(Olmo2Config, kw_only=True):
         return super().sliding_rope() or plain
 
 
-_TWO_ROPES = {
-    "full_attention": {
-        **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
-        "original_max_position_embeddings": 256,
-    },
-    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-}
-
 FAMILY = Family(
     name="olmo3",
     architectures=("Olmo3ForCausalLM",),
     config=Olmo3Config,
     norms=POST_NORMS,
     qk_norm="whole",
-    fixtures={"olmo3": {"sliding_window": 24, "rope_parameters": _TWO_ROPES}},
 )

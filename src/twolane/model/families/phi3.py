@@ -33,13 +33,6 @@ class Phi3Config(HFConfig, kw_only=True):
         return {"qkv_bias": False, "o_bias": False}
 
 
-_PHI4_MINI_ROPE = {
-    **{"rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
-    **{"original_max_position_embeddings": 1, "attention_factor": 1.1},
-    **{"short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5]},
-}
-"""Every sequence whose rotation can be seen exceeds the original positions."""
-
 FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
@@ -47,8 +40,4 @@ FAMILY = Family(
     joined=(JOINED_QKV, JOINED_GATE_UP),
     partly_rotated=True,
     gguf=GGUFFacts(("phi3",)),
-    fixtures={
-        "phi3": {},
-        "phi4-mini": {"original_max_position_embeddings": 1, "rope_parameters": _PHI4_MINI_ROPE},
-    },
 )

@@ -35,11 +35,6 @@ _QWEN2_VL = {
     **{"max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     "eos_token_id": 151_645,
 }
-_TINY_IMAGES = {
-    **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
-    **{"out_hidden_size": 64, "fullatt_block_indexes": [0]},
-}
-_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
 
 FAMILY = Family(
     name="qwen2",
@@ -51,12 +46,4 @@ FAMILY = Family(
     config=Qwen2Config,
     variants={"qwen2_vl_text": _QWEN2_VL, "qwen2_5_vl_text": _QWEN2_VL},
     gguf=GGUFFacts(("qwen2", "qwen2vl")),
-    fixtures={
-        "qwen2": {},
-        "qwen2.5-vl": {
-            **{"model_type": "qwen2_5_vl", "vision_config": _TINY_IMAGES},
-            "text_config": {"rope_parameters": _MROPE},
-        },
-        "qwen2-sliding": {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
-    },
 )

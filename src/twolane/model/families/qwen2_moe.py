@@ -36,10 +36,4 @@ FAMILY = Family(
     config=Qwen2MoeConfig,
     experts=ExpertNames(shared="mlp.shared_expert"),
     gguf=GGUFFacts(("qwen2moe",), experts={"normalised": False}),
-    fixtures={
-        "qwen2-moe": {
-            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-            **{"shared_expert_intermediate_size": 64, "mlp_only_layers": [2]},
-        }
-    },
 )

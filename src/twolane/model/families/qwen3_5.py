@@ -3,7 +3,7 @@
 from typing import Any
 
 from twolane.model.families.family import Family
-from twolane.model.families.qwen3_next import TINY_LINEAR, Qwen3NextConfig
+from twolane.model.families.qwen3_next import Qwen3NextConfig
 
 
 class Qwen35Config(Qwen3NextConfig, kw_only=True):
@@ -20,16 +20,6 @@ class Qwen35Config(Qwen3NextConfig, kw_only=True):
         return self.attention_fields()
 
 
-TINY_IMAGES_35 = {
-    **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4},
-    **{"out_hidden_size": 64, "num_position_embeddings": 16},
-}
-"""What reads images in tiny checkpoints; it is not loaded."""
-MROPE_35 = {
-    **{"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
-    **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
-}
-
 FAMILY = Family(
     name="qwen3_5_text",
     architectures=("Qwen3_5ForCausalLM",),
@@ -40,10 +30,4 @@ FAMILY = Family(
     predicts_more=True,
     stores_mtp=True,
     partly_rotated=True,
-    fixtures={
-        "qwen3.5": {
-            **{"model_type": "qwen3_5", "vision_config": TINY_IMAGES_35},
-            "text_config": {**TINY_LINEAR, "rope_parameters": MROPE_35},
-        }
-    },
 )

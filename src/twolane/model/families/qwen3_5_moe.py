@@ -1,8 +1,7 @@
 """Qwen3.5 and 3.6 with experts, of which all tokens share one under a gate."""
 
 from twolane.model.families.family import ExpertNames, Family
-from twolane.model.families.qwen3_5 import MROPE_35, TINY_IMAGES_35
-from twolane.model.families.qwen3_next import TINY_EXPERTS, TINY_LINEAR, Qwen3NextConfig
+from twolane.model.families.qwen3_next import Qwen3NextConfig
 
 
 class Qwen35MoeConfig(Qwen3NextConfig, kw_only=True):
@@ -26,10 +25,4 @@ FAMILY = Family(
     predicts_more=True,
     stores_mtp=True,
     partly_rotated=True,
-    fixtures={
-        "qwen3.5-moe": {
-            **{"model_type": "qwen3_5_moe", "vision_config": TINY_IMAGES_35},
-            "text_config": {**TINY_LINEAR, **TINY_EXPERTS, "rope_parameters": MROPE_35},
-        }
-    },
 )

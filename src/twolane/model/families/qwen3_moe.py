@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from twolane.model.families.family import Family, GGUFFacts, HFConfig
-from twolane.model.families.qwen3 import TINY_IMAGES
 from twolane.model.spec import MoeSpec
 
 
@@ -33,8 +32,7 @@ class Qwen3MoeConfig(HFConfig, kw_only=True):
     def own_fields(self) -> dict[str, Any]:
         """See `HFConfig.own_fields`."""
         layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
-        if step < 1:
-            raise ValueError(f"config.json: decoder_sparse_step must be 1 or more, not {step}")
+        self.check_above_0("decoder_sparse_step")
         dense = tuple(i for i in layers if i in (self.mlp_only_layers or ()) or (i + 1) % step)
         experts, each = self.num_experts or self.num_local_experts, self.num_experts_per_tok
         width, normalised = self.moe_intermediate_size, self.norm_topk_prob
@@ -47,11 +45,6 @@ _QWEN3_VL = {
     **{"max_position_embeddings": 128_000, "num_experts_per_tok": 4, "num_local_experts": 60},
     **{"norm_topk_prob": True, "rope_theta": 500_000.0, "tie_word_embeddings": True},
 }
-_TINY = {
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64},
-    "mlp_only_layers": [1],
-}
-_MROPE = {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
 FAMILY = Family(
     name="qwen3_moe",
@@ -61,11 +54,4 @@ FAMILY = Family(
     variants={"qwen3_vl_moe_text": _QWEN3_VL},
     qk_norm="head",
     gguf=GGUFFacts(("qwen3moe", "qwen3vlmoe"), experts={}),
-    fixtures={
-        "qwen3-moe": {**_TINY, "norm_topk_prob": True},
-        "qwen3-vl-moe": {
-            **{"model_type": "qwen3_vl_moe", "vision_config": TINY_IMAGES},
-            "text_config": {**_TINY, "head_dim": 32, "rope_parameters": _MROPE},
-        },
-    },
 )

@@ -38,9 +38,7 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
     def check(self) -> None:
         """See `HFConfig.check`."""
         super().check()
-        if self.full_attention_interval < 1:
-            problem = f"must be 1 or more, not {self.full_attention_interval}"
-            raise ValueError(f"config.json: full_attention_interval {problem}")
+        self.check_above_0("full_attention_interval")
         if self.output_gate_type not in (works := ("swish", "silu")):
             raise UnsupportedModel.because("output_gate_type", self.output_gate_type, works)
         if self.hidden_act not in works:  # linear attention has the function of the MLPs
@@ -70,15 +68,6 @@ class Qwen3NextConfig(Qwen2MoeConfig, kw_only=True):
         return {**super().own_fields(), **self.attention_fields()}
 
 
-TINY_LINEAR = {
-    **{"head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
-}
-TINY_EXPERTS = {
-    **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
-    "shared_expert_intermediate_size": 32,
-}
-
 FAMILY = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
@@ -90,5 +79,4 @@ FAMILY = Family(
     stores_mtp=True,
     grouped_delta=True,
     partly_rotated=True,
-    fixtures={"qwen3-next": {**TINY_LINEAR, **TINY_EXPERTS, "mlp_only_layers": [2]}},
 )

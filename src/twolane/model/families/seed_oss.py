@@ -28,5 +28,4 @@ FAMILY = Family(
     architectures=("SeedOssForCausalLM",),
     config=SeedOssConfig,
     gguf=GGUFFacts(("seed_oss",)),
-    fixtures={"seed-oss": {"head_dim": 16}},
 )

@@ -27,9 +27,7 @@ class SmolLM3Config(HFConfig, kw_only=True):
         layers, step = range(self.num_hidden_layers), self.no_rope_layer_interval
         stated = self.no_rope_layers
         if stated is None:
-            if step < 1:
-                problem = f"must be 1 or more, not {step}"
-                raise ValueError(f"config.json: no_rope_layer_interval {problem}")
+            self.check_above_0("no_rope_layer_interval")
             return layers[step - 1 :: step]
         if len(stated) < len(layers):
             problem = f"has {len(stated)} values for {len(layers)} layers"
@@ -47,5 +45,4 @@ FAMILY = Family(
     architectures=("SmolLM3ForCausalLM",),
     config=SmolLM3Config,
     gguf=GGUFFacts(("smollm3",), permuted=True, unrotated_each=4),
-    fixtures={"smollm3": {}},
 )
