@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from twolane.engine.constrained.matching import matcher_of
+from twolane.frontend.structured.grammar import regex_grammar
 from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.gguf_tokenizer import SPLITTINGS
 from twolane.frontend.text.tokenizer import load_both, load_file, load_tokenizer
@@ -358,6 +360,21 @@ class TestGGUF:
             new = set(range(len(tokens) - len(added), len(tokens)))
             assert set(made.ends) == others | new
             assert made.encode(added[0]) == [min(new)]  # special, though its type is another
+
+    def test_an_end_that_merges_make_is_text_in_a_grammar(self, tmp_path):
+        """Qwen's vocabularies have `</s>` as a word, which its name makes special in a file."""
+        made = [("<", "/"), ("s", ">"), ("</", "s>")]
+        tokens = [*byte_level_keys()["ggml__tokens"], *("".join(merge) for merge in made)]
+        keys = {
+            "ggml__tokens": tokens,
+            "ggml__merges": ["Ġ a", "1 2", *(" ".join(merge) for merge in made)],
+            "ggml__token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        }
+        read = codec(write_gguf(tmp_path / "m.gguf", **byte_level_keys(**keys)))
+        assert len(tokens) - 1 in read.ends
+        matcher = matcher_of(read.vocabulary().matching([2]), regex_grammar("a</s>b"))
+        forced = matcher.compute_ff_tokens()
+        assert read.token_names(forced) == ["a", "</", "s", ">", "b"]
 
     @pytest.mark.parametrize(
         ("keys", "message"),

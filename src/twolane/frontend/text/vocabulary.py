@@ -74,9 +74,18 @@ def exact_tokenizer(backend: str, vocabulary: Vocabulary) -> str | None:
     form["added_tokens"] = [
         {"id": id, "content": name, "special": id in hidden, **kept} for id, name in names.items()
     ]
+    # A special token may be one that merges make: `</s>` of Qwen's in GGUF files.
+    lost = {name for name, id in model["vocab"].items() if names.get(id, name) != name}
+    model["merges"] = [merge for merge in model["merges"] if not lost & _merged(merge)]
     model["vocab"] = {names.get(id, name): id for name, id in model["vocab"].items()}
     nothing = dict.fromkeys(("normalizer", "post_processor", "truncation", "padding"))
     return json.dumps({**form, **nothing})
+
+
+def _merged(merge: str | Sequence[str]) -> set[str]:
+    """Return the names of the tokens of a merge: its parts and what they make."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return {first, second, first + second}
 
 
 def _keeps(step: Mapping[str, Any]) -> bool:
