@@ -10,9 +10,11 @@ bound, and lists what is. Import rules are in `tests/test_imports.py`.
 
 import argparse
 import ast
+import gc
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 MAX_LINES = 60
@@ -62,11 +64,17 @@ def read(source: Path) -> Modules:
     return found
 
 
+@cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """Return all nodes of a tree, which is walked once."""
+    return [*ast.walk(tree)]
+
+
 def long_functions(modules: Modules, triton: bool) -> list[str]:
     """Functions of more than `MAX_LINES` lines: Triton kernels, or all the others."""
     found = []
     for module, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -80,7 +88,7 @@ def repeated_classes(modules: Modules) -> list[str]:
     """Return names of classes that stand in more than one place."""
     places = defaultdict(list)
     for module, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
     return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
@@ -122,7 +130,7 @@ def behind(modules: Modules) -> list[str]:
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[ast.Expr, str]]:
     """Yield the docstrings of modules, classes and functions, and those of constants and fields."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node, text
@@ -142,11 +150,11 @@ def lines_of_code(path: Path) -> int:
 
 def lengths(modules: Modules) -> list[int]:
     """Lines of each function, ascending."""
-    nodes = (node for tree in modules.values() for node in ast.walk(tree))
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     return sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
-        for node in nodes
+        for tree in modules.values()
+        for node in nodes(tree)
         if isinstance(node, kinds)
     )
 
@@ -182,7 +190,7 @@ def settings(modules: Modules) -> Counter[str]:
     argument `name=name`.
     """
     options, places = set(), Counter[str]()
-    for node in (node for tree in modules.values() for node in ast.walk(tree)):
+    for node in (node for tree in modules.values() for node in nodes(tree)):
         if isinstance(node, ast.arg) and "Option(" in _source(node.annotation):
             options.add(node.arg)
             places[node.arg] += 1
@@ -265,6 +273,7 @@ def main() -> None:
     parser.add_argument("--names", action="store_true", help="also list what was counted")
     parser.add_argument("--check", action="store_true", help="end with 1 above a bound")
     args = parser.parse_args()
+    gc.disable()  # half a million nodes are no garbage
     broken = False
     for what, count, names in figures(args.checkout):
         bound = MAX.get(what)
