@@ -209,10 +209,11 @@ def test_answers_of_one_token_keep_a_bound_on_gaps(tmp_path):
     assert find(search, ["chunked"], failing, tmp_path / "failing")[0]["chunked"] == [0.0]
 
 
-def search_of(slos, requests=100, dataset="azure-conv", **more):
+def search_of(slos, requests=100, dataset="azure-conv", output=None, **more):
+    """A search with so many requests, and at most so many tokens of an answer."""
     return Search(
         target={"simulate": "h200", "model": "llama-3.1-8b", "tp": 1},
-        workload=WorkloadSpec(dataset=dataset, num_prompts=requests),
+        workload=WorkloadSpec(dataset=dataset, num_prompts=requests, max_output_len=output),
         slos=slos,
         **{"start_rate": 8.0, "brief": True, **more},
     )
@@ -257,7 +258,7 @@ def test_the_search_agrees_with_a_sweep(seed, tmp_path):
 
 def test_a_search_goes_on_where_it_was_ended(tmp_path):
     """Killed in the middle, it repeats nothing; another search in its folder is refused."""
-    search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=15, seeds=2, tolerance=0.1)
+    search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=15, output=64, seeds=2, tolerance=0.1)
     system, run, runs = "chunked", simulation(search), []
 
     def killed(name, workload, points):
@@ -454,7 +455,7 @@ def test_the_budget_of_chunked_is_tuned_to_the_slo(tmp_path):
 
 def test_all_systems_are_sent_the_same(tmp_path):
     """At the same rate and seed: the requests of one are those of the other."""
-    search = search_of({"ttft": 1.0}, requests=10, tolerance=0.2)
+    search = search_of({"ttft": 1.0}, requests=10, output=64, tolerance=0.2)
     seen = {}
 
     def run(system, workload, points):
@@ -469,7 +470,7 @@ def test_all_systems_are_sent_the_same(tmp_path):
 
 def test_a_run_of_a_system_that_reads_no_slo_answers_all_bounds(tmp_path):
     """The same goodput as two searches find, from fewer runs; each folder is a whole search."""
-    one = search_of({"ttft": 0.4}, requests=25, tolerance=0.2, least_rate=4.0)
+    one = search_of({"ttft": 0.4}, requests=25, output=64, tolerance=0.2, least_rate=4.0)
     search, system = replace(one, tbts=(0.008, 0.2)), "chunked:token_budget=512"
     found, runs = {}, {}
 
@@ -533,6 +534,8 @@ def test_the_command(tmp_path):
         "llama-3.1-8b",
         "--num-prompts",
         "10",
+        "--max-output-len",
+        "64",
         "--brief",
     ]
     arguments += ["--system", "chunked:token_budget=512", "--system", "static-split"]
@@ -554,6 +557,8 @@ def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path
         "llama-3.1-8b",
         "--num-prompts",
         "10",
+        "--max-output-len",
+        "64",
         "--brief",
     ]
     arguments += [
