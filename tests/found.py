@@ -1,5 +1,7 @@
-"""Print what a program finds as it starts: `python -m tests.found PARENT [child]`."""
+"""Print what a program finds as it starts: `python -m tests.found PARENT [child]`; or end in a way,
+with a thread and a function that outlive it: `python -m tests.found ends WAY`."""
 
+import atexit
 import json
 import os
 import resource
@@ -7,10 +9,18 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from tests import zygote
+
+
+def about(stream: Any) -> tuple[Any, ...]:
+    """Return how a standard stream was opened."""
+    ways = (stream.line_buffering, stream.write_through, stream.seekable())
+    return (stream.mode, stream.encoding, stream.errors, type(stream.buffer).__name__, *ways)
 
 
 def found(parent: int) -> dict[str, Any]:
@@ -42,11 +52,23 @@ def found(parent: int) -> dict[str, Any]:
         "leads_session": os.getsid(0) == os.getpid(),
         "umask": os.umask(0o22),
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "lines": [stream.line_buffering for stream in (sys.stdout, sys.stderr)],
+        "streams": {stream.name: about(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)},
     }
 
 
-if __name__ == "__main__":
+def end(way: str) -> None:
+    """End in this way."""
+    atexit.register(print, "at the exit")
+    threading.Thread(target=lambda: (time.sleep(0.1), print("of a thread"))).start()
+    if way == "a fault":
+        raise ValueError(way)
+    if way == "an interrupt":
+        raise KeyboardInterrupt
+    if way != "no code":
+        sys.exit({"none": None, "a code": 7, "a text": way}[way])
+
+
+def main() -> None:
     text = sys.stdin.readline()
     result = {"read": text, "forked": "twolane.cli.main" in sys.modules, **found(int(sys.argv[1]))}
     if "child" in sys.argv:
@@ -58,3 +80,10 @@ if __name__ == "__main__":
         assert ran.returncode == 3
     print(json.dumps(result))
     sys.exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ends":
+        end(sys.argv[2])
+    else:
+        main()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import zygote
-from tests.server.serving import alive, wait_for
+from tests.server.serving import PATIENCE, alive, wait_for
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "tests.found", str(os.getpid())]
@@ -42,7 +42,7 @@ def unlike(one, other):
         {},
         {"start_new_session": True},
         {"process_group": 0, "umask": 0o77},
-        {"env": {"TWOLANE_MODEL": "a b", "PYTEST_OTHER": "x"}},
+        {"env": {"TWOLANE_MODEL": "a b", "PYTEST_OTHER": "x", "COLUMNS": "60"}},
     ],
 )
 def test_a_forked_program_finds_what_an_executed_one_does(forks, how, tmp_path):
@@ -90,6 +90,23 @@ def test_what_a_fork_cannot_do_alike_is_executed(forks, how):
     ran = subprocess.run(command, input="\n", capture_output=True, text=True, cwd=ROOT, **how)
     assert ran.returncode == 3, ran.stderr
     assert not json.loads(ran.stdout)["forked"]
+
+
+@pytest.mark.parametrize(
+    "way", ["no code", "none", "a code", "a text", "a fault", "an interrupt", "nobody reads"]
+)
+def test_a_forked_program_ends_as_an_executed_one_does(forks, way):
+    ends = []
+    for forked in (False, True):
+        forks(forked)
+        command = [*COMMAND[:3], "ends", way if way != "nobody reads" else "none"]
+        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=ROOT) as process:
+            if way == "nobody reads":
+                process.stdout.close()
+            said = process.communicate(timeout=PATIENCE)
+        ends.append((process.returncode, said[0], said[1].splitlines()[-1:]))
+    assert ends[0] == ends[1]
+    assert way == "nobody reads" or ends[0][1] == "of a thread\nat the exit\n"
 
 
 def test_a_program_that_cannot_be_started_raises_as_before(forks, tmp_path):

@@ -4,18 +4,21 @@
 it for imports, and tests start some 200 servers. A *zygote* imports once. After `install`,
 `subprocess` asks it for each `python -m twolane…`, and so do programs that such a program starts. A
 forked program is a child of who asked; arguments, environment, folder, files, limits, signals and
-groups are its own as after an exec, and its `main` runs as it would.
+groups are its own as after an exec, and its `main` runs as it would. It ends as it would, too, but
+nothing clears its modules away.
 
 Executed is what a fork cannot do alike (an environment that libraries read as they are loaded,
 `preexec_fn`, another niceness or other processors), and all in tests with the mark `executed`, in
 the long form, and where there is a GPU.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
 import importlib
 import inspect
+import io
 import os
 import pickle
 import resource
@@ -54,6 +57,7 @@ COMMAND_BYTES = 4096
 OWN = (
     *("TWOLANE_", "PYTEST_"),
     *("TOKENIZERS_PARALLELISM", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"),
+    *("COLUMNS", "NO_COLOR", "COMP_", "_TWOLANE_COMPLETE"),
 )
 """Begins of the names of variables that nothing reads before `main`, or that imports set."""
 LIMITS = tuple(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -253,7 +257,14 @@ def main() -> None:
         break
     gc.enable()
     install()
-    run(start.words)
+    try:
+        run(start.words)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        end(ended.code or 0)
+    else:
+        end(0)
 
 
 def forked(control: socket.socket) -> tuple[Start, list[int]]:
@@ -297,9 +308,32 @@ def become(start: Start, files: Sequence[int], control: socket.socket) -> socket
     os.environ.update(start.environment)
     set_signals(start)
     write_command(start.words)
-    if sys.stdout.isatty():
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    open_streams()
     return socket.socket(fileno=kept)
+
+
+def open_streams() -> None:
+    """Open standard streams as the interpreter does; its own keep what they found on their files.
+
+    See create_stdio in pylifecycle.c.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        old: Any = getattr(sys, name)
+        raw: Any = io.FileIO(old.fileno(), old.mode, closefd=False)
+        raw.name = f"<{name}>"
+        wraps = io.BufferedReader if old.mode == "r" else io.BufferedWriter
+        whole = not old.write_through
+        stream: Any = io.TextIOWrapper(
+            wraps(raw) if whole or old.mode == "r" else raw,
+            old.encoding,
+            old.errors,
+            newline="\n",
+            line_buffering=whole and (name == "stderr" or raw.isatty()),
+            write_through=old.write_through,
+        )
+        stream.mode = old.mode
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def stand_by(control: socket.socket) -> socket.socket:
@@ -358,6 +392,18 @@ def run(words: Sequence[str]) -> None:
         sys.argv = ["-c", *words[3:]]
         sys.modules["__main__"] = types.ModuleType("__main__")
         exec(words[2], vars(sys.modules["__main__"]))
+
+
+def end(code: int) -> None:
+    """End this process as the interpreter does, but for clearing its modules away, which copies
+    each page that it shares with the zygote: more work than most programs are."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError):  # the interpreter tells of it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def placed() -> tuple[int, set[int]]:

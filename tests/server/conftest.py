@@ -66,10 +66,10 @@ ORIGIN = "http://localhost:3000"
 def guarded(tiny_model, tmp_path_factory):
     """A server with keys and bounds: one request runs, and each key may have two in the queue."""
     log = tmp_path_factory.mktemp("log") / "err"
-    before = ("env", f"TWOLANE_API_KEY={' '.join(KEYS)}", f"TWOLANE_OPERATOR_KEY={OPERATOR}")
+    keys = {"TWOLANE_API_KEY": " ".join(KEYS), "TWOLANE_OPERATOR_KEY": OPERATOR}
     bounds = ("--max-body-bytes", str(MAX_BODY), "--max-running", "1", "--max-queued-per-key", "2")
     args = (*TINY, *bounds, "--cors-origins", ORIGIN, "--log-level", "debug")
-    with serving(str(tiny_model), *args, stderr=log, before=before) as served:
+    with serving(str(tiny_model), *args, stderr=log, variables=keys) as served:
         served.log = log
         yield served
 

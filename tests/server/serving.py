@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -158,16 +158,27 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
-def serving(*args: str, stderr: Path | None = None, before: Sequence[str] = ()) -> Iterator[Served]:
-    """Run `twolane serve` on a free port, by the command `before`; on leaving it is killed, its
-    engine too.
+def serving(
+    *args: str,
+    stderr: Path | None = None,
+    before: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
+    """Run `twolane serve` on a free port, by the command `before`, with these variables, too; on
+    leaving it is killed, its engine too.
 
     It serves on the CPU, unless TWOLANE_TEST_SERVE has other arguments.
     """
     device = os.environ.get("TWOLANE_TEST_SERVE", "--device cpu").split()
     command = [*before, sys.executable, "-m", "twolane", "serve", *args, *device, "--port", "0"]
     with (stderr or Path(os.devnull)).open("wb") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, **(variables or {})},
+        )
     try:
         line = process.stdout.readline()
         assert line, f"the server ended with {process.wait()}"
