@@ -73,6 +73,21 @@ def test_solo_run_finds_the_coefficients(exact):
     assert between == pytest.approx(synthetic.prefill_layer(PROMPTS, 92), rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["solo-run", "calibrated"])
+def test_fewer_units_than_were_measured_take_longer(exact, name):
+    """A profile may be of another partition of the device: a lane of few units is not as fast as
+    the smallest one that was measured."""
+    measured = [each for each in exact.samples if each.units >= 48]
+    partial = msgspec.structs.replace(exact, samples=measured)
+    estimator = ESTIMATORS[name](partial)
+    step = estimator.predict(decode_step(STEP), 16)
+    assert step == pytest.approx(synthetic.decode_step(STEP, 16), rel=0.1)
+    few = [each for each in exact.samples if each.kind != "prefill" or each.units >= 84]
+    estimator = ESTIMATORS[name](msgspec.structs.replace(exact, samples=few))
+    piece = estimator.predict(prefill_slice(PROMPTS, 5), 52)
+    assert piece == pytest.approx(5 * synthetic.prefill_layer(PROMPTS, 52), rel=0.1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_levels_at_once_are_answered_as_one_by_one(profile, name):
     estimator = ESTIMATORS[name](profile)

@@ -35,6 +35,9 @@ Rows = Sequence[Sequence[float]]
 class LevelModel:
     """Coefficients for each number of units; predicts sums of features times coefficients.
 
+    Between measured numbers they are linear in 1 / units. On fewer units than any that were
+    measured, launches take longer in proportion.
+
     Args:
         units: measured, ascending.
         coefficients: [len(units), features].
@@ -81,8 +84,10 @@ class LevelModel:
     def _row(self, units: int) -> list[float]:
         row = self._rows.get(units)
         if row is None:
-            columns = self._coefficients.T
-            row = [float(np.interp(1.0 / units, self._inverse, column)) for column in columns]
+            inverse, columns = 1.0 / units, self._coefficients.T
+            # On fewer units than any that were measured, all takes longer in proportion.
+            fewer = max(1.0, inverse / self._inverse[-1])
+            row = [fewer * float(np.interp(inverse, self._inverse, each)) for each in columns]
             self._rows[units] = row
         return row
 
