@@ -1,7 +1,6 @@
 """A rank other than 0 that is held up now and then."""
 
 import os
-import sys
 
 if __name__ == "__main__":
     if os.environ.get("EMULATED"):
@@ -12,4 +11,4 @@ if __name__ == "__main__":
     from twolane.lanes.ranks.cuda_follower import main
 
     install(os.getpid())
-    sys.exit(main())
+    main()

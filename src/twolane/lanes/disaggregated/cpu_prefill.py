@@ -45,8 +45,7 @@ class PromptRunner(Runner):
 
 def main() -> None:
     """Compute prompts until the log ends."""
-    if (start := read_start()) is None:
-        return
+    start = read_start()
     torch.set_num_threads(1)  # for loading, beside the other process; the lane sets its own
     settings = start.settings
     ours, theirs, arrivals = start.files
@@ -54,8 +53,7 @@ def main() -> None:
         spec, weights = load_shard(settings, "cpu", lambda *_: None)
     store = meeting_at(start.port)
     meet(start.rank, settings.ranks, store, lambda: None)
-    if (sizes := read_sizes()) is None:
-        return
+    sizes = read_sizes()
     decoder = Decoder(spec, weights)
     memories = SharedMemory(ours), SharedMemory(theirs)
     rounded = settings.kv_cache_dtype == "fp8"

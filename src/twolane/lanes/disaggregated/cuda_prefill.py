@@ -5,11 +5,11 @@ It is rank 1 of two, on the second GPU: `python -m twolane.lanes.disaggregated.c
 """
 
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from queue import SimpleQueue
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -100,15 +100,13 @@ class PromptMachine(MirroredCudaMachine):
     decodes = False
 
 
-def main() -> int:
-    """Compute prompts until the log ends; the exit code."""
-    if (start := log_reader.read_start()) is None:
-        return 0
+def main() -> NoReturn:
+    """Compute prompts until the log ends."""
+    start = log_reader.read_start()
     store = meeting_at(start.port)
     with log_reader.reporting_failure(start):
         machine = PromptMachine(start.settings, start.rank, store, lambda: None, lambda *_: None)
-    if (sizes := log_reader.read_sizes()) is None:
-        return 0
+    sizes = log_reader.read_sizes()
     with log_reader.reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     assert isinstance(runner, CudaPromptRunner)
@@ -124,4 +122,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

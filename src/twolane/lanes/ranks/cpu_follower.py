@@ -56,16 +56,14 @@ def follow(runner: Runner, start: FollowerStart) -> NoReturn:
 
 def main() -> None:
     """Follow until the log ends."""
-    if (start := log_reader.read_start()) is None:
-        return
+    start = log_reader.read_start()
     torch.set_num_threads(1)  # for loading, beside the other ranks; each lane sets its own
     settings = start.settings
     with log_reader.reporting_failure(start):
         spec, weights = load_shard(settings, "cpu", lambda *_: None, start.rank)
     store = meeting_at(start.port)
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
-    if (sizes := log_reader.read_sizes()) is None:
-        return
+    sizes = log_reader.read_sizes()
     rounded = settings.kv_cache_dtype == "fp8"
     shape = decoder.spec, sizes.pages, sizes.page_size, decoder.dtype
     states, layout = sizes.slots + sizes.snapshots, sizes.layout(decoder.spec)

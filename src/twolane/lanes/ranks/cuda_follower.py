@@ -5,12 +5,11 @@ for nothing: the device orders launches by events, as rank 0's does.
 """
 
 import os
-import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -115,16 +114,14 @@ class FollowerLanes:
         self._layers -= 1
 
 
-def main() -> int:
-    """Follow until the log ends; the exit code."""
-    if (start := log_reader.read_start()) is None:
-        return 0
+def main() -> NoReturn:
+    """Follow until the log ends."""
+    start = log_reader.read_start()
     with log_reader.reporting_failure(start):
         machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))
     store = meeting_at(start.port)
     connect(machine, start.settings.all_reduce, store, lambda: None)
-    if (sizes := log_reader.read_sizes()) is None:
-        return 0
+    sizes = log_reader.read_sizes()
     with log_reader.reporting_failure(start):
         runner = machine.runner(sizes, lambda *_: None)
     garbage.freeze()
@@ -138,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

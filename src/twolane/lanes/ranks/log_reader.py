@@ -71,19 +71,22 @@ def reporting_failure(start: FollowerStart) -> Iterator[None]:
         os._exit(1)  # whatever this rank has begun with others
 
 
-def read_start() -> FollowerStart | None:
-    """Read the start message; None if rank 0 has ended."""
+def read_start() -> FollowerStart:
+    """Read the start message; end the process if rank 0 has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains first, and ends the log
         signal.signal(number, signal.SIG_IGN)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=FollowerStart)
     die_with_parent()
-    return start if os.getppid() == start.parent else None
+    if os.getppid() != start.parent:
+        sys.exit()
+    return start
 
 
-def read_sizes() -> LaneSizes | None:
-    """Read the sizes of the lanes to make; None if rank 0 has ended."""
-    line = sys.stdin.buffer.readline()
-    return msgspec.json.decode(line, type=LaneSizes) if line else None
+def read_sizes() -> LaneSizes:
+    """Read the sizes of the lanes to make; end the process if rank 0 has ended."""
+    if not (line := sys.stdin.buffer.readline()):
+        sys.exit()
+    return msgspec.json.decode(line, type=LaneSizes)
 
 
 def read_log(answers: int) -> Iterator[Record]:
