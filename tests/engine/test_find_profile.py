@@ -95,3 +95,12 @@ def test_a_profile_of_the_first_points_alone_is_called_rough(tmp_path: Path, cap
     structs.replace(shipped, samples=first).save(short)
     make_estimator(short, "guard", shipped.key)
     assert "predictions are rough" in caplog.text
+
+
+def test_lanes_that_the_profile_does_not_have_are_named(caplog):
+    path = SHIPPED / "qwen3-8b-h200.json"
+    shipped = Profile.read(path)
+    make_estimator(path, "guard", shipped.key, shipped.levels)
+    assert "lanes" not in caplog.text
+    make_estimator(path, "guard", shipped.key, [(126, 6), *shipped.levels])
+    assert "no lanes of 126 and 6 units" in caplog.text

@@ -123,7 +123,8 @@ def assemble(
     progress("predictions", 0.0)
     profile = find_profile(config, key)
     name_of = config.estimator or system.estimator
-    estimator = make_estimator(profile, name_of, key, keep=machine.kind == "cuda")
+    keep = machine.kind == "cuda"
+    estimator = make_estimator(profile, name_of, key, lanes.levels, keep=keep)
     if config.adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import shutil
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,12 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
 
 
 def make_estimator(
-    path: Path | None, name: EstimatorName, key: Key, *, keep: bool = False
+    path: Path | None,
+    name: EstimatorName,
+    key: Key,
+    levels: Iterable[tuple[int, int]] = (),
+    *,
+    keep: bool = False,
 ) -> Estimator:
     """Return an estimator fitted on a profile; without one, the online estimator.
 
@@ -62,6 +68,7 @@ def make_estimator(
         path: the profile's file.
         name: the estimator to fit.
         key: The key of a profile that would be taken here.
+        levels: Units of the two lanes that plans may choose.
         keep: Whether the fitted estimator is kept on disk for the next start.
 
     Raises:
@@ -88,6 +95,12 @@ def make_estimator(
         log.warning(
             "the profile has only its first points, so predictions are rough: run the same "
             "`twolane profile` again to continue it"
+        )
+    if others := sorted({*levels} - {*profile.levels}):
+        log.warning(
+            "the profile has no lanes of %s units, so predictions for these are rough: "
+            "`twolane profile` measures them",
+            ", ".join(f"{prefill} and {decode}" for prefill, decode in others),
         )
     return copy.deepcopy(estimator)  # it learns
 
