@@ -157,6 +157,10 @@ CLOSED = {"type": "object", "additionalProperties": False}
             *('{"b":1}', '{"a":1}'),
         ),
         ({"type": "object", "unevaluatedProperties": {"not": {}, "title": "x"}}, "{}", '{"b":1}'),
+        (
+            {**CLOSED, "properties": {"a": INTEGER}, "patternProperties": {"^a$": {"minimum": 5}}},
+            *('{"a":5}', '{"a":4}'),
+        ),
         ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, "[1]", "[1,2]"),
         ({"type": "array", "unevaluatedItems": INTEGER, "maxItems": 1}, "[1]", '["a"]'),
         ({"type": "string", "maxLength": 2.0, "enum": None, "format": None}, '"ab"', '"abc"'),
@@ -194,6 +198,17 @@ def test_what_generators_of_schemas_write_is_understood(takes, schema, yes, no):
     grammar = json_schema_grammar(schema)
     assert takes(grammar, yes)
     assert not takes(grammar, no)
+
+
+def test_a_pattern_of_a_declared_name_lets_an_object_end(tokenizer, vocabulary):
+    """After llguidance#265: a comma could follow the last name, and no name could follow it."""
+    one = {"properties": {"a": INTEGER}, "patternProperties": {"^a$": {"minimum": 5}}}
+    schema = {**CLOSED, **one, "required": ["a"]}
+    matcher = matcher_of(vocabulary, made_grammar(lambda: json_schema_grammar(schema), "x"))
+    for text, fits in (('{"a":5', True), (",", False)):
+        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+        assert (matcher.validate_tokens(ids) == len(ids)) is fits
+        matcher.consume_tokens(ids if fits else [])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ COUNTS = frozenset(
     {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
 )
 """Keywords with an integer, which JSON may write as 8.0."""
-EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
+EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas", "patternProperties"})
 """Keywords without effect if empty."""
 BESIDE = frozenset(
     {
@@ -66,6 +66,8 @@ TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:[Zz]|[+-](?:[01]\d|2[
 MOMENTS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}
 """Patterns of formats for which llguidance accepts dates that do not exist, such as February 29 of
 every year. Leap seconds and the year 0 are left out: most programs read neither."""
+ONE_NAME = re.compile(r"\^([\w -]+)\$")
+"""A pattern that matches one name alone."""
 DIALECT = re.compile(
     r"https?://json-schema\.org/(?:draft-(0[3467])|draft/(2019-09|2020-12))/(?:hyper-)?schema#?"
 )
@@ -144,6 +146,7 @@ def pointed(root: Any, reference: str) -> Any:
 def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
+    schema = _with_named_patterns(schema)
     plain = {name: _value(name, value, root) for name, value in schema.items()}
     plain = {name: value for name, value in plain.items() if not _says_nothing(name, value)}
     if plain.keys() - ANNOTATIONS == {"not"} and _allows_all(plain["not"]):
@@ -161,6 +164,23 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
             plain = _also_matching(plain, each)
     names = plain.pop("propertyNames", None)
     return plain if names is None else _with_names(plain, names, root)
+
+
+def _with_named_patterns(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema with the patterns of names that match one name alone as that property.
+
+    After a declared name, a pattern for it alone would let an object go on and not end.
+    """
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    if not isinstance(patterns, Mapping) or not isinstance(properties, Mapping):
+        return schema
+    named = {pattern: match[1] for pattern in patterns if (match := ONE_NAME.fullmatch(pattern))}
+    both = dict(properties)
+    for pattern, name in named.items():
+        value = patterns[pattern]
+        both[name] = {"allOf": [both[name], value]} if name in both else value
+    rest = {pattern: value for pattern, value in patterns.items() if pattern not in named}
+    return {**schema, "properties": both, "patternProperties": rest} if named else schema
 
 
 def _evaluated_here(schema: Json) -> Json:
