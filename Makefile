@@ -76,7 +76,7 @@ check-deploy: .deploy/.ready ## charts, manifests and container files by their t
 
 .deploy/.ready: deploy/requirements.txt
 	$(PYTHON) -m venv .deploy
-	grep -v '^#' $< | while read -r package; do \
+	.deploy/bin/python tools/install.py -r $< || grep -v '^#' $< | while read -r package; do \
 	    .deploy/bin/python -m pip install --quiet "$$package" || echo "skipped: $$package"; done
 	touch $@
 
