@@ -368,7 +368,7 @@ def command_of(task: Task, hints: Mapping[str, Any]) -> Contender:
 def side_by_side(tasks: Sequence[Task], given: argparse.Namespace) -> None:
     """Search all engines of a part in simulation, several at a time."""
     begun, rows = time.monotonic(), []
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(given.processes, len(tasks))) as pool:
         jobs = [(task, {}, 1.0) for task in tasks]
         for turn, found in enumerate(pool.imap(_quietly, jobs)):
             rows += rows_of(tasks[turn], turn, found)
