@@ -51,7 +51,7 @@ def test_a_figure_has_a_point_for_each_system_and_rate(monkeypatch, tmp_path: Pa
     import paper_figure
 
     monkeypatch.setattr(paper_figure, "RATES", (4.0, 16.0))
-    found = list(paper_figure.points(requests=30))
+    found = list(paper_figure.points(requests=15))
     assert [point[:2] for point in found] == [
         (system, rate) for system in paper_figure.SYSTEMS for rate in paper_figure.RATES
     ]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -111,9 +112,15 @@ def at_once(tree: ast.AST) -> Iterator[str]:
             yield from at_once(child)
 
 
+@cache
+def loaded_by(source: str) -> frozenset[str]:
+    """Full names that a module imports when it is loaded, by its source, which is parsed once."""
+    return frozenset(at_once(ast.parse(source)))
+
+
 def torch_users(sources: Mapping[str, str]) -> set[str]:
     """Modules of `WITHOUT_TORCH` that name torch, or load it by what they import at once."""
-    loaded = {name: set(at_once(ast.parse(source))) for name, source in sources.items()}
+    loaded = {name: loaded_by(source) for name, source in sources.items()}
     users = {name for name, names in loaded.items() if any(within(n, TORCH) for n in names)}
     before = 0
     while before < len(users):
