@@ -113,7 +113,10 @@ class CpuGroup:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See `Group.all_reduce`."""
-        first, *others = self._gathered(partial)
+        partial = partial.contiguous()
+        first, *others = parts = [torch.empty_like(partial) for _ in range(self.size)]
+        with self._waiting():
+            self._bound.channel.allgather([parts], [partial]).wait()
         for part in others:
             first += part
         return first
@@ -133,13 +136,6 @@ class CpuGroup:
         with self._waiting():
             self._bound.channel.gather([parts] if parts else [], [part], options).wait()
         return torch.cat(parts, dim=1) if parts else part
-
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._waiting():
-            self._bound.channel.allgather([parts], [tensor]).wait()
-        return parts
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from twolane.frontend.parsers.gemma_call import QUOTE
 from twolane.frontend.parsers.pythonic import ARGUMENT_NAME
 from twolane.frontend.parsers.readers import SEP
 from twolane.frontend.structured import grammar
-from twolane.frontend.structured.objects import json_expression
+from twolane.frontend.structured.objects import DEFINED, json_expression
 from twolane.frontend.structured.schema import (
     KindFinder,
     resolved,
@@ -121,7 +121,7 @@ def bare_calls_grammar(
     """
     marks, calls = _Marks(token_of, closes), []
     for tool in tools:
-        defined = {name: tool.schema[name] for name in DEFINITIONS & tool.schema.keys()}
+        defined = _alone(True, tool.schema)
         fields = {"name": {"const": tool.name}, "parameters": tool.schema}
         whole = {**defined, "type": "object", "properties": fields, "required": [*fields]}
         calls.append(marks.json({**whole, "additionalProperties": False}))
@@ -477,7 +477,7 @@ def _parameters(whole: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 def _alone(schema: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's schema with the definitions that it refers to."""
-    defined = {name: whole[name] for name in DEFINITIONS & whole.keys()}
+    defined = {name: whole[name] for name in DEFINED & whole.keys()}
     return defined if schema is True else {**schema, **defined}
 
 
@@ -494,8 +494,6 @@ def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks, end: str) -
     return f"({' | '.join(json.dumps(each) for each in written)}) {json.dumps(end)}"
 
 
-DEFINITIONS = frozenset(("$defs", "definitions"))
-"""Keywords of a schema's definitions."""
 ASSISTANT = "<|assistant|>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 

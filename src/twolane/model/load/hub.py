@@ -524,9 +524,7 @@ def _why(log: str, requirement: str) -> str:
 
 
 def _check_hash(file: Path, wheel: _Wheel) -> None:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != wheel.sha256:
+    if (digest := _sha256(file)) != wheel.sha256:
         raise PullError(
             f"{wheel.requirement}: the wheel's sha256 is {digest}, not {wheel.sha256}; not used"
         )
