@@ -25,6 +25,7 @@ from twolane.model.load.configs import (
     sampling_from_directory,
     spec_from_config,
 )
+from twolane.model.load.quantization_configs import read_quantization
 from twolane.model.rope import frequencies, rotation
 from twolane.model.shapes import SHAPES, with_all_kinds
 from twolane.model.spec import UNROTATED, RopeSpec, UnsupportedModel
@@ -477,10 +478,20 @@ def test_a_text_part_may_be_written_beside_what_reads_images():
         spec_from_config({**raw, "text_config": [1]})
 
 
+def test_a_text_part_may_say_how_it_is_quantised(tmp_path):
+    """As writers have it that quantise the text model alone, and then put it into the whole."""
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    name, found = "Qwen3VLForConditionalGeneration", []
+    for raw in ({"quantization_config": stored}, {"text_config": {"quantization_config": stored}}):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **raw}))
+        found.append(facts_from_directory(tmp_path).quantization)
+    assert found[0] == found[1] == read_quantization(stored)
+
+
 def test_rotated_dimensions_have_two_names():
-    """MiniMax M2 is published with the first."""
+    """MiniMax M2 is published with the first, at first under another type."""
     raw = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128}
-    spec = spec_from_config({**raw, "rotary_dim": 64})
+    spec = spec_from_config({**raw, "model_type": "minimax", "rotary_dim": 64})
     assert spec.rope.rotated == 64
     assert spec == spec_from_config({**raw, "partial_rotary_factor": 0.5})
 

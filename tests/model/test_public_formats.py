@@ -417,6 +417,14 @@ TAKEN = {
         fp8_blocks,
         family="qwen3",
     ),
+    "MiniMax-M2": Published(
+        {
+            **{**_FP8, "fmt": "float8_e4m3fn"},
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+        {"gate.": None, "_proj.": fp8_blocks, "experts.": fp8_blocks},
+        family="minimax-m2",
+    ),
     "scale_fmt ue8m0": Published({**_FP8, "scale_fmt": "ue8m0"}, _powers),
     "a classifier that no list leaves out": Published(
         _FP8, {"_proj.": fp8_blocks, "lm_head.": fp8_blocks}
@@ -467,7 +475,17 @@ TAKEN = {
         _uneven(gptq_v2),
     ),
     "Qwen3.5-GPTQ-Int4: first format, second zeros": Published(
-        {**_GPTQ, "group_size": 32, "sym": True, "checkpoint_format": "gptq"}, _second_zeros
+        {
+            **{**_GPTQ, "group_size": 32, "sym": True, "checkpoint_format": "gptq"},
+            "dynamic": {
+                **{"lm_head": {}, "model.language_model.embed_tokens": {}, "-:.*attn.*": {}},
+                **{"-:.*shared_expert.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {}},
+            },
+        },
+        {"mlp.": _second_zeros},
+    ),
+    "dynamic repeats the config's values": Published(
+        {**_GPTQ, "group_size": 32, "sym": True, "dynamic": {r"+:.*down.*": {"bits": 4}}}, gptq
     ),
     "second format, first zeros": Published(
         {**_GPTQ, "group_size": 32, "sym": True, "checkpoint_format": "gptq_v2"}, gptq

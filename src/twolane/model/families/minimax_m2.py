@@ -42,6 +42,7 @@ FAMILY = Family(
     name="minimax_m2",
     architectures=("MiniMaxM2ForCausalLM",),
     config=MiniMaxM2Config,
+    variants={"minimax": {}},  # of the first configs
     qk_norm="whole",
     experts=ExpertNames(
         *("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),

@@ -71,7 +71,8 @@ def facts_from_directory(path: Path, name: str | None = None) -> ModelFacts:
         raise ValueError(f"{path} has no config.json")
     raw = read_json(path / "config.json")
     spec = spec_from_config(raw, _generation_eos(path))
-    stored = raw.get("quantization_config") or raw.get("compression_config")
+    text = text_config(raw)  # which may have it in the place of the whole
+    stored = text.get("quantization_config") or text.get("compression_config")
     for file, method in _QUANTIZATION_FILES.items():
         if not stored and (path / file).is_file():
             stored = {"quant_method": method, **read_json(path / file)}

@@ -199,7 +199,7 @@ def _only(what: str, value: object, *works: object) -> None:
 
 def _fp8(config: _Fp8) -> Quantization:
     _only("activation_scheme of fp8", config.activation_scheme, "dynamic", "static")
-    _only("fmt of fp8", config.fmt, "e4m3")
+    _only("fmt of fp8", config.fmt, "e4m3", "float8_e4m3fn")
     _only("weight_block_size of fp8", config.weight_block_size, [BLOCK, BLOCK], None)
     left = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
     unused = _unused(config.activation_scheme == "static", bool(config.kv_cache_scheme))
@@ -290,7 +290,7 @@ def _awq(config: _Awq) -> Quantization:
     version = config.version or config.checkpoint_format or config.format or "gemm"
     _only("version of awq", version.lower(), "gemm")
     columns = _group(config.q_group_size or config.group_size, "awq")
-    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "awq"))
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config, "awq"))
     form = Format("awq", "awq", columns, symmetric=False, centred=not config.zero_point)
     return _of_all([form], left)
 
@@ -311,7 +311,7 @@ def _gptq(config: _Gptq) -> Quantization:
         centred=config.sym,
         ordered=config.desc_act,
     )
-    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "gptq"))
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config, "gptq"))
     targets = _in_blocks(config.modules_in_block_to_quantize)
     if config.lm_head:
         targets.append("lm_head")
@@ -333,16 +333,22 @@ def _of_all(
     return Quantization(groups, left, head=head, by_pattern=False, unused=unused)
 
 
-def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
+def _left_out(config: _Awq | _Gptq, method: str) -> list[str]:
     """Return the modules that GPTQModel's `dynamic` leaves in 16 bits, as patterns.
+
+    Its other rules may repeat values of the config, or say nothing.
 
     Raises:
         UnsupportedModel: it gives modules another format.
     """
-    for name in dynamic or ():
-        if not name.startswith("-:"):
-            raise UnsupportedModel.because(f"dynamic of {method}", name, ('rules with "-:"',))
-    return [f"re:{name[2:]}" for name in dynamic or ()]
+    usual, rules = msgspec.structs.asdict(config), config.dynamic or {}
+    for name, rule in rules.items():
+        if name.startswith("-:") or rule == {}:
+            continue
+        if not isinstance(rule, dict) or not rule.items() <= usual.items():
+            works = 'rules with "-:", and those that change nothing'
+            raise UnsupportedModel.because(f"dynamic of {method}", name, (works,))
+    return [f"re:{name[2:]}" for name in rules if name.startswith("-:")]
 
 
 def _in_blocks(blocks: list[Any] | None) -> list[str]:
