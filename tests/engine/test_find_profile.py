@@ -1,15 +1,19 @@
 """Which profile an engine predicts with: the one named, the machine's own, or the package's."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
-from msgspec import structs
+from msgspec import json, structs
 
 import twolane
+from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import find_profile, machine_key, make_estimator
 from twolane.estimate.profile import LAUNCHES_SINCE, SHIPPED, Profile, cached_profile
 from twolane.model.shapes import SHAPES
+from twolane.sim.config import Unevenness
+from twolane.sim.emulated import EmulatedMachine
 from twolane.sim.gpus import GPUS
 from twolane.sim.machine import SimulatedMachine
 
@@ -52,6 +56,29 @@ def test_a_release_that_changes_no_launch_keeps_profiles(monkeypatch, caplog):
     newer = structs.replace(shipped, version="99.0.0")
     make_estimator(find_profile(CONFIG, newer), "guard", newer)
     assert "measured with launches as of version 0.1.0; this is 99.0.0" in caplog.text
+
+
+def test_a_profile_that_an_earlier_version_measured_stays_in_use(own: Path, caplog):
+    """It has another digest of the same shape, in its name, too, and another name of a field."""
+    shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json")
+    samples = [structs.replace(shipped.samples[0], experts_read=3.5), *shipped.samples[1:]]
+    earlier = structs.replace(shipped.key, model="0790ce0d0c")
+    structs.replace(shipped, key=earlier, samples=samples).save(own)
+    new = hashlib.sha256(json.encode(samples)).hexdigest().encode()
+    old = json.encode(samples).replace(b'"experts_read"', b'"woken"')
+    text = own.read_bytes().replace(b'"experts_read"', b'"woken"')
+    old_name = cached_profile(own.parents[1], earlier)
+    old_name.write_bytes(text.replace(new, hashlib.sha256(old).hexdigest().encode()))
+    own.unlink()
+    for config in (CONFIG, structs.replace(CONFIG, profile=str(old_name))):
+        assert find_profile(config, shipped.key) == old_name
+        make_estimator(old_name, "guard", shipped.key)
+    assert Profile.read(old_name).samples == samples
+    for part in ("driver", "device"):
+        assert find_profile(CONFIG, structs.replace(shipped.key, **{part: "another"})) != old_name
+    assert cached_profile(own.parents[1], shipped.key) == old_name  # to be continued
+    shipped.save(own)
+    assert find_profile(CONFIG, shipped.key) == own
 
 
 def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):
@@ -97,10 +124,27 @@ def test_a_profile_of_the_first_points_alone_is_called_rough(tmp_path: Path, cap
     assert "predictions are rough" in caplog.text
 
 
-def test_lanes_that_the_profile_does_not_have_are_named(caplog):
-    path = SHIPPED / "qwen3-8b-h200.json"
+def test_a_profile_without_the_smallest_lanes_says_so(caplog):
+    path = SHIPPED / "qwen3-30b-a3b-h200.json"
     shipped = Profile.read(path)
-    make_estimator(path, "guard", shipped.key, shipped.levels)
+    make_estimator(path, "guard", shipped.key, [(92, 40), *shipped.levels])
     assert "lanes" not in caplog.text
-    make_estimator(path, "guard", shipped.key, [(126, 6), *shipped.levels])
-    assert "no lanes of 126 and 6 units" in caplog.text
+    make_estimator(path, "guard", shipped.key, [(116, 16), *shipped.levels])
+    assert "no lanes of fewer than 24 units for decode, so" in caplog.text
+
+
+@pytest.mark.parametrize("system", ["auto", "chunked", "prefill-first", "temporal", "two-stream"])
+def test_a_system_that_never_splits_the_device_has_no_such_warning(system: str, caplog):
+    path = SHIPPED / "qwen3-30b-a3b-h200.json"
+    config = EngineConfig(model="qwen3-30b-a3b", system=system, profile=str(path))
+    machine = EmulatedMachine(GPUS["h200"], SHAPES[config.model], config, Unevenness())
+    assemble(config, machine, lambda: None, lambda stage, fraction: None).close()
+    named = "lanes of fewer than 84 units for prefill and 24 units for decode"
+    assert (named in caplog.text) == ("lanes" in caplog.text) == (system == "auto")
+
+
+def test_a_profile_that_was_simulated_has_no_such_warning(tmp_path: Path, caplog):
+    shipped = Profile.read(SHIPPED / "qwen3-30b-a3b-h200.json")
+    structs.replace(shipped, machine="simulated").save(path := tmp_path / "profile.json")
+    make_estimator(path, "guard", shipped.key, [(124, 8)])
+    assert "lanes" not in caplog.text

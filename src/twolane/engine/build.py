@@ -123,8 +123,9 @@ def assemble(
     progress("predictions", 0.0)
     profile = find_profile(config, key)
     name_of = config.estimator or system.estimator
+    levels = lanes.levels if system.splits else ()
     keep = machine.kind == "cuda"
-    estimator = make_estimator(profile, name_of, key, lanes.levels, keep=keep)
+    estimator = make_estimator(profile, name_of, key, levels, keep=keep)
     if config.adapter_slots:
         estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()

@@ -68,7 +68,7 @@ def make_estimator(
         path: the profile's file.
         name: the estimator to fit.
         key: The key of a profile that would be taken here.
-        levels: Units of the two lanes that plans may choose.
+        levels: Units of the two lanes that plans may choose, a pair each.
         keep: Whether the fitted estimator is kept on disk for the next start.
 
     Raises:
@@ -96,13 +96,26 @@ def make_estimator(
             "the profile has only its first points, so predictions are rough: run the same "
             "`twolane profile` again to continue it"
         )
-    if others := sorted({*levels} - {*profile.levels}):
+    if profile.machine != "simulated" and (least := _least_units(levels, profile.levels)):
         log.warning(
-            "the profile has no lanes of %s units, so predictions for these are rough: "
+            "the profile has no lanes of fewer than %s, so predictions for these are rough: "
             "`twolane profile` measures them",
-            ", ".join(f"{prefill} and {decode}" for prefill, decode in others),
+            " and ".join(least),
         )
     return copy.deepcopy(estimator)  # it learns
+
+
+def _least_units(
+    levels: Iterable[tuple[int, int]], measured: Iterable[tuple[int, int]]
+) -> list[str]:
+    """Return, in words, the fewest measured units of each lane that may have fewer."""
+    units_of = zip(*levels, strict=True), zip(*measured, strict=True)
+    named = []
+    for lane, here, there in zip(("prefill", "decode"), *units_of, strict=False):
+        least = min(filter(None, there))
+        if min(filter(None, here)) < least:
+            named.append(f"{least} units for {lane}")
+    return named
 
 
 # A search runs many simulations on one profile, and fitting takes a second.

@@ -34,6 +34,9 @@ _UNTIMED = {
 }
 """Fields of a shape that do not matter to time."""
 
+OLD_NAME, NEW_NAME = b'"woken"', b'"experts_read"'
+"""Name of a field of samples in files until 2026-11-30, and since."""
+
 ANCHOR = "anchor"
 """Beginning of the names of points that are corners of the plan."""
 
@@ -222,33 +225,37 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all, with the digest of its samples."""
-        raw = {**msgspec.to_builtins(self), "digest": _digest(self.samples)}
+        raw = {**msgspec.to_builtins(self), "digest": _digest(msgspec.json.encode(self.samples))}
         write_atomically(path, msgspec.json.format(msgspec.json.encode(raw), indent=0))
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
-        """Read a profile.
+        """Read a profile. Its key has the digest of its shape that this version makes.
 
         Raises:
             ProfileError: there is none, or it is none; the message names the file.
         """
         try:
-            raw = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            text = path.read_bytes().replace(OLD_NAME, NEW_NAME)
+            raw = msgspec.json.decode(text, type=dict[str, Any])
+            if raw.get("format", FORMAT) != FORMAT:
+                problem = f"has format {raw['format']}; this version reads {FORMAT}"
+                raise ProfileError(f"{path} {problem}: measure again with `twolane profile`")
             digest = raw.pop("digest", None)
             profile = msgspec.convert(raw, cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
         except UNREADABLE as error:
-            raise ProfileError(f"{path} is not a profile: {error}") from error
-        if profile.format != FORMAT:
-            raise ProfileError(f"{path} has format {profile.format}; this version reads {FORMAT}")
-        if digest != _digest(profile.samples):
+            raise ProfileError(f"{path} is not a profile of this version: {error}") from error
+        samples = msgspec.json.encode(profile.samples)
+        if digest not in (_digest(samples), _digest(samples.replace(NEW_NAME, OLD_NAME))):
             raise ProfileError(f"{path} is damaged: its samples have another digest")
+        profile.key = structs.replace(profile.key, model=model_digest(profile.shape))
         return profile
 
 
-def _digest(samples: Sequence[Sample]) -> str:
-    return hashlib.sha256(msgspec.json.encode(samples)).hexdigest()
+def _digest(samples: bytes) -> str:
+    return hashlib.sha256(samples).hexdigest()
 
 
 def load_of(runs: Sequence[Run]) -> Load:
@@ -273,7 +280,7 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 def model_digest(shape: ModelSpec) -> str:
     """Return a short digest of the fields of a shape that matter to time.
 
-    Fields that have their defaults do not count, so that profiles stay in use when one is added.
+    Fields that have their defaults do not count, so it stays when one is added.
     """
     kinds = [_set_fields(replace(kind, rope=None)) for kind in shape.kinds]
     given = {**_set_fields(shape), "kinds": kinds if any(kinds) else []}
@@ -290,8 +297,24 @@ def _set_fields(part: Any) -> Any:
 
 
 def cached_profile(directory: Path, key: Key) -> Path:
-    """Return the path of this key's profile under Twolane's cache directory."""
-    return directory / "profiles" / key.file_name
+    """Return the path of this key's profile under Twolane's cache directory.
+
+    A profile stays in use when the digest of its shape changes, under the name that it has.
+    """
+    path = directory / "profiles" / key.file_name
+    if path.exists():
+        return path
+    of_device = path.parent.glob(f"{path.name.partition(key.model)[0]}*.json")
+    return next((old for old in sorted(of_device) if _key_of(old) == key), path)
+
+
+def _key_of(path: Path) -> Key | None:
+    """Return the key of a profile with today's digest of its shape; None: it is none."""
+    try:
+        there = msgspec.json.decode(path.read_bytes(), type=_Keyed)
+    except (OSError, *UNREADABLE):
+        return None
+    return structs.replace(there.key, model=model_digest(there.shape))
 
 
 SHIPPED = Path(__file__).parent / "profiles"
@@ -305,8 +328,8 @@ def shipped_profile(key: Key) -> Path | None:
     """
     wanted = structs.replace(key, driver="", version="")
     for path in sorted(SHIPPED.glob("*.json")):
-        there = msgspec.json.decode(path.read_bytes(), type=_Keyed).key
-        if structs.replace(there, driver="", version="") == wanted:
+        there = _key_of(path)
+        if there and structs.replace(there, driver="", version="") == wanted:
             return path
     return None
 
@@ -315,3 +338,4 @@ class _Keyed(msgspec.Struct):
     """The part of a profile that identifies it."""
 
     key: Key
+    shape: ModelSpec

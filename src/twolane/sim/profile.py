@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
-from twolane.estimate.profile import Interconnect, cached_profile
+from twolane.estimate.profile import Interconnect
 from twolane.model.load.hub import cache_dir
 from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
@@ -45,7 +45,8 @@ def simulated_profile(
     # Seed of the device's noise while it is measured.
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=0x50524F46)
     key = machine_key(machine, gpu.units)
-    path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}-{device_digest()}.json")
+    name = Path(key.file_name).with_suffix(f".{REVISION}-{device_digest()}.json")
+    path = cache_dir() / "profiles" / name
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ class System:
     reads_slos: ClassVar[bool] = True
     """Whether plans depend on latency bounds; if not, one run of a search counts for every
     bound."""
+    splits: ClassVar[bool] = True
+    """Whether plans may give a lane a part of the device."""
     gives_up: ClassVar[bool] = False
     """Whether prompts that cannot meet their deadline are served after smaller ones that can."""
 

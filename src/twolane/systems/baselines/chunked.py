@@ -20,6 +20,7 @@ class Chunked(System, msgspec.Struct, frozen=True):
     """Decode tokens and prompt chunks in one forward pass, within a token budget."""
 
     reads_slos: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     token_budget: int = 256
     """Tokens in a forward pass, decode and prefill together."""

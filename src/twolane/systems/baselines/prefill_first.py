@@ -19,6 +19,7 @@ class PrefillFirst(System, msgspec.Struct, frozen=True):
     """Whole prompts first, decode when none waits; one phase at a time on the whole device."""
 
     reads_slos: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""

@@ -6,6 +6,7 @@ MuxWise §6, which splits the prefill into layers to fit small slacks.
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from twolane.systems.view import RequestView, View
 
 class Temporal(System, msgspec.Struct, frozen=True):
     """Layer slices in the slack between decode steps, one phase at a time on the whole device."""
+
+    splits: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""

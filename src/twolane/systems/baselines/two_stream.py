@@ -20,6 +20,7 @@ class TwoStream(System, msgspec.Struct, frozen=True):
     """Prefill and decode side by side, both on the whole device: no partition."""
 
     reads_slos: ClassVar[bool] = False
+    splits: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
