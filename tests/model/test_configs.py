@@ -493,7 +493,9 @@ def test_rotated_dimensions_have_two_names():
     raw = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128}
     spec = spec_from_config({**raw, "model_type": "minimax", "rotary_dim": 64})
     assert spec.rope.rotated == 64
-    assert spec == spec_from_config({**raw, "partial_rotary_factor": 0.5})
+    assert spec == spec_from_config({**raw, "partial_rotary_factor": 0.5, "attn_type_list": [1]})
+    with pytest.raises(UnsupportedModel, match="attn_type_list 0"):  # of MiniMax-Text-01
+        spec_from_config({"model_type": "minimax", "attn_type_list": [0, 0, 1]})
 
 
 ROPES = (

@@ -3,7 +3,7 @@
 from typing import Any
 
 from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
-from twolane.model.spec import MoeSpec
+from twolane.model.spec import MoeSpec, UnsupportedModel
 
 
 class MiniMaxM2Config(HFConfig, kw_only=True):
@@ -21,8 +21,16 @@ class MiniMaxM2Config(HFConfig, kw_only=True):
     eos_token_id: int | list[int] | None = 200_020
     rotary_dim: int | None = None
     """The older name of `partial_rotary_factor`, in dimensions of a head."""
+    attn_type_list: list[int] | None = None
+    """1 for each layer with softmax attention; MiniMax-Text-01, of the same type, has others."""
     num_experts_per_tok: int = 8
     num_local_experts: int = 256
+
+    def check(self) -> None:
+        """See `HFConfig.check`."""
+        super().check()
+        if other := {*(self.attn_type_list or ())} - {1}:
+            raise UnsupportedModel.because("attn_type_list", min(other), ("1",))
 
     def stated_rope(self) -> dict[str, Any]:
         """See `HFConfig.stated_rope`."""
