@@ -488,6 +488,37 @@ def test_a_text_part_may_say_how_it_is_quantised(tmp_path):
     assert found[0] == found[1] == read_quantization(stored)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "family"),
+    [
+        ("Qwen3_5ForCausalLM", "qwen3_5", "qwen3_5_text"),
+        ("Gemma3Model", "gemma3", "gemma3_text"),
+        (None, "qwen2_5_vl", "qwen2"),
+    ],
+)
+def test_a_model_that_reads_images_may_have_another_architecture(architecture, kind, family):
+    """That of its text part, or none, after a change; or its base, without a classifier."""
+    raw = {"architectures": architecture and [architecture], "model_type": kind}
+    spec = spec_from_config({**raw, "text_config": {"num_hidden_layers": 4}})
+    assert (spec.family, spec.layers) == (family, 4)
+    with pytest.raises(UnsupportedModel, match="SequenceClassification"):
+        spec_from_config({**raw, "architectures": ["Gemma3ForSequenceClassification"]})
+
+
+def test_embeddings_of_gemma_are_refused_by_their_field():
+    raw = {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"}
+    assert spec_from_config(raw).family == "gemma3_text"
+    with pytest.raises(UnsupportedModel, match="use_bidirectional_attention True"):
+        spec_from_config({**raw, "use_bidirectional_attention": True})
+
+
+@pytest.mark.parametrize("more", [{}, {"quantization_config": {"bits": 4, "group_size": 64}}])
+def test_mlx_is_refused_by_name(more):
+    raw = {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}
+    with pytest.raises(UnsupportedModel, match="quantisation 'mlx'"):
+        spec_from_config({**raw, **more})
+
+
 def test_rotated_dimensions_have_two_names():
     """MiniMax M2 is published with the first, at first under another type."""
     raw = {"architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128}

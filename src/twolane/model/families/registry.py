@@ -35,13 +35,26 @@ GGUF_ARCHITECTURES = {
 """Families by the architectures that GGUF files may name, and whether they have experts."""
 
 
+def _vision_family(raw: Mapping[str, Any]) -> Family | None:
+    """Return the family of the text part of a model of text and images; None: it is none of these.
+
+    Its architecture says so, with a classifier or without one; or its `model_type`, where the
+    architecture is absent or that of the text part.
+    """
+    names, kind = raw.get("architectures") or [""], raw.get("model_type")
+    if not isinstance(names, list) or not isinstance(name := names[0], str):
+        return None
+    base = f"{name.removesuffix('Model')}ForConditionalGeneration"
+    if family := VISION.get(name) or VISION.get(base):
+        return family
+    family = next((each for each in VISION.values() if kind in each.vision.values()), None)
+    return family if family is not None and name in ("", *family.architectures) else None
+
+
 def is_vision(raw: Mapping[str, Any]) -> bool:
     """Return whether a raw `config.json` is that of a model of text and images whose text part is
     served."""
-    match raw.get("architectures"):
-        case [str(name), *_]:
-            return name in VISION
-    return False
+    return _vision_family(raw) is not None
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -53,12 +66,12 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         ValueError: `text_config` is no object, or the architecture has another `model_type`.
     """
-    if not is_vision(raw):
+    if (family := _vision_family(raw)) is None:
         return raw
-    name = raw["architectures"][0]
-    family, own = VISION[name], raw.get("text_config")
-    if (kind := raw.get("model_type", family.vision[name])) != family.vision[name]:
-        raise UnsupportedModel.because(f"model_type of {name}", kind, (family.vision[name],))
+    own, kind = raw.get("text_config"), raw.get("model_type")
+    if kind is not None and kind not in family.vision.values():
+        works = family.vision.values()
+        raise UnsupportedModel.because(f"model_type of {raw['architectures'][0]}", kind, works)
     if own is not None and not isinstance(own, dict):
         raise ValueError(f"config.json: text_config must be an object, not {own!r}")
     whole = {key: value for key, value in raw.items() if key != "architectures"}
@@ -86,7 +99,7 @@ def family_of(architectures: list[str] | None, model_type: str | None) -> Family
     by_type = {name: each for each in FAMILIES.values() for name in (each.name, *each.variants)}
     if architectures:
         name = architectures[0]
-        base = f"{name.removesuffix('Model')}ForCausalLM"
+        base = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
         name = base if name.endswith("Model") and base in ARCHITECTURES else name
     else:
         typed = by_type.get(model_type or "")

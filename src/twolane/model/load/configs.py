@@ -27,6 +27,15 @@ class _Kind(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None
     """The name that compressed-tensors wrote at first."""
+    quantization: Any = None
+    """What MLX writes, beside `quantization_config` or alone."""
+
+    @property
+    def stored(self) -> Mapping[str, Any] | None:
+        """How weights are quantised; None: the config does not say it."""
+        if isinstance(self.quantization, dict):
+            return {"quant_method": "mlx"}
+        return self.quantization_config or self.compression_config
 
 
 _QUANTIZATION_FILES = {
@@ -71,8 +80,7 @@ def facts_from_directory(path: Path, name: str | None = None) -> ModelFacts:
         raise ValueError(f"{path} has no config.json")
     raw = read_json(path / "config.json")
     spec = spec_from_config(raw, _generation_eos(path))
-    text = text_config(raw)  # which may have it in the place of the whole
-    stored = text.get("quantization_config") or text.get("compression_config")
+    stored = converted(text_config(raw), _Kind).stored
     for file, method in _QUANTIZATION_FILES.items():
         if not stored and (path / file).is_file():
             stored = {"quant_method": method, **read_json(path / file)}
@@ -139,7 +147,7 @@ def check_architecture(raw: Mapping[str, Any]) -> Family:
     """
     kind = converted(text_config(raw), _Kind)
     family = family_of(kind.architectures, kind.model_type)
-    read_quantization(kind.quantization_config or kind.compression_config)  # is it built?
+    read_quantization(kind.stored)  # is it built?
     return family
 
 
