@@ -294,12 +294,30 @@ def test_a_template_that_takes_one_call_gets_several_one_by_one():
     assert shown(source, [first, both]).count("parameters") == 2
 
 
-def test_calls_come_before_the_text_beside_them_where_a_template_shows_only_one():
-    """DeepSeek-R1's distilled models have such a template."""
+def test_results_without_ids_follow_the_calls_in_their_order():
+    source = TEMPLATES["llama3.1"].source
+    first, call, result = called(None)
+    bare = {name: value for name, value in result.items() if name != "tool_call_id"}
+    second = {"id": "second", "type": "function", "function": {**CALL, "name": "other"}}
+    both = [first, {**call, "tool_calls": [TOOL_CALL, second]}]
+    prompt = shown(source, [*both, bare, {**bare, "content": "Result6"}])
+    places = [prompt.index(word) for word in ("get_weather", "Result5", "other", "Result6")]
+    assert places == sorted(places)
+    with pytest.raises(TextError, match="single tool-calls"):
+        shown(source, [*both, result, {**result, "tool_call_id": "nobodys"}])
+
+
+def test_text_beside_calls_is_a_message_before_them_where_a_template_shows_only_one():
+    """DeepSeek-R1's distilled models have such a template, and make calls of one tool again."""
     source = """{% for m in messages %}{% if m.content is none %}
 {{- m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}
 {%- else %}{{ m.content }}{% endif %};{% endfor %}"""
-    assert shown(source, called("I look.")).split(";")[1].startswith('get_weather{"city')
+    call = shown(source, called(None)).split(";")[1]
+    assert call.startswith('get_weather{"city')
+    prompt = shown(source, [*called("I look."), ANSWER, *called(None)])
+    asked = user()["content"]
+    assert prompt.split(";")[:4] == [asked, "I look.", call, "Result5 °C"]
+    assert prompt.split(";")[4:-1] == [ANSWER["content"], asked, call, "Result5 °C"]
 
 
 def test_the_system_is_told_by_the_user_where_a_template_drops_it():
@@ -336,6 +354,7 @@ CALL_AND_RESULT = '[a]get_weather{"city": "Zürich <b>", "days": 2}[t]Result5 °
         ([user("Q"), ANSWER, LATE, user("R")], "[u]Q[a]Answer3 sure.[u]Late\n\nR"),
         ([user("Q"), {**LATE, "role": "developer"}], "[u]Q\n\nLate"),
         ([LATE, ANSWER, user("Q")], "[s]Late[u][a]Answer3 sure.[u]Q"),
+        ([*called("I look."), LATE], CALL_AND_RESULT.replace("]", "]I look.", 1) + "[a][u]Late"),
     ],
 )
 def test_turns_alternate_where_a_template_wants_it(messages, prompt):
@@ -353,7 +372,13 @@ def test_an_empty_answer_is_left_out_where_a_template_refuses_it():
     """Ministral's does; an answer may be cut in the thinking, and is sent back without."""
     source = """{% for m in messages %}{% if m.role == 'assistant' and not m.content %}
 {{- raise_exception('must have content') }}{% endif %}{{ m.content }};{% endfor %}"""
-    assert shown(source, [user("Q"), {"role": "assistant", "content": None}, user("R")]) == "Q;R;"
+    said = [user("Q"), {"role": "assistant", "content": None}, user("R")]
+    assert shown(source, said) == "Q;R;"
+    begun = [*said, {"role": "assistant", "content": ""}]
+    with pytest.raises(TextError, match="must have content"):
+        shown(source, begun)
+    going = shown(source.replace("{{ m", "{{ m.role ~ ':' ~ m"), begun, continue_final_message=True)
+    assert going == "user:Q;user:R;assistant:"
 
 
 def test_tools_need_neither_a_description_nor_parameters():

@@ -2,6 +2,7 @@
 
 import codecs
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -15,7 +16,7 @@ from twolane.common.surrogates import with_whole_characters
 from twolane.engine.messages import Vocabulary
 from twolane.frontend.sandboxed import TookTooLong, within
 from twolane.frontend.text.histories import other_forms, with_all_keys
-from twolane.frontend.text.template import ChatTemplate, missing_words
+from twolane.frontend.text.template import ChatTemplate, missing_words, spellings
 from twolane.frontend.text.template_form import Message, TemplateForm
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.frontend.text.tools_as_text import with_tools_as_text
@@ -614,7 +615,7 @@ def rendered_somehow(
         forms = [*other_forms(messages)]
         others = [(form, tools) for form in forms]
         if tools and (whole := with_all_keys(tools)) != [*tools]:
-            others = [(messages, whole), *others, *((form, whole) for form in forms[-1:])]
+            others = [(messages, whole), *others, *((form, whole) for form in forms[-2:])]
         for form, told in others:
             with suppress(TextError):
                 return rendered(form, tools=told)
@@ -660,16 +661,19 @@ def rendering(
 
 
 def check_words(messages: Sequence[Message], text: str) -> None:
-    """Refuse a prompt that lacks words of the messages; some of the assistant's may be dropped.
+    """Refuse a prompt that lacks words of the messages, or has a tool's name less often than there
+    are calls of it; some of the assistant's words may be dropped.
 
     Raises:
         TextError: it does.
     """
+    called = Counter[str]()
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            for call in message.get("tool_calls", ()):
-                if missing_words(call["function"]["name"], text) is not None:
-                    raise lost(f"messages[{place}].tool_calls", call["function"]["name"])
+            for name in (call["function"]["name"] for call in message.get("tool_calls", ())):
+                called[name] += 1
+                if not any(text.count(form) >= called[name] for form in spellings(name)):
+                    raise lost(f"messages[{place}].tool_calls", name)
             continue
         content = message["content"]
         for part in [content] if isinstance(content, str) else content or ():

@@ -1,6 +1,7 @@
 """Other forms of a conversation, for a chat template that refuses it or shows only a part of it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from twolane.frontend.text.template_form import Message
@@ -10,18 +11,15 @@ SYSTEM = ("system", "developer")
 
 def other_forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield other forms of a conversation: with each change that makes one alone, without and with
-    fewer messages, and then with all changes."""
-    whole = messages
+    fewer messages, and then with all changes, without and with the last one."""
+    alone = [change(messages) for change in CHANGES]
+    forms = [form for each in alone for form in (each, with_fewer_messages(each))]
+    changed = [*accumulate(CHANGES, lambda whole, change: change(whole), initial=messages)]
     seen = [[*messages]]
-    for change in CHANGES:
-        whole = change(whole)
-        for form in (change(messages), with_fewer_messages(change(messages))):
-            if [*form] not in seen:
-                seen.append([*form])
-                yield form
-    whole = with_fewer_messages(whole)
-    if [*whole] not in seen:
-        yield whole
+    for form in [*forms, *map(with_fewer_messages, changed[-2:])]:
+        if [*form] not in seen:
+            seen.append([*form])
+            yield form
 
 
 def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
@@ -48,7 +46,9 @@ def with_fewer_messages(messages: Sequence[Message]) -> Sequence[Message]:
 def with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages with each of several calls as a message of its own before its result.
 
-    Llama 3's templates take one call in a message, although the models make several.
+    Llama 3's templates take one call in a message, although the models make several. A result
+    without an id is that of the first call that has none yet; if there is no call of its id, the
+    messages stay as they are.
     """
     turns = list[Message]()
     todo = list[Message]()
@@ -60,11 +60,11 @@ def with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
                 turns, todo = [*turns, *todo], []
             continue
         id = message.get("tool_call_id")
-        called = next((turn for turn in todo if turn["tool_calls"][0].get("id") == id), None)
-        if called is not None:
-            todo.remove(called)
-            turns.append(called)
-        turns.append(message)
+        ids = [turn["tool_calls"][0].get("id") for turn in todo]
+        if todo and id is not None and id not in ids:
+            return messages
+        called = [todo.pop(ids.index(id) if id in ids else 0)] if todo else []
+        turns += [*called, message]
     return [*turns, *todo]
 
 
@@ -77,19 +77,25 @@ def single_calls(message: Message) -> list[Message]:
     return [{**message, "tool_calls": [first]}, *alone]
 
 
-def with_calls_alone(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages without the assistant's text beside calls: some templates show it in
-    place of them (DeepSeek-R1)."""
-    return [
-        {**message, "content": None} if message.get("tool_calls") else message
-        for message in messages
-    ]
+def with_text_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages with the assistant's text beside calls as a message of its own before
+    them: some templates show it in place of the calls (DeepSeek-R1)."""
+    turns = list[Message]()
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls and message["content"]:
+            turns.append({name: v for name, v in message.items() if name != "tool_calls"})
+            message = {"role": "assistant", "content": None, "tool_calls": calls}
+        turns.append(message)
+    return turns
 
 
 def without_empty_answers(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages without those of the assistant that say nothing (Ministral)."""
+    """Return the messages without those of the assistant that say nothing (Ministral), except the
+    last message, which may be continued."""
     empty = {"role": "assistant"}
-    return [m for m in messages if {name: v for name, v in m.items() if v} != empty]
+    said = [m for m in messages[:-1] if {name: v for name, v in m.items() if v} != empty]
+    return [*said, *messages[-1:]]
 
 
 def with_late_rules_told(messages: Sequence[Message]) -> Sequence[Message]:
@@ -174,9 +180,10 @@ CHANGES: Sequence[Callable[[Sequence[Message]], Sequence[Message]]] = (
     with_fewer_messages,
     with_single_calls,
     without_empty_answers,
-    with_calls_alone,
     with_late_rules_told,
     with_empty_turns,
     with_the_user_told,
+    with_text_before_calls,
 )
-"""Ways in which a conversation changes, the least harm first."""
+"""Ways in which a conversation changes. The last one is not needed where a template shows calls
+and the text beside them, and may then break the order of turns."""
