@@ -29,6 +29,10 @@ CASES = {
     "answer": (THOUGHT + FINAL + "It is *3*.", "We add.", "It is *3*.", []),
     "no thinking": ("<|channel|>final<|message|>3", "", "3", []),
     "call": (THOUGHT + CALL + '{"a": 1}', "We add.", "", [("add", '{"a": 1}')]),
+    "call of a tool with the name of a role": (
+        THOUGHT + CALL.replace("add", "assistant") + "{}",
+        *("We add.", "", [("assistant", "{}")]),
+    ),
     "older call": (THOUGHT + OTHER + '{"a": 1}', "We add.", "", [("add", '{"a": 1}')]),
     "preamble": (
         THOUGHT + "<|start|>assistant<|channel|>commentary<|message|>I call.<|end|>" + CALL + "{}",

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.frontend.checkpoints import byte_level, codec, write
+from twolane.common.errors import FieldError
 from twolane.engine.constrained.matching import matcher_of
 from twolane.frontend.answer_formats import FormatOptions, ModelFormats
 from twolane.frontend.parsers.answer import AnswerReader
@@ -23,7 +24,7 @@ NEXT = "<|eom|><|start|>assistant"
 THOUGHT = " to=self<|message|>We add."
 SAID = " to=user<|message|>"
 ADD = Tool("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-TYPES = {"add": {"a": frozenset(("integer",))}}
+TYPES = {"add": {"a": frozenset(("integer",))}, "note": {"text": frozenset(("string",))}}
 
 
 def call(name="add", value="1", key="a"):
@@ -46,6 +47,10 @@ CASES = {
     "cut in a header": (f"{THOUGHT}{NEXT} to=us", "We add.", "", []),
     "cut in thinking": (" to=self<|message|>We", "We", "", []),
     "no headers": ("Just text <b>", "", "Just text <b>", []),
+    "marks of another model": (
+        f"{SAID}A <|channel|> mark{NEXT}{call('note', '<|channel|>final', 'text')}<|eot|>",
+        *("", "A <|channel|> mark", [("note", {"text": "<|channel|>final"})]),
+    ),
     "text in place of a call": (" to=add<|message|>What?<|eot|>", "", "What?", []),
 }
 
@@ -85,6 +90,12 @@ def test_without_tools_a_call_is_thinking():
 
 def formats():
     return ModelFormats(TEMPLATE, shows_tools=True)
+
+
+@pytest.mark.parametrize("name", ["self", "user"])
+def test_tools_cannot_be_named_like_other_recipients(name):
+    with pytest.raises(FieldError, match=f"tools cannot .*{name}"):
+        formats().of(FormatOptions([ADD, Tool(name, ADD.parameters)]), PROMPT)
 
 
 def test_the_format_is_found_from_the_template():

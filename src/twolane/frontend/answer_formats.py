@@ -203,6 +203,9 @@ class ModelFormats:
         if self.calls == harmony.NAME:
             calls = bool(options.tools)
             return partial(harmony.HarmonyParser, prompt, reasons=reasons, calls=calls)
+        for name in (tool.name for tool in options.tools):
+            if f" to={name}" in recipients.RECIPIENTS:
+                raise FieldError("tools", f"cannot have the name {name!r} with this model")
         types = parameter_types(options.tools) if options.tools else None
         return partial(recipients.RecipientParser, prompt, reasons=reasons, types=types)
 

@@ -54,6 +54,8 @@ class HarmonyParser:
 
     ends: Sequence[str] = (END, "<|call|>", "<|return|>")
     """Marks at the end of a message."""
+    headers: Sequence[str] = (START, CHANNEL)
+    """Marks at the beginning of a header, which may follow a message without an end."""
 
     def __init__(self, prompt: str = "", *, reasons: bool = True, calls: bool = True) -> None:
         self._reasons, self._calls = reasons, calls
@@ -119,7 +121,7 @@ class HarmonyParser:
 
     def _kind_of(self, header: str, pieces: list[Piece]) -> str:
         channel, recipient = _IN_CHANNEL.search(header), _RECIPIENT.search(header)
-        if recipient is not None and recipient[1] != "assistant":
+        if recipient is not None and recipient[0] != "to=assistant":
             if not self._calls:
                 return "thinking"
             pieces.append(CallStart(self._count, recipient[1]))
@@ -132,7 +134,7 @@ class HarmonyParser:
 
     def _body(self, pieces: list[Piece]) -> bool:
         """Parse the text of a message up to the mark of its end, or of the next one's header."""
-        marks = (*self.ends, START, CHANNEL)
+        marks = (*self.ends, *self.headers)
         places = [(place, mark) for mark in marks if (place := self._text.find(mark)) >= 0]
         if not places:
             certain = len(self._text) - held_back(self._text, marks)

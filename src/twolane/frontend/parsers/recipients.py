@@ -40,6 +40,7 @@ class RecipientParser(HarmonyParser):
     """
 
     ends: Sequence[str] = (END, "<|eot|>")
+    headers: Sequence[str] = (START,)
 
     def __init__(
         self, prompt: str = "", *, reasons: bool = True, types: Types | None = None
