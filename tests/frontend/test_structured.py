@@ -161,6 +161,10 @@ CLOSED = {"type": "object", "additionalProperties": False}
             {**CLOSED, "properties": {"a": INTEGER}, "patternProperties": {"^a$": {"minimum": 5}}},
             *('{"a":5}', '{"a":4}'),
         ),
+        (
+            {"type": "object", "patternProperties": {"^a$": INTEGER}, "minProperties": 1},
+            *('{"a":1}', "{}"),
+        ),
         ({"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False}, "[1]", "[1,2]"),
         ({"type": "array", "unevaluatedItems": INTEGER, "maxItems": 1}, "[1]", '["a"]'),
         ({"type": "string", "maxLength": 2.0, "enum": None, "format": None}, '"ab"', '"abc"'),

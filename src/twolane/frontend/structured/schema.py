@@ -169,12 +169,21 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
 def _with_named_patterns(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with the patterns of names that match one name alone as that property.
 
-    After a declared name, a pattern for it alone would let an object go on and not end.
+    After a declared name, a pattern for it alone would let an object go on and not end. A name that
+    is neither declared nor required stays a pattern where the number of properties is bounded:
+    llguidance counts only required ones.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, Mapping) or not isinstance(properties, Mapping):
         return schema
-    named = {pattern: match[1] for pattern in patterns if (match := ONE_NAME.fullmatch(pattern))}
+    required = schema.get("required")
+    known = [*properties, *(required if isinstance(required, list) else ())]
+    bounded = not schema.keys().isdisjoint({"minProperties", "maxProperties"})
+    named = {
+        pattern: match[1]
+        for pattern in patterns
+        if (match := ONE_NAME.fullmatch(pattern)) and (match[1] in known or not bounded)
+    }
     both = dict(properties)
     for pattern, name in named.items():
         value = patterns[pattern]
