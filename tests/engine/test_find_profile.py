@@ -77,6 +77,8 @@ def test_a_profile_that_an_earlier_version_measured_stays_in_use(own: Path, capl
     for part in ("driver", "device"):
         assert find_profile(CONFIG, structs.replace(shipped.key, **{part: "another"})) != old_name
     assert cached_profile(own.parents[1], shipped.key) == old_name  # to be continued
+    old_name.rename(simulated := old_name.with_suffix(".7-0790ce0d0c.json"))
+    assert cached_profile(own.parents[1], shipped.key) == own, f"not a cache such as {simulated}"
     shipped.save(own)
     assert find_profile(CONFIG, shipped.key) == own
 

@@ -304,8 +304,9 @@ def cached_profile(directory: Path, key: Key) -> Path:
     path = directory / "profiles" / key.file_name
     if path.exists():
         return path
-    of_device = path.parent.glob(f"{path.name.partition(key.model)[0]}*.json")
-    return next((old for old in sorted(of_device) if _key_of(old) == key), path)
+    found = path.parent.glob(f"{path.name.partition(key.model)[0]}*.json")
+    of_device = sorted(old for old in found if "." not in old.stem)  # not of simulations
+    return next((old for old in of_device if _key_of(old) == key), path)
 
 
 def _key_of(path: Path) -> Key | None:
