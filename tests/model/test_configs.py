@@ -517,6 +517,7 @@ def test_mlx_is_refused_by_name(more):
     raw = {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}
     with pytest.raises(UnsupportedModel, match="quantisation 'mlx'"):
         spec_from_config({**raw, **more})
+    assert spec_from_config({**raw, "quantization": {}}).family == "llama"
 
 
 def test_rotated_dimensions_have_two_names():

@@ -33,7 +33,7 @@ class _Kind(msgspec.Struct):
     @property
     def stored(self) -> Mapping[str, Any] | None:
         """How weights are quantised; None: the config does not say it."""
-        if isinstance(self.quantization, dict):
+        if isinstance(self.quantization, dict) and "bits" in self.quantization:
             return {"quant_method": "mlx"}
         return self.quantization_config or self.compression_config
 
