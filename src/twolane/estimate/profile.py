@@ -241,14 +241,14 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
             if raw.get("format", FORMAT) != FORMAT:
                 problem = f"has format {raw['format']}; this version reads {FORMAT}"
                 raise ProfileError(f"{path} {problem}: measure again with `twolane profile`")
-            digest = raw.pop("digest", None)
+            digest = raw.pop("digest", None)  # the first profiles have none
             profile = msgspec.convert(raw, cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
         except UNREADABLE as error:
             raise ProfileError(f"{path} is not a profile of this version: {error}") from error
         samples = msgspec.json.encode(profile.samples)
-        if digest not in (_digest(samples), _digest(samples.replace(NEW_NAME, OLD_NAME))):
+        if digest not in (None, _digest(samples), _digest(samples.replace(NEW_NAME, OLD_NAME))):
             raise ProfileError(f"{path} is damaged: its samples have another digest")
         profile.key = structs.replace(profile.key, model=model_digest(profile.shape))
         return profile
