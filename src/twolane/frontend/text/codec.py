@@ -2,7 +2,6 @@
 
 import codecs
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
@@ -667,19 +666,20 @@ def check_words(messages: Sequence[Message], text: str) -> None:
     Raises:
         TextError: it does.
     """
-    called = Counter[str]()
+    called: dict[str, list[int]] = {}
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            for name in (call["function"]["name"] for call in message.get("tool_calls", ())):
-                called[name] += 1
-                if not any(text.count(form) >= called[name] for form in spellings(name)):
-                    raise lost(f"messages[{place}].tool_calls", name)
+            for call in message.get("tool_calls", ()):
+                called.setdefault(call["function"]["name"], []).append(place)
             continue
         content = message["content"]
         for part in [content] if isinstance(content, str) else content or ():
             word = missing_words(part if isinstance(part, str) else part["thinking"], text)
             if word is not None:
                 raise lost(f"messages[{place}].content", word)
+    for name, places in called.items():
+        if not any(text.count(form) >= len(places) for form in spellings(name)):
+            raise lost(f"messages[{places[-1]}].tool_calls", name)
 
 
 def lost(param: str, word: str) -> TextError:

@@ -60,10 +60,11 @@ def with_single_calls(messages: Sequence[Message]) -> Sequence[Message]:
                 turns, todo = [*turns, *todo], []
             continue
         id = message.get("tool_call_id")
-        ids = [turn["tool_calls"][0].get("id") for turn in todo]
-        if todo and id is not None and id not in ids:
+        ids = (turn["tool_calls"][0].get("id") for turn in todo)
+        found = next((place for place, each in enumerate(ids) if each == id), None)
+        if todo and id is not None and found is None:
             return messages
-        called = [todo.pop(ids.index(id) if id in ids else 0)] if todo else []
+        called = [todo.pop(found or 0)] if todo else []
         turns += [*called, message]
     return [*turns, *todo]
 
