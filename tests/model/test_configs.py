@@ -406,6 +406,22 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
             {"architectures": ["Glm4MoeForCausalLM"], "head_dim": 128, "n_group": 8},
             "topk_group 1; these work: n_group 8",
         ),
+        *(
+            ({"model_type": "granitemoehybrid", "num_hidden_layers": 2, **fields}, message)
+            for fields, message in (
+                ({}, "layer_types 'mamba'; these work: attention"),
+                ({"layer_types": ["attention", "mamba"]}, "layer_types 'mamba'"),
+                ({"layer_types": ["attention"] * 2}, "num_local_experts 8; these work: 0"),
+                (
+                    {
+                        "layer_types": ["attention"] * 2,
+                        "num_local_experts": 0,
+                        "position_embedding_type": "alibi",
+                    },
+                    "position_embedding_type 'alibi'; these work: rope, nope",
+                ),
+            )
+        ),
         (
             {"architectures": ["MiMoV2ForCausalLM"]},
             "'MiMoV2ForCausalLM': heads whose keys and values differ in size are not built",
@@ -420,7 +436,7 @@ def test_attention_in_two_kinds_of_chunks_is_served_within_one():
         ),
         (
             {"architectures": ["GPT9ForCausalLM"]},
-            "architecture 'GPT9ForCausalLM'; these work: Ernie4_5_MoeForCausalLM, "
+            "architecture 'GPT9ForCausalLM'; these work: Ernie4_5ForCausalLM, "
             ".*LlamaForCausalLM, .*Qwen3ForCausalLM",
         ),
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),
@@ -685,10 +701,12 @@ def test_a_byte_order_mark_before_a_config_is_skipped(tmp_path):
 def test_the_type_of_a_model_names_its_architecture(architectures):
     """After vllm PR #51665: `transformers` goes by `model_type`, too."""
     for kind, family in ARCHITECTURES.items():
-        raw = {"model_type": family.name, "head_dim": 128}
-        if architectures != "left out":
-            raw["architectures"] = architectures
-        assert spec_from_config(raw) == spec_from_config({"architectures": [kind], "head_dim": 128})
+        raw = {"head_dim": 128}
+        if family.name == "granitemoehybrid":  # other layers than these are refused
+            raw |= {"layer_types": ["attention"] * 32, "num_local_experts": 0}
+        named = {} if architectures == "left out" else {"architectures": architectures}
+        spec = spec_from_config({**raw, "model_type": family.name, **named})
+        assert spec == spec_from_config({**raw, "architectures": [kind]})
     with pytest.raises(UnsupportedModel, match="model_type mamba"):
         spec_from_config({"model_type": "mamba"})
 

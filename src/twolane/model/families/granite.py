@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense): factors of embeddings, scores, blocks and logits."""
+"""Granite 3 (dense): factors of embeddings, scores, blocks and logits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,7 +19,7 @@ _REASONS = {
         "mistral4 minicpm3 youtu axk plm(for|$)"
     ),
     "layers that keep a state (Mamba and its kin) are not built": (
-        "mamba nemotronh granitemoehybrid granitehybrid bamba falconh1 falconmamba jamba zamba "
+        "mamba nemotronh granitehybrid bamba falconh1 falconmamba jamba zamba "
         "zaya plamo2 rwkv arwkv xlstm recurrentgemma"
     ),
     "of LFM, the text models LFM2 and LFM2.5 are built": "lfm2vl lfm3",
