@@ -68,7 +68,7 @@ def test_grammars_of_all_kinds_are_made(tokenizer):
 
 
 def test_what_cannot_be_served_is_refused_with_its_reason(tokenizer):
-    branches = [{"patternProperties": {f"^a{i}$": {"const": i}}} for i in range(2_000)]
+    branches = [{"patternProperties": {f"^a{i}_": {"const": i}}} for i in range(2_000)]
 
     async def run():
         async with making(tokenizer) as made:
