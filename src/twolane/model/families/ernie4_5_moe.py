@@ -2,24 +2,20 @@
 
 from typing import Any
 
-from twolane.model.families.family import ExpertNames, Family, GGUFFacts, HFConfig
+from twolane.model.families.ernie4_5 import Ernie45Config
+from twolane.model.families.family import ExpertNames, Family, GGUFFacts
 from twolane.model.spec import MoeSpec
 
 
-class Ernie45MoeConfig(HFConfig, kw_only=True):
-    """ERNIE 4.5's fields and defaults."""
+class Ernie45MoeConfig(Ernie45Config, kw_only=True):
+    """ERNIE 4.5's fields and defaults, with those of experts."""
 
-    vocab_size: int = 103_424
     hidden_size: int = 2560
     intermediate_size: int = 12_288
     num_hidden_layers: int = 28
     num_attention_heads: int = 20
     num_key_value_heads: int | None = 4
-    max_position_embeddings: int = 131_072
-    rms_norm_eps: float = 1e-5
-    rope_theta: float | None = 500_000.0
-    tie_word_embeddings: bool = True
-    use_bias: bool = False
+    head_dim: int | None = None
     moe_intermediate_size: int = 1536
     moe_k: int = 6
     moe_num_experts: int = 64
@@ -44,8 +40,7 @@ class Ernie45MoeConfig(HFConfig, kw_only=True):
             biased=True,
             shared=self.moe_num_shared_experts,
         )
-        biased = self.use_bias
-        return {"moe": moe, "qkv_bias": biased, "o_bias": biased, "mlp_bias": biased}
+        return {**super().own_fields(), "moe": moe}
 
 
 FAMILY = Family(
