@@ -17,7 +17,7 @@ from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.generate_request import ContextExceeded, GenerateRequest, PromptError
 from twolane.frontend.structured.jobs import GrammarSetup
 from twolane.frontend.structured.maker import GrammarMaker
-from twolane.frontend.text.codec import NO_THINKING, SWITCHES, TextCodec
+from twolane.frontend.text.codec import EFFORTS, NO_THINKING, SWITCHES, TextCodec
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.texts import Texts
@@ -404,9 +404,9 @@ def effort_variables(effort: str, has_variable: Callable[[str], bool]) -> dict[s
         effort: the effort; "none" is no thinking.
         has_variable: says whether the template has a variable.
     """
-    variables: dict[str, object] = {"reasoning_effort": effort}
+    variables: dict[str, object] = dict.fromkeys(SWITCHES, effort != "none")
     if effort == "none":
-        variables |= {**dict.fromkeys(SWITCHES, False), **NO_THINKING}
+        variables |= {"reasoning_effort": effort, **NO_THINKING}
     else:
-        variables |= {"reasoning_strength": effort, **dict.fromkeys(SWITCHES, True)}
+        variables |= dict.fromkeys(EFFORTS, effort)
     return {name: value for name, value in variables.items() if has_variable(name)}

@@ -33,6 +33,8 @@ REPLACEMENT = "\ufffd"
 SWITCHES = ("enable_thinking", "thinking")
 """Template variables that clients set for all models; false has no effect on a template without
 them."""
+EFFORTS = ("reasoning_effort", "reasoning_strength")
+"""Template variables that take an effort; the second is Muse Glimmer's."""
 NO_THINKING: Mapping[str, object] = {"thinking_budget": 0}
 """Other variables by which a template lets the model answer at once (Seed-OSS)."""
 COMPILING_SECONDS = 5.0

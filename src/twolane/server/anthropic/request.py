@@ -19,7 +19,7 @@ from twolane.frontend.generate_request import (
 from twolane.frontend.messages import Turn
 from twolane.frontend.structured import jobs
 from twolane.frontend.structured.tools import Tool
-from twolane.frontend.text.codec import NO_THINKING, SWITCHES
+from twolane.frontend.text.codec import EFFORTS, NO_THINKING, SWITCHES
 from twolane.frontend.text.output_reader import TextOptions
 from twolane.frontend.text.stops import MAX_STRINGS
 from twolane.sampling import SamplingParams
@@ -239,13 +239,12 @@ class CountTokensRequest(Body):
         variables: dict[str, Any] = {}
         effort = None if self.output_config is None else self.output_config.effort
         if effort is not None:
-            names = ("reasoning_effort", "reasoning_strength")
-            variables |= {name: effort for name in names if has_variable(name)}
+            variables |= {name: effort for name in EFFORTS if has_variable(name)}
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             variables |= {name: thinks for name in SWITCHES if not thinks or has_variable(name)}
-            switched = {} if thinks else NO_THINKING
-            variables |= {name: value for name, value in switched.items() if has_variable(name)}
+            if not thinks:
+                variables |= {name: v for name, v in NO_THINKING.items() if has_variable(name)}
         return variables
 
 
